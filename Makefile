@@ -1,0 +1,56 @@
+# The interpreter that the environment is made from; its torch is used when it has one.
+PYTHON ?= python3
+# What is installed otherwise. Given on the command line it is installed in any case: make test TORCH=torch==2.10.0
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+# Passed on: make demo ARGS="--device cuda", make test ARGS="-k overflow"
+ARGS ?=
+
+PY := $(abspath $(VENV))/bin/python
+BOOTSTRAP := $(PYTHON) tools/bootstrap.py --venv '$(VENV)' --torch '$(TORCH)' \
+	$(if $(filter file,$(origin TORCH)),,--replace-torch)
+# One environment holds one torch: its name is part of the stamp's.
+READY := $(VENV)/.ready-$(subst /,_,$(firstword $(TORCH)))
+CHECKERS := $(VENV)/.checkers
+CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: demo test test-kernels bench wheel check gpu-check build clean
+
+demo: build  ## train a small GPT three ways
+	$(PY) -m accumkernels demo $(ARGS)
+
+test: build  ## the whole suite
+	$(PY) -m pytest $(ARGS)
+
+test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
+	$(PY) tests/cuda_host/build.py --run $(ARGS)
+
+bench: build  ## accumulate, against eager and compiled torch and the memory's limit
+	$(PY) -m benchmarks.accumulate $(ARGS)
+
+wheel: $(READY)  ## exactly one wheel in dist/
+	rm -rf dist build/lib build/bdist.*
+	$(PY) -W ignore setup.py -q bdist_wheel
+
+check: $(READY) $(CHECKERS)  ## style, types, formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+gpu-check: $(READY)  ## on a machine with a GPU: build, tests, compute-sanitizer, benchmarks
+	bash tools/gpu-check.sh $(PY)
+
+build: $(READY)  ## accumkernels/_native.so
+	$(PY) setup.py -q build_ext --inplace
+
+clean:  ## what was built; the environment stays
+	rm -rf build dist *.egg-info accumkernels/_native.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find accumkernels benchmarks tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml tools/bootstrap.py
+	rm -f $(VENV)/.ready-*
+	$(BOOTSTRAP) --stamp '$@' demo test
+
+$(CHECKERS): $(READY)
+	$(BOOTSTRAP) --stamp '$@' check

@@ -1,0 +1,204 @@
+"""Builds accumkernels/_native.so: c++ for bindings and CPU kernels, nvcc for CUDA kernels, driven by ninja.
+
+The library uses torch's stable ABI and no Python C-API, so that one file serves every Python, every torch from 2.10 on,
+with and without CUDA. Knobs in the environment: CUDA_HOME, ACCUMKERNELS_BUILD_CUDA (auto | 0 | 1), MAX_JOBS, CXX,
+ACCUMKERNELS_CUDA_ARCHS ("8.0;9.0+PTX"), ACCUMKERNELS_VERSION_SUFFIX ("+cu130").
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+BUILD = "build/native"  # relative, as all our paths are: ninja runs in ROOT, and no build path gets into the library
+CXX = os.environ.get("CXX", "c++")
+CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
+CXX_FLAGS += ["-Wall", "-Wextra", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]  # torch 2.10's stable ABI
+SIMD_FLAGS = {  # for csrc/cpu/*_avx2.cpp and *_avx512.cpp, chosen at run time where the processor has the instructions
+    "avx2": ["-mavx2", "-mf16c", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c", "-mfma"],
+}
+NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-cudart", "static", "-t", "2", "-Xfatbin", "-compress-all"]
+NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off"]
+OLDEST_NVCC = (12, 1)  # from here on a kernel takes 32,764 bytes of arguments
+ARCHS = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+RULES = f"""builddir = {BUILD}
+rule compile
+  command = $line -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = $in
+rule link
+  command = $line -o $out $in $libraries
+  description = $out"""
+
+
+class Cuda(NamedTuple):
+    """The toolkit that was found, and what to build with it."""
+
+    nvcc: str
+    version: str
+    root: str
+    library_dir: str
+    targets: dict[str, list[str]]  # {"90": ["sm_90", "compute_90"]}: architecture, images to make for it
+
+
+def fail(message: str) -> NoReturn:
+    raise SystemExit(f"accumkernels: {message}")
+
+
+def ask(*command: str) -> str:
+    """Return what `command` prints on either stream; its failure ends the build with one line."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        fail(f"`{shlex.join(command)}` failed: {(done.stdout.strip().splitlines() or ['no message'])[-1]}")
+    return done.stdout
+
+
+def find_cuda() -> Cuda | None:
+    """Find the toolkit in CUDA_HOME, or else that of the nvcc on PATH; None builds the CPU kernels alone."""
+    wanted, home = os.environ.get("ACCUMKERNELS_BUILD_CUDA") or "auto", os.environ.get("CUDA_HOME")
+    if wanted not in ("auto", "0", "1"):
+        fail(f"ACCUMKERNELS_BUILD_CUDA={wanted}: expected auto, 0 or 1")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    if wanted == "0" or (wanted == "auto" and not home and not nvcc):
+        print("accumkernels: building the CPU kernels alone:", "as asked" if wanted == "0" else "no nvcc on PATH")
+        return None
+    if not nvcc:
+        fail(f"no nvcc in {f'CUDA_HOME={home}' if home else 'PATH'}; ACCUMKERNELS_BUILD_CUDA=0 builds without CUDA")
+    version = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version"))
+    if not version or tuple(map(int, version.groups())) < OLDEST_NVCC:
+        fail(f"{nvcc} is {version[0] if version else 'unknown'}; needed is {'.'.join(map(str, OLDEST_NVCC))} or newer")
+    # nvcc may be a wrapper script, far from its toolkit: a dry run tells where that is.
+    dryrun = ask(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull)
+    root = re.search(r"^#\$ TOP=(.+)$", dryrun, re.MULTILINE)
+    folders = re.findall(r'"-L([^"]+)"', dryrun)
+    library_dir = next((folder for folder in folders if os.path.exists(f"{folder}/libcudart_static.a")), None)
+    if not root or not library_dir:
+        fail(f"the toolkit of {nvcc} lacks libcudart_static.a (looked in {folders})")
+    return Cuda(nvcc, ".".join(version.groups()), os.path.normpath(root[1]), library_dir, cuda_targets(nvcc))
+
+
+def cuda_targets(nvcc: str) -> dict[str, list[str]]:
+    """Translate ACCUMKERNELS_CUDA_ARCHS: "8.0;9.0+PTX" is {"80": ["sm_80"], "90": ["sm_90", "compute_90"]}."""
+    codes = re.findall(r"^sm_(\d+)(\d[a-z]?)$", ask(nvcc, "--list-gpu-code"), re.MULTILINE)
+    known = {f"{major}.{minor}": major + minor for major, minor in sorted(codes, key=lambda code: int(code[0]))}
+    asked = re.split(r"[;\s]+", os.environ.get("ACCUMKERNELS_CUDA_ARCHS", "").strip("; "))
+    if asked == [""]:  # ours, as far as this nvcc can build them, and PTX of the newest for GPUs to come
+        asked = [arch for arch in ARCHS if arch in known]
+        asked[-1] += "+PTX"
+    targets = {}
+    for entry in asked:
+        number = known.get(entry.removesuffix("+PTX"))
+        if number is None:
+            valid = " ".join(known)
+            fail(f"ACCUMKERNELS_CUDA_ARCHS: this nvcc does not know {entry!r}; valid, each also with +PTX: {valid}")
+        targets[number] = [f"sm_{number}"] + [f"compute_{number}"] * entry.endswith("+PTX")
+    return targets
+
+
+def write_if_changed(path: str, text: str) -> None:
+    if not os.path.exists(path) or Path(path).read_text() != text:  # what is not touched is not built again
+        Path(path).write_text(text)
+
+
+def write_build_info(version: str, cuda: Cuda | None) -> None:
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    in_git = os.path.exists(".git") and shutil.which("git")
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if in_git else ""
+    info = {
+        "version": version,
+        "cuda": cuda.version if cuda else None,
+        "archs": list(itertools.chain.from_iterable(cuda.targets.values())) if cuda else [],
+        "compiler": ask(CXX, "--version").splitlines()[0],
+        "commit": commit or None,
+    }
+    literal = json.dumps(json.dumps(info))
+    write_if_changed(f"{BUILD}/build_info.h", f"#pragma once\n#define ACCUMKERNELS_BUILD_INFO {literal}\n")
+
+
+def write_ninja(cuda: Cuda | None) -> None:
+    """Write build.ninja: a compile step per source and one link step."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        fail("torch 2.10 or newer must be installed to build (pip install torch), or leave build isolation on")
+    torch = spec.submodule_search_locations[0]
+    # Of several that match the last wins: torch may lie in ROOT, in a virtual environment.
+    prefixes = [(ROOT, "."), *([(cuda.root, "cuda")] if cuda else []), (torch, "torch")]
+    maps = [f"-ffile-prefix-map={path}={name}" for path, name in prefixes]
+
+    cxx = [CXX, *CXX_FLAGS, *maps, "-Icsrc", f"-I{BUILD}", f"-isystem{torch}/include"]
+    compile = [("csrc/bindings.cpp", [*cxx, *(["-DACCUMKERNELS_WITH_CUDA"] if cuda else [])])]
+    for source in sorted(Path("csrc/cpu").glob("*.cpp")):
+        simd = SIMD_FLAGS.get(source.stem.rpartition("_")[2], []) if platform.machine() == "x86_64" else []
+        compile.append((str(source), [*cxx, *simd]))
+    if cuda:
+        gencodes = [f"-gencode=arch=compute_{arch},code=[{','.join(codes)}]" for arch, codes in cuda.targets.items()]
+        nvcc = [cuda.nvcc, *NVCC_FLAGS, *(f"-Xcompiler={entry}" for entry in maps), *gencodes, "-Icsrc"]
+        compile += [(str(source), nvcc) for source in sorted(Path("csrc/cuda").glob("*.cu"))]
+
+    # Linked by c++, since `nvcc -shared` writes its -L paths into the cubins' notes. Of torch only libtorch.so, which
+    # pulls in what its build consists of. The version script keeps the static CUDA runtime and C++ templates private.
+    write_if_changed(f"{BUILD}/exports.map", "{ global: accumkernels_*; local: *; };\n")
+    link = [CXX, "-shared", "-s", f"-Wl,--version-script={BUILD}/exports.map", "-Wl,--exclude-libs,ALL"]
+    libraries = [f"-L{cuda.library_dir}", "-lcudart_static", "-ldl", "-lrt"] if cuda else []
+    libraries += ["-lpthread", "-Wl,--no-as-needed", f"-L{torch}/lib", "-ltorch"]
+
+    lines = [RULES]
+    for path, command in compile:
+        lines += [f"build {BUILD}/{path}.o: compile {path}", f"  line = {shlex.join(command)}"]
+    objects = " ".join(f"{BUILD}/{path}.o" for path, _ in compile)
+    lines += [f"build {BUILD}/_native.so: link {objects} | {BUILD}/exports.map"]
+    lines += [f"  line = {shlex.join(link)}", f"  libraries = {shlex.join(libraries)}"]
+    write_if_changed(f"{BUILD}/build.ninja", "\n".join(lines) + "\n")
+
+
+class NativeBuildExt(build_ext):
+    """Has ninja build the one library; setuptools copies it into the wheel or, in place, beside the sources."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"  # no CPython tag: every Python loads it
+
+    def build_extension(self, ext: Extension) -> None:
+        cuda = find_cuda()
+        if not shutil.which(CXX):
+            fail(f"no C++ compiler: {CXX} is not on PATH")
+        os.makedirs(BUILD, exist_ok=True)
+        write_build_info(self.get_finalized_command("egg_info").egg_version, cuda)
+        write_ninja(cuda)
+        ninja = shutil.which("ninja") or f"{importlib.import_module('ninja').BIN_DIR}/ninja"
+        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        if subprocess.run([ninja, "-f", f"{BUILD}/build.ninja", *jobs]).returncode:
+            fail("the native library did not build; the compiler's message stands above")
+        self.mkpath(os.path.dirname(self.get_ext_fullpath(ext.name)))
+        self.copy_file(f"{BUILD}/_native.so", self.get_ext_fullpath(ext.name))
+
+
+class AnyPythonWheel(bdist_wheel):
+    """Tags the wheel for any Python 3 of this platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("accumkernels._native", sources=[])],
+        cmdclass={"build_ext": NativeBuildExt, "bdist_wheel": AnyPythonWheel},
+        options={"egg_info": {"tag_build": os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")}},
+    )
