@@ -1,0 +1,55 @@
+"""The ops behind FusedAccumulator, in three backends of one signature each.
+
+`schema` declares `torch.ops.accumkernels.*`; `reference` (plain torch), `native` (C++ and CUDA C++) and `triton` each have
+functions `accumulate_`, `check_finite_`, `norm_` and `scaled_copy_`. `select` chooses a backend, once per device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+
+import torch
+
+from . import native, reference, triton
+
+BACKENDS = ("auto", "native", "triton", "reference")
+_warned: set[tuple[str, str]] = set()
+
+
+def select(backend: str, device: torch.device) -> ModuleType:
+    """Choose the module whose functions work on tensors of `device`.
+
+    Args:
+        backend: One of `BACKENDS`. "auto" takes native kernels, on a GPU else Triton's, else plain torch, and warns once
+            with the cause when it is not native.
+        device: Where the tensors are.
+
+    Raises:
+        ValueError: `backend` is not one of `BACKENDS`.
+        RuntimeError: a backend named explicitly does not work on `device`; the message has the cause.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend == "reference":
+        return reference
+    if backend != "auto":
+        module: ModuleType = {"native": native, "triton": triton}[backend]
+        cause = module.unavailable(device)
+        if cause is not None:
+            raise RuntimeError(f"backend={backend!r} is not available on {device}: {cause}")
+        return module
+
+    cause = native.unavailable(device)
+    if cause is None:
+        return native
+    fallback = triton if device.type == "cuda" and triton.unavailable(device) is None else reference
+    if (device.type, cause) not in _warned:
+        _warned.add((device.type, cause))
+        name = fallback.__name__.rpartition(".")[2]
+        warnings.warn(
+            f"accumkernels uses its {name} backend on {device} because native kernels are not available: {cause}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return fallback

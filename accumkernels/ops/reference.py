@@ -1,0 +1,137 @@
+"""The ops in plain torch: the specification, written to be read.
+
+Registered as CompositeExplicitAutograd, so it also answers for meta and fake tensors (where it does nothing), and for
+CPU and CUDA tensors when no native library is loaded. `schema.py` says what each op means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .schema import LIBRARY, State
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in memory order, as a 1-d view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _raise_flag(flag: Tensor, condition: Tensor) -> None:
+    """Set the one-element `flag` to 1 where the 0-d bool `condition` holds."""
+    flag.masked_fill_(condition, 1)
+
+
+def _all_finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(tensor).all()
+
+
+def _is_bad_weight(weight: Tensor) -> Tensor:
+    return ~((weight >= 0) & torch.isfinite(weight))
+
+
+def accumulate_(
+    buffer: Tensor,
+    state: Tensor,
+    grads: Sequence[Tensor],
+    segments: Sequence[int],
+    overwrite: Sequence[bool],
+    layout: Tensor,
+    layout_host: Tensor,
+    *,
+    flags: Tensor | None = None,
+    tag: int = 1,
+    weight: float = 1.0,
+    weight_tensor: Tensor | None = None,
+    loss_scale: Tensor | None = None,
+    drop: Tensor | None = None,
+    sq_norm: Tensor | None = None,
+    count: bool = True,
+) -> None:
+    if buffer.is_meta:
+        return
+    one = torch.ones((), dtype=torch.float64, device=buffer.device)
+    w = one * weight if weight_tensor is None else weight_tensor.reshape(())
+    scale = one if loss_scale is None else loss_scale.reshape(()).double()
+    dropped = one < 0 if drop is None else drop.reshape(()) != 0
+    multiplier = (w / scale).to(buffer.dtype)
+
+    if count:
+        bad = _is_bad_weight(w)
+        used = ~(dropped | bad)
+        state[State.WEIGHT] += torch.where(used, w, 0)
+        state[State.USED] += (used & (w > 0)).double()
+        _raise_flag(state[State.FOUND_INF], dropped | bad)
+        _raise_flag(state[State.POISONED], bad & ~dropped)
+
+    sum_of_squares = torch.zeros_like(one)
+    for grad, segment, first in zip(grads, segments, overwrite, strict=True):
+        offset, numel = layout_host[segment].tolist()
+        main_grad = buffer[offset : offset + numel]
+        value = _flat(grad).to(buffer.dtype)
+        product = value * multiplier
+        kept = torch.zeros_like(main_grad) if first else main_grad
+        total = product if first else main_grad + product
+        if flags is not None:
+            flags[segment] = torch.where(~dropped & ~_all_finite(product), tag, flags[segment])
+            overflow = ~dropped & ~_all_finite(total)
+            _raise_flag(state[State.FOUND_INF], overflow)
+            _raise_flag(state[State.POISONED], overflow)
+        main_grad.copy_(torch.where(dropped, kept, total))
+        sum_of_squares += _flat(grad).double().square().sum()
+    if sq_norm is not None:
+        sq_norm += torch.where(dropped, 0, w / scale.square() * sum_of_squares)
+
+
+def check_finite_(
+    grads: Sequence[Tensor],
+    segments: Sequence[int],
+    found_inf: Tensor,
+    flags: Tensor,
+    *,
+    tag: int = 1,
+    weight_tensor: Tensor | None = None,
+) -> None:
+    if found_inf.is_meta:
+        return
+    for grad, segment in zip(grads, segments, strict=True):
+        overflow = ~_all_finite(grad)
+        flags[segment] = torch.where(overflow, tag, flags[segment])
+        _raise_flag(found_inf, overflow)
+    if weight_tensor is not None:
+        _raise_flag(found_inf, _is_bad_weight(weight_tensor.reshape(())))
+
+
+def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:
+    if out.is_meta:
+        return
+    for tensor in tensors:
+        if ord == 2:
+            out += tensor.double().square().sum()
+        elif tensor.numel():
+            torch.maximum(out, tensor.double().abs().max(), out=out)  # maximum propagates NaN
+
+
+def scaled_copy_(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    divisor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    for output, input in zip(outputs, inputs, strict=True):
+        if output.is_meta:
+            continue
+        wide = torch.float64 if torch.float64 in (output.dtype, input.dtype) else torch.float32
+        value = _flat(input).to(wide)
+        if divisor is not None:
+            value = value / divisor.reshape(()).to(wide)
+        _flat(output).copy_(value)
+        if found_inf is not None:
+            _raise_flag(found_inf, ~_all_finite(output))
+
+
+for _kernel in (accumulate_, check_finite_, norm_, scaled_copy_):
+    LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

@@ -1,0 +1,67 @@
+"""Schemas of `torch.ops.accumkernels.*`, the one place where their arguments are declared.
+
+Shared by all ops:
+
+* lists of tensors may be empty, hold zero-element tensors and mix fp16, bf16, fp32 and fp64; every tensor is
+  non-overlapping and dense, and its elements are taken in memory order;
+* scalars that live on the device are one-element tensors: `loss_scale` fp32 (as in `torch.amp.GradScaler`), all others
+  fp64; a flag is exactly 0.0 or 1.0;
+* nothing is returned and nothing is read back: an op never waits for the device.
+
+`accumulate_` adds `gradient * (weight / loss_scale)` into the flat `buffer` (fp32 or fp64). `layout` is int64
+`[segments, 2]` on the buffer's device, a row is (offset, numel) in elements; `layout_host` is the same on the CPU.
+`segments[i]` is the row of `grads[i]`, `overwrite[i]` says that it is the segment's first touch in the window: stored
+instead of added. The multiplier is computed in fp64 and rounded once to the buffer's dtype; the gradient is converted to
+the buffer's dtype, multiplied, and added, each rounded by itself (no fused multiply-add), so that all backends agree bit
+for bit. `state` is fp64 `[4]`, see `State`. With `flags` (int32 `[segments]`) values are checked: where a product is not
+finite, `flags[segment] = tag`, and FOUND_INF and POISONED become 1; where only the sum is not finite (its terms were, or
+an earlier micro-batch was not), FOUND_INF and POISONED alone. `weight_tensor` replaces `weight`. Where `drop` is not 0,
+the micro-batch leaves no trace but FOUND_INF, except that a dropped first touch stores zeros. `sq_norm` receives
+`+= weight * sum((gradient / loss_scale)**2)` over the list, summed in a fixed order. With `count`, `state` takes in the
+weight: once per micro-batch and device. A weight that is negative or not finite is not added: it sets FOUND_INF and
+POISONED.
+
+`check_finite_` sets `found_inf` to 1 and `flags[segments[i]] = tag` where `grads[i]` holds a value that is not finite, and
+`found_inf` to 1 where `weight_tensor` is negative or not finite.
+
+`norm_` adds the sum of squares of all elements to `out` (`ord=2`), or raises `out` to their largest magnitude
+(`ord=inf`; NaN wins). Deterministic: the order of summation depends on the sizes alone.
+
+`scaled_copy_` stores `inputs[i] / divisor` in `outputs[i]`, computed in fp32 (fp64 where either is fp64) and rounded once;
+`found_inf` becomes 1 where an output is not finite.
+"""
+
+import enum
+
+import torch
+
+
+class State(enum.IntEnum):
+    """Indices into the state tensor (fp64 `[4]`) of an accumulator; csrc/core/args.h has the same."""
+
+    WEIGHT = 0  # sum of the weights of the micro-batches used
+    FOUND_INF = 1  # 1.0 once any gradient or weight was not finite
+    USED = 2  # micro-batches used: not dropped, weight > 0
+    POISONED = 3  # 1.0 once a buffer may hold a value that is not finite: the step must be skipped
+
+
+SCHEMAS = {
+    "accumulate_": (
+        "(Tensor(a!) buffer, Tensor(b!) state, Tensor[] grads, int[] segments, bool[] overwrite, "
+        "Tensor layout, Tensor layout_host, *, Tensor(c!)? flags=None, int tag=1, float weight=1.0, "
+        "Tensor? weight_tensor=None, Tensor? loss_scale=None, Tensor? drop=None, Tensor(d!)? sq_norm=None, "
+        "bool count=True) -> ()"
+    ),
+    "check_finite_": (
+        "(Tensor[] grads, int[] segments, Tensor(a!) found_inf, Tensor(b!) flags, *, int tag=1, "
+        "Tensor? weight_tensor=None) -> ()"
+    ),
+    "norm_": "(Tensor(a!) out, Tensor[] tensors, *, float ord=2.0) -> ()",
+    "scaled_copy_": (
+        "(Tensor(a!)[] outputs, Tensor[] inputs, *, Tensor? divisor=None, Tensor(b!)? found_inf=None) -> ()"
+    ),
+}
+
+LIBRARY = torch.library.Library("accumkernels", "DEF")
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
