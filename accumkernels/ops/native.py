@@ -1,0 +1,145 @@
+"""The ops in C++ (CPU) and CUDA C++, from the library `accumkernels/_native.so`.
+
+Importing this module never fails: `load_error` says why the library did not load, and `unavailable` why it does not work
+on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference  # noqa: F401  declares the ops before the library registers its kernels for them
+from .streams import keep_until_done
+
+LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native.so"
+
+
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    if not LIBRARY_PATH.exists():
+        return None, f"{LIBRARY_PATH.name} is missing: accumkernels was installed without its compiled library"
+    try:
+        torch.ops.load_library(str(LIBRARY_PATH))
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        library.accumkernels_build_info.restype = ctypes.c_char_p
+        library.accumkernels_cpu_instruction_set.restype = ctypes.c_char_p
+        library.accumkernels_probe.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
+    except (OSError, RuntimeError, AttributeError) as error:
+        cause = str(error.__cause__ or error).partition("\n")[0]  # torch wraps what the loader says
+        return None, f"{LIBRARY_PATH.name} does not load with torch {torch.__version__}: {cause}"
+    return library, None
+
+
+_library, load_error = _load()
+
+_accumulate = torch.ops.accumkernels.accumulate_.default
+_check_finite = torch.ops.accumkernels.check_finite_.default
+_norm = torch.ops.accumkernels.norm_.default
+_scaled_copy = torch.ops.accumkernels.scaled_copy_.default
+
+
+def build_info() -> dict[str, Any] | None:
+    """What the library was built from and for ("version", "cuda", "archs", ...); None when it is not loaded."""
+    if _library is None:
+        return None
+    info: dict[str, Any] = json.loads(_library.accumkernels_build_info())
+    return info
+
+
+def cpu_instruction_set() -> str | None:
+    """The CPU kernels' instruction set on this machine: "avx512", "avx2" or "portable"; None without the library."""
+    return None if _library is None else str(_library.accumkernels_cpu_instruction_set().decode())
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why native kernels do not work on `device`, in one sentence; None when they do."""
+    if load_error is not None:
+        return load_error
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"there are no native kernels for device type {device.type!r}"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    return _probe(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _probe(index: int) -> str | None:
+    """Try the library on one GPU: is the driver new enough, is there an image for the architecture?"""
+    assert _library is not None
+    message = ctypes.create_string_buffer(512)
+    failed = _library.accumkernels_probe(index, message, len(message))
+    return message.value.decode(errors="replace") if failed else None
+
+
+def accumulate_(
+    buffer: Tensor,
+    state: Tensor,
+    grads: Sequence[Tensor],
+    segments: Sequence[int],
+    overwrite: Sequence[bool],
+    layout: Tensor,
+    layout_host: Tensor,
+    *,
+    flags: Tensor | None = None,
+    tag: int = 1,
+    weight: float = 1.0,
+    weight_tensor: Tensor | None = None,
+    loss_scale: Tensor | None = None,
+    drop: Tensor | None = None,
+    sq_norm: Tensor | None = None,
+    count: bool = True,
+) -> None:
+    _accumulate(
+        buffer,
+        state,
+        grads,
+        segments,
+        overwrite,
+        layout,
+        layout_host,
+        flags=flags,
+        tag=tag,
+        weight=weight,
+        weight_tensor=weight_tensor,
+        loss_scale=loss_scale,
+        drop=drop,
+        sq_norm=sq_norm,
+        count=count,
+    )
+    keep_until_done(grads)
+
+
+def check_finite_(
+    grads: Sequence[Tensor],
+    segments: Sequence[int],
+    found_inf: Tensor,
+    flags: Tensor,
+    *,
+    tag: int = 1,
+    weight_tensor: Tensor | None = None,
+) -> None:
+    _check_finite(grads, segments, found_inf, flags, tag=tag, weight_tensor=weight_tensor)
+    keep_until_done(grads)
+
+
+def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:
+    _norm(out, tensors, ord=ord)
+
+
+def scaled_copy_(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    divisor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    _scaled_copy(outputs, inputs, divisor=divisor, found_inf=found_inf)

@@ -1,0 +1,89 @@
+// What one call of an op works on: raw pointers and numbers, filled by bindings.cpp, consumed by cpu/ and cuda/.
+// No torch, no CUDA headers: the same structs serve the library and the host tests.
+#pragma once
+
+#include <cstdint>
+
+namespace accumkernels {
+
+enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
+
+static inline int64_t size_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// Indices into the device state tensor (float64[4]) of an accumulator.
+enum State : int {
+  kWeight = 0,    // sum of the weights of the micro-batches used
+  kFoundInf = 1,  // 1.0 once any gradient or weight was not finite
+  kUsed = 2,      // micro-batches used: not dropped, weight > 0
+  kPoisoned = 3,  // 1.0 once a buffer may hold a value that is not finite: the step must be skipped
+};
+
+// One dense gradient, its elements taken in memory order.
+struct Gradient {
+  const void* data;
+  int64_t numel;
+  int64_t offset;    // first element of the segment in the buffer, from the host copy of the layout
+  int32_t segment;   // row of the layout, index into flags
+  DType dtype;
+  bool overwrite;    // first touch in the window: store instead of add
+};
+
+struct AccumulateArgs {
+  void* buffer;
+  DType buffer_dtype;  // kFloat32 or kFloat64
+  const Gradient* gradients;
+  int64_t num_gradients;
+  const int64_t* layout;  // device pointer, [segments][2]: offset, numel
+  double* state;          // device, float64[4]
+  int32_t* flags;         // device, int32[segments], or nullptr: nothing is checked
+  int32_t tag;            // stored in flags of a gradient that is not finite
+  double weight;
+  const double* weight_tensor;  // device scalar that replaces weight, or nullptr
+  const float* loss_scale;      // device scalar, or nullptr for 1
+  const double* drop;           // device scalar: non-zero drops the micro-batch; or nullptr
+  double* sq_norm;              // device scalar: += weight * sum((g / loss_scale)^2); or nullptr
+  bool count;                   // account for the micro-batch in state
+};
+
+struct CheckFiniteArgs {
+  const Gradient* gradients;  // offset and overwrite are not read
+  int64_t num_gradients;
+  double* found_inf;            // device scalar, set to 1.0
+  int32_t* flags;               // device, int32[segments]
+  int32_t tag;
+  const double* weight_tensor;  // device scalar: negative or not finite counts as overflow; or nullptr
+};
+
+struct Span {
+  const void* data;
+  int64_t numel;
+  DType dtype;
+};
+
+enum class Norm : int32_t { kL2 = 0, kInf = 1 };
+
+struct NormArgs {
+  const Span* spans;
+  int64_t num_spans;
+  double* out;  // device scalar: kL2 += sum of squares, kInf = max(out, max |x|), NaN propagates
+  Norm norm;
+};
+
+struct CopyPair {
+  void* output;
+  const void* input;
+  int64_t numel;
+  DType output_dtype;
+  DType input_dtype;
+};
+
+struct ScaledCopyArgs {
+  const CopyPair* pairs;
+  int64_t num_pairs;
+  const double* divisor;  // device scalar, or nullptr for 1
+  double* found_inf;      // device scalar, set to 1.0 when an output is not finite; or nullptr
+};
+
+}  // namespace accumkernels
