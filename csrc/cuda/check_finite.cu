@@ -1,0 +1,88 @@
+// check_finite_: flags the gradients that hold a value that is not finite, before anything is accumulated.
+#include "../core/micro_batch.h"
+#include "launch.h"
+#include "stream.h"
+#include "table.h"
+
+namespace accumkernels::cuda {
+namespace {
+
+struct CheckEntry {
+  const void* data;
+  int64_t numel;
+  uint32_t first_block;
+  uint32_t packed;  // segment << 2 | dtype
+};
+
+constexpr int64_t kMaxSegments = int64_t{1} << 30;
+
+template <class Element, bool kAligned>
+struct CheckFinite {
+  static constexpr int kWidth = kWidthOf<Element>;
+  static constexpr int kUnroll = kUnrollOf<kWidth, sizeof(Element)>;
+  static constexpr int64_t kStripe = kThreads * kWidth;
+  using Wide = std::conditional_t<sizeof(Element) == 8, double, float>;
+
+  const Element* data;
+  bool finite;
+
+  template <int kGroup, int kCount>
+  __device__ void run(int64_t i) {
+    Element values[kCount][kGroup];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) load<kAligned>(data + i + u * kStripe, values[u]);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) finite = finite && is_finite(convert<Wide>(values[u][k]));
+    }
+  }
+};
+
+template <bool kAligned>
+__device__ bool piece_is_finite(const CheckEntry& entry, const Piece& piece) {
+  bool finite = true;
+  with_elements(entry.data, static_cast<DType>(entry.packed & 3u), [&](auto* data) {
+    using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    CheckFinite<Element, kAligned> body{data + piece.begin, true};
+    for_each_group(piece.size, body);
+    finite = body.finite;
+  });
+  return finite;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    check_finite_kernel(const Table<CheckEntry> __grid_constant__ table, const CheckFiniteArgs __grid_constant__ args) {
+  if (blockIdx.x == 0 && threadIdx.x == 0 && args.weight_tensor != nullptr && is_bad_weight(*args.weight_tensor)) {
+    *args.found_inf = 1.0;
+  }
+  if (table.count == 0) return;
+  const int32_t index = table.find(blockIdx.x);
+  const CheckEntry& entry = table.entries[index];
+  const Piece piece = table.piece(index, entry.numel, blockIdx.x);
+  const bool finite =
+      is_aligned(entry.data) ? piece_is_finite<true>(entry, piece) : piece_is_finite<false>(entry, piece);
+  if (!finite) {
+    *args.found_inf = 1.0;
+    args.flags[entry.packed >> 2] = args.tag;
+  }
+}
+
+}  // namespace
+
+int check_finite(const CheckFiniteArgs& args, void* stream) {
+  for (int64_t i = 0; i < args.num_gradients; ++i) {
+    if (args.gradients[i].segment >= kMaxSegments) return cudaErrorInvalidValue;
+  }
+  const auto fill = [](const Gradient& gradient, CheckEntry* entry) {
+    entry->data = gradient.data;
+    entry->numel = gradient.numel;
+    entry->packed = static_cast<uint32_t>(gradient.segment) << 2 | static_cast<uint32_t>(gradient.dtype);
+  };
+  const auto launch = [&](const Table<CheckEntry>& table, int64_t blocks, bool) {
+    return launch_kernel(check_finite_kernel, blocks, kThreads, stream, table, args);
+  };
+  return launch_in_tables<CheckEntry>(args.gradients, args.num_gradients, args.weight_tensor != nullptr, fill, launch);
+}
+
+}  // namespace accumkernels::cuda

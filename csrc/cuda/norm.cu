@@ -1,0 +1,103 @@
+// norm_: the sum of squares of a list of tensors, or their largest magnitude, in a fixed order.
+#include "../core/element.h"
+#include "launch.h"
+#include "reduce.h"
+#include "stream.h"
+#include "table.h"
+
+namespace accumkernels::cuda {
+namespace {
+
+struct SpanEntry {
+  const void* data;
+  int64_t numel;
+  uint32_t first_block;
+  DType dtype;
+};
+
+template <Norm kNorm, class Element, bool kAligned>
+struct Reduce {
+  static constexpr int kWidth = kWidthOf<Element>;
+  static constexpr int kUnroll = kUnrollOf<kWidth, sizeof(Element)>;
+  static constexpr int64_t kStripe = kThreads * kWidth;
+  // Squares are summed in fp64; a largest magnitude is exact in any type, and fp64 is slow on most GPUs.
+  using Result = std::conditional_t<kNorm == Norm::kL2 || sizeof(Element) == 8, double, float>;
+
+  const Element* data;
+  Result result;
+
+  template <int kGroup, int kCount>
+  __device__ void run(int64_t i) {
+    Element values[kCount][kGroup];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) load<kAligned>(data + i + u * kStripe, values[u]);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) {
+        const Result value = convert<Result>(values[u][k]);
+        if constexpr (kNorm == Norm::kL2) {
+          result += value * value;
+        } else {
+          result = larger(result, value < 0 ? -value : value);
+        }
+      }
+    }
+  }
+};
+
+template <Norm kNorm, bool kAligned>
+__device__ double reduce_piece(const SpanEntry& entry, const Piece& piece) {
+  double result = 0.0;
+  with_elements(entry.data, entry.dtype, [&](auto* data) {
+    using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    Reduce<kNorm, Element, kAligned> body{data + piece.begin, 0};
+    for_each_group(piece.size, body);
+    result = body.result;
+  });
+  return result;
+}
+
+template <Norm kNorm>
+__global__ void __launch_bounds__(kThreads)
+    norm_kernel(const Table<SpanEntry> __grid_constant__ table, double* partials) {
+  const int32_t index = table.find(blockIdx.x);
+  const SpanEntry& entry = table.entries[index];
+  const Piece piece = table.piece(index, entry.numel, blockIdx.x);
+  double result =
+      is_aligned(entry.data) ? reduce_piece<kNorm, true>(entry, piece) : reduce_piece<kNorm, false>(entry, piece);
+  result = block_reduce<kNorm, kThreads>(result);
+  if (threadIdx.x == 0) partials[blockIdx.x] = result;
+}
+
+template <Norm kNorm>
+__global__ void __launch_bounds__(kFinishThreads)
+    norm_finish_kernel(const double* partials, int64_t blocks, double* out) {
+  const double result = reduce_partials<kNorm>(partials, blocks);
+  if (threadIdx.x == 0) *out = combine<kNorm>(*out, result);
+}
+
+template <Norm kNorm>
+cudaError_t launch_norm(const NormArgs& args, double* partials, void* stream) {
+  const auto fill = [](const Span& span, SpanEntry* entry) {
+    entry->data = span.data;
+    entry->numel = span.numel;
+    entry->dtype = span.dtype;
+  };
+  const auto launch = [&](const Table<SpanEntry>& table, int64_t blocks, bool) {
+    const cudaError_t error = launch_kernel(norm_kernel<kNorm>, blocks, kThreads, stream, table, partials);
+    if (error != cudaSuccess) return error;
+    const double* finished = partials;
+    return launch_kernel(norm_finish_kernel<kNorm>, 1, kFinishThreads, stream, finished, blocks, args.out);
+  };
+  return launch_in_tables<SpanEntry>(args.spans, args.num_spans, false, fill, launch);
+}
+
+}  // namespace
+
+int norm(const NormArgs& args, double* workspace, void* stream) {
+  return args.norm == Norm::kL2 ? launch_norm<Norm::kL2>(args, workspace, stream)
+                                : launch_norm<Norm::kInf>(args, workspace, stream);
+}
+
+}  // namespace accumkernels::cuda

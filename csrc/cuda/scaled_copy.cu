@@ -1,0 +1,154 @@
+// scaled_copy_: outputs[i] = inputs[i] / divisor, between any two element types, rounded once.
+#include "../core/element.h"
+#include "launch.h"
+#include "stream.h"
+#include "table.h"
+
+namespace accumkernels::cuda {
+namespace {
+
+struct CopyEntry {
+  void* output;
+  const void* input;
+  int64_t numel;
+  uint32_t first_block;
+  uint32_t dtypes;  // output << 2 | input
+};
+
+// Element types are told apart at each load and store, not by a body per pair of types: 14 bodies would be the bulk of
+// the library, and the branches are the same for a whole block.
+template <class Wide, bool kAligned>
+struct ScaledCopy {
+  static constexpr int kWidth = 8;
+  static constexpr int kUnroll = sizeof(Wide) == 8 ? 1 : 2;
+  static constexpr int64_t kStripe = kThreads * kWidth;
+
+  void* output;
+  const void* input;
+  DType output_dtype;
+  DType input_dtype;
+  bool divides;
+  Wide divisor;
+  bool finite;
+
+  template <class Input, int kGroup, int kCount>
+  __device__ void load_wide(int64_t i, Wide (&wide)[kCount][kGroup]) const {
+    Input values[kCount][kGroup];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) load<kAligned>(static_cast<const Input*>(input) + i + u * kStripe, values[u]);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) wide[u][k] = convert<Wide>(values[u][k]);
+    }
+  }
+
+  template <class Output, int kGroup, int kCount>
+  __device__ void store_narrow(int64_t i, const Wide (&wide)[kCount][kGroup]) {
+    Output values[kCount][kGroup];
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) {
+        values[u][k] = convert<Output>(wide[u][k]);
+        finite = finite && is_finite(convert<Wide>(values[u][k]));
+      }
+      store<kAligned>(values[u], static_cast<Output*>(output) + i + u * kStripe);
+    }
+  }
+
+  template <int kGroup, int kCount>
+  __device__ void run(int64_t i) {
+    Wide wide[kCount][kGroup];
+    switch (input_dtype) {
+      case DType::kFloat16:
+        load_wide<Float16>(i, wide);
+        break;
+      case DType::kBFloat16:
+        load_wide<BFloat16>(i, wide);
+        break;
+      case DType::kFloat32:
+        load_wide<float>(i, wide);
+        break;
+      case DType::kFloat64:
+        if constexpr (sizeof(Wide) == 8) load_wide<double>(i, wide);
+        break;
+    }
+    if (divides) {
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) wide[u][k] = divide(wide[u][k], divisor);
+      }
+    }
+    switch (output_dtype) {
+      case DType::kFloat16:
+        store_narrow<Float16>(i, wide);
+        break;
+      case DType::kBFloat16:
+        store_narrow<BFloat16>(i, wide);
+        break;
+      case DType::kFloat32:
+        store_narrow<float>(i, wide);
+        break;
+      case DType::kFloat64:
+        if constexpr (sizeof(Wide) == 8) store_narrow<double>(i, wide);
+        break;
+    }
+  }
+};
+
+__device__ void* advance(const void* data, int64_t elements, DType dtype) {
+  const int64_t size = dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+  return const_cast<char*>(static_cast<const char*>(data)) + elements * size;
+}
+
+template <class Wide, bool kAligned>
+__device__ bool copy_piece(const CopyEntry& entry, const Piece& piece, const double* divisor) {
+  const DType output_dtype = static_cast<DType>(entry.dtypes >> 2);
+  const DType input_dtype = static_cast<DType>(entry.dtypes & 3u);
+  ScaledCopy<Wide, kAligned> body{advance(entry.output, piece.begin, output_dtype),
+                                  advance(entry.input, piece.begin, input_dtype),
+                                  output_dtype,
+                                  input_dtype,
+                                  divisor != nullptr,
+                                  static_cast<Wide>(divisor == nullptr ? 1.0 : *divisor),
+                                  true};
+  for_each_group(piece.size, body);
+  return body.finite;
+}
+
+template <bool kAligned>
+__device__ bool copy_piece(const CopyEntry& entry, const Piece& piece, const double* divisor) {
+  const uint32_t fp64 = static_cast<uint32_t>(DType::kFloat64);
+  const bool wide = entry.dtypes >> 2 == fp64 || (entry.dtypes & 3u) == fp64;
+  return wide ? copy_piece<double, kAligned>(entry, piece, divisor)
+              : copy_piece<float, kAligned>(entry, piece, divisor);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    scaled_copy_kernel(const Table<CopyEntry> __grid_constant__ table, const double* divisor, double* found_inf) {
+  const int32_t index = table.find(blockIdx.x);
+  const CopyEntry& entry = table.entries[index];
+  const Piece piece = table.piece(index, entry.numel, blockIdx.x);
+  const bool finite = is_aligned(entry.output) && is_aligned(entry.input) ? copy_piece<true>(entry, piece, divisor)
+                                                                          : copy_piece<false>(entry, piece, divisor);
+  if (!finite && found_inf != nullptr) *found_inf = 1.0;
+}
+
+}  // namespace
+
+int scaled_copy(const ScaledCopyArgs& args, void* stream) {
+  const auto fill = [](const CopyPair& pair, CopyEntry* entry) {
+    entry->output = pair.output;
+    entry->input = pair.input;
+    entry->numel = pair.numel;
+    entry->dtypes = static_cast<uint32_t>(pair.output_dtype) << 2 | static_cast<uint32_t>(pair.input_dtype);
+  };
+  const auto launch = [&](const Table<CopyEntry>& table, int64_t blocks, bool) {
+    return launch_kernel(scaled_copy_kernel, blocks, kThreads, stream, table, args.divisor, args.found_inf);
+  };
+  return launch_in_tables<CopyEntry>(args.pairs, args.num_pairs, false, fill, launch);
+}
+
+}  // namespace accumkernels::cuda

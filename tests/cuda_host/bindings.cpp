@@ -1,0 +1,203 @@
+// The kernels' host entry points and probes of csrc/core for Python, over raw addresses.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "../../csrc/core/numeric.h"
+#include "../../csrc/cuda/launch.h"
+#include "../../csrc/cuda/table.h"
+#include "cuda_runtime.h"
+
+namespace py = pybind11;
+using namespace accumkernels;
+
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// data, numel, offset, segment, dtype, overwrite
+using GradientTuple = std::tuple<uintptr_t, int64_t, int64_t, int32_t, int32_t, bool>;
+
+std::vector<Gradient> gradients_of(const std::vector<GradientTuple>& tuples) {
+  std::vector<Gradient> gradients;
+  for (const auto& [data, numel, offset, segment, dtype, overwrite] : tuples) {
+    gradients.push_back({at<const void>(data), numel, offset, segment, static_cast<DType>(dtype), overwrite});
+  }
+  return gradients;
+}
+
+// As large as the library asks for and not a double larger; NaN shows a partial result that no block wrote. Where
+// blocks are left out on purpose they count as 0.
+std::vector<double> workspace() {
+  return std::vector<double>(cuda::workspace_size(), cuda_host::settings.last_blocks > 0 ? 0.0 : std::nan(""));
+}
+
+int accumulate(uintptr_t buffer, int buffer_dtype, const std::vector<GradientTuple>& tuples, uintptr_t layout,
+               uintptr_t state, uintptr_t flags, int tag, double weight, uintptr_t weight_tensor, uintptr_t loss_scale,
+               uintptr_t drop, uintptr_t sq_norm, bool count) {
+  const std::vector<Gradient> gradients = gradients_of(tuples);
+  AccumulateArgs args{};
+  args.buffer = at<void>(buffer);
+  args.buffer_dtype = static_cast<DType>(buffer_dtype);
+  args.gradients = gradients.data();
+  args.num_gradients = static_cast<int64_t>(gradients.size());
+  args.layout = at<const int64_t>(layout);
+  args.state = at<double>(state);
+  args.flags = at<int32_t>(flags);
+  args.tag = tag;
+  args.weight = weight;
+  args.weight_tensor = at<const double>(weight_tensor);
+  args.loss_scale = at<const float>(loss_scale);
+  args.drop = at<const double>(drop);
+  args.sq_norm = at<double>(sq_norm);
+  args.count = count;
+  return cuda::accumulate(args, sq_norm == 0 ? nullptr : workspace().data(), nullptr);
+}
+
+int check_finite(const std::vector<GradientTuple>& tuples, uintptr_t found_inf, uintptr_t flags, int tag,
+                 uintptr_t weight_tensor) {
+  const std::vector<Gradient> gradients = gradients_of(tuples);
+  CheckFiniteArgs args{};
+  args.gradients = gradients.data();
+  args.num_gradients = static_cast<int64_t>(gradients.size());
+  args.found_inf = at<double>(found_inf);
+  args.flags = at<int32_t>(flags);
+  args.tag = tag;
+  args.weight_tensor = at<const double>(weight_tensor);
+  return cuda::check_finite(args, nullptr);
+}
+
+int norm(const std::vector<std::tuple<uintptr_t, int64_t, int32_t>>& tuples, uintptr_t out, bool infinity) {
+  std::vector<Span> spans;
+  for (const auto& [data, numel, dtype] : tuples) {
+    spans.push_back({at<const void>(data), numel, static_cast<DType>(dtype)});
+  }
+  const NormArgs args{spans.data(), static_cast<int64_t>(spans.size()), at<double>(out),
+                      infinity ? Norm::kInf : Norm::kL2};
+  return cuda::norm(args, workspace().data(), nullptr);
+}
+
+int scaled_copy(const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int32_t, int32_t>>& tuples,
+                uintptr_t divisor, uintptr_t found_inf) {
+  std::vector<CopyPair> pairs;
+  for (const auto& [output, input, numel, output_dtype, input_dtype] : tuples) {
+    pairs.push_back({at<void>(output), at<const void>(input), numel, static_cast<DType>(output_dtype),
+                     static_cast<DType>(input_dtype)});
+  }
+  const ScaledCopyArgs args{pairs.data(), static_cast<int64_t>(pairs.size()), at<const double>(divisor),
+                            at<double>(found_inf)};
+  return cuda::scaled_copy(args, nullptr);
+}
+
+std::pair<int, std::string> probe(int device) {
+  char message[256];
+  const int error = cuda::probe(device, message, sizeof(message));
+  return {error, message};
+}
+
+template <class Function>
+void with_type(int dtype, Function function) {
+  switch (static_cast<DType>(dtype)) {
+    case DType::kFloat16:
+      return function(Float16());
+    case DType::kBFloat16:
+      return function(BFloat16());
+    case DType::kFloat32:
+      return function(float());
+    case DType::kFloat64:
+      return function(double());
+  }
+}
+
+void convert_all(uintptr_t to, int to_dtype, uintptr_t from, int from_dtype, int64_t count) {
+  with_type(to_dtype, [&](auto output) {
+    with_type(from_dtype, [&](auto input) {
+      using To = decltype(output);
+      using From = decltype(input);
+      for (int64_t i = 0; i < count; ++i) at<To>(to)[i] = convert<To>(at<const From>(from)[i]);
+    });
+  });
+}
+
+// One byte per element.
+void is_finite_all(uintptr_t to, uintptr_t from, int dtype, int64_t count) {
+  with_type(dtype, [&](auto input) {
+    using From = decltype(input);
+    using Wide = std::conditional_t<sizeof(From) == 8, double, float>;
+    for (int64_t i = 0; i < count; ++i) at<bool>(to)[i] = is_finite(convert<Wide>(at<const From>(from)[i]));
+  });
+}
+
+// What `visit(table, blocks)` gets for each launch over tensors of these sizes.
+template <class Visit>
+void visit_tables(const std::vector<int64_t>& numels, Visit visit) {
+  struct Item {
+    int64_t numel;
+  };
+  struct Entry {
+    int64_t numel;
+    uint32_t first_block;
+  };
+  std::vector<Item> items;
+  for (const int64_t numel : numels) items.push_back({numel});
+  cuda::launch_in_tables<Entry>(
+      items.data(), static_cast<int64_t>(items.size()), false,
+      [](const Item& item, Entry* entry) { entry->numel = item.numel; },
+      [&](const cuda::Table<Entry>& table, int64_t blocks, bool) {
+        visit(table, blocks);
+        return cudaSuccess;
+      });
+}
+
+// Blocks of each launch.
+std::vector<int64_t> blocks(const std::vector<int64_t>& numels) {
+  std::vector<int64_t> result;
+  visit_tables(numels, [&](const auto&, int64_t blocks) { result.push_back(blocks); });
+  return result;
+}
+
+// (entry, begin, size) of what `block` takes in a list that fits one launch.
+std::tuple<int32_t, int64_t, int64_t> piece(const std::vector<int64_t>& numels, uint32_t block) {
+  std::tuple<int32_t, int64_t, int64_t> result;
+  visit_tables(numels, [&](const auto& table, int64_t) {
+    const int32_t index = table.find(block);
+    const Piece found = table.piece(index, table.entries[index].numel, block);
+    result = {index, found.begin, found.size};
+  });
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(accumkernels_cuda_host, m) {
+  m.def("accumulate", &accumulate, py::kw_only(), py::arg("buffer"), py::arg("buffer_dtype"), py::arg("gradients"),
+        py::arg("layout"), py::arg("state"), py::arg("flags"), py::arg("tag"), py::arg("weight"),
+        py::arg("weight_tensor"), py::arg("loss_scale"), py::arg("drop"), py::arg("sq_norm"), py::arg("count"));
+  m.def("check_finite", &check_finite);
+  m.def("norm", &norm);
+  m.def("scaled_copy", &scaled_copy);
+  m.def("probe", &probe);
+  m.def("workspace_size", &cuda::workspace_size);
+  m.def("convert", &convert_all);
+  m.def("is_finite", &is_finite_all);
+  m.def("piece", &piece);
+  m.def("blocks", &blocks);
+  m.def("launches", [] { return cuda_host::launches; });
+  py::class_<cuda_host::Settings>(m, "Settings")
+      .def_readwrite("reversed", &cuda_host::Settings::reversed)
+      .def_readwrite("last_blocks", &cuda_host::Settings::last_blocks)
+      .def_readwrite("driver_version", &cuda_host::Settings::driver_version)
+      .def_readwrite("device_count", &cuda_host::Settings::device_count)
+      .def_readwrite("device", &cuda_host::Settings::device)
+      .def_property(
+          "image_error", [](const cuda_host::Settings& settings) { return static_cast<int>(settings.image_error); },
+          [](cuda_host::Settings& settings, int error) { settings.image_error = static_cast<cudaError_t>(error); });
+  m.attr("settings") = py::cast(&cuda_host::settings, py::return_value_policy::reference);
+  m.def("reset", [] { cuda_host::settings = {}; });
+}

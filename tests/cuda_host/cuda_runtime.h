@@ -1,0 +1,132 @@
+// The part of the CUDA runtime that csrc/cuda uses, in plain C++, so that the very same .cu files compile with g++ and
+// run under the sanitizers. For tests only: found in place of the toolkit's header because its folder comes first.
+//
+// A launch runs at once, block after block on one thread of the host; the threads of a block are fibers that change
+// hands at barriers and shuffles (see emulator.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+#include <utility>
+
+#ifndef CUDART_VERSION
+#define CUDART_VERSION 13000
+#endif
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__ &  // written behind the type: a launch's threads share one constant copy here too
+
+struct dim3 {
+  unsigned x, y, z;
+  explicit dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorUnsupportedPtxVersion = 222,
+};
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+struct cudaFuncAttributes {
+  int numRegs;
+};
+using cudaStream_t = struct CUstream_st*;
+
+namespace cuda_host {
+
+// What tests set, and what they read.
+struct Settings {
+  bool reversed = false;    // run blocks and threads in descending order: shows a missing barrier
+  int64_t last_blocks = 0;  // run only this many blocks at the end of every grid; 0: all
+  int driver_version = 13000;
+  int device_count = 2;
+  int device = 0;
+  cudaError_t image_error = cudaSuccess;  // what cudaFuncGetAttributes answers on device 1
+};
+inline Settings settings;
+inline int64_t launches = 0;
+
+void run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel);
+void block_barrier();
+
+// Every lane of a warp shows its bytes and takes those of one lane.
+void exchange(const void* mine, void* theirs, size_t size, int source_lane);
+
+template <class... Parameters, size_t... kIndex>
+void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<kIndex...>) {
+  kernel(*static_cast<std::remove_reference_t<Parameters>*>(arguments[kIndex])...);
+}
+
+}  // namespace cuda_host
+
+template <class... Parameters>
+cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments, size_t,
+                             cudaStream_t) {
+  if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024) return cudaErrorInvalidValue;
+  cuda_host::run_grid(grid, block,
+                      [&] { cuda_host::call(kernel, arguments, std::index_sequence_for<Parameters...>()); });
+  return cudaSuccess;
+}
+
+inline void __syncthreads() { cuda_host::block_barrier(); }
+
+template <class T>
+T __shfl_down_sync(unsigned, T value, unsigned distance) {
+  const unsigned lane = threadIdx.x % 32;
+  T result;
+  cuda_host::exchange(&value, &result, sizeof(T), static_cast<int>(lane + distance < 32 ? lane + distance : lane));
+  return result;
+}
+
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = cuda_host::settings.driver_version;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = cuda_host::settings.device;
+  return cuda_host::settings.device_count > 0 ? cudaSuccess : cudaErrorNoDevice;
+}
+
+inline cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= cuda_host::settings.device_count) return cudaErrorInvalidDevice;
+  cuda_host::settings.device = device;
+  return cudaSuccess;
+}
+
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  *attributes = {};
+  return cuda_host::settings.device == 1 ? cuda_host::settings.image_error : cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7 : 0;
+  return cudaSuccess;
+}
+
+inline const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaErrorNoKernelImageForDevice ? "cudaErrorNoKernelImageForDevice" : "cudaError";
+}
+
+inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
