@@ -1,0 +1,480 @@
+"""FusedAccumulator: the life of a window of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .capture import AfterBackward, Captured
+from .clipping import clip_coefficient, total_norm
+from .ops.schema import State
+from .optimizers import (
+    check_no_closure,
+    check_optimizer,
+    check_ownership,
+    lacks_momentum,
+    owned,
+    steps_scaled_gradients,
+)
+from .options import check_options
+from .parameters import named_parameters
+from .rounding import RoundedGradients
+from .scalars import as_scalar
+from .scaling import LossScaler
+from .store import Store
+from .verdict import Verdict, judge
+
+
+class FusedAccumulator:
+    """Accumulates gradients of micro-batches in flat fp32 buffers, in one fused pass per micro-batch.
+
+    A window is the micro-batches between two optimizer steps. Its gradient is the weighted mean
+    `sum_i w_i * g_i / sum_i w_i` over the micro-batches that really ran, so unequal micro-batches and a short last
+    window are right without a `loss / accumulation_steps`::
+
+        acc = FusedAccumulator(model, scaler=scaler)
+        optimizer = torch.optim.AdamW(acc.parameters(), lr=3e-4, fused=True)
+        for window in windows:
+            for x, y in window:
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = loss_fn(model(x), y)
+                acc.backward(loss, weight=y.numel())
+            norm = acc.step(optimizer, max_norm=1.0)
+            if not acc.step_was_skipped:
+                scheduler.step()
+
+    or, for a loop that keeps its own calls: `scaler.scale(loss).backward()`, `acc.accumulate(weight)`, ...,
+    `acc.finalize(optimizer)`, `acc.clip_grad_norm_(1.0)`, `scaler.step(optimizer)`, `scaler.update()`, `acc.zero_()`.
+
+    Args:
+        params: A module, or an iterable of parameters, of (name, parameter) pairs, or of param groups. Frozen
+            parameters take no memory until they are unfrozen.
+        scaler: A `torch.amp.GradScaler`; a disabled one means the same as None. Gradients are unscaled while they are
+            accumulated; do not call `scaler.unscale_`.
+        overflow: What a gradient with inf or nan does. "window" (default): the step is skipped and the scale backs off.
+            "microbatch": the micro-batch contributes neither gradient nor weight, the others are used. "raise":
+            `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is checked.
+        release: "microbatch": `.grad` is consumed by `accumulate()`.
+        bucket_bytes: For `release="backward"`: pending gradient bytes before a flush.
+        master_weights: Keep fp32 masters of fp16 and bf16 parameters.
+        process_group: Data parallel group; False for one process of many that is alone on purpose.
+        noise_scale: Measure micro-batch norms for the critical batch size.
+        autocast_route: Take 16-bit gradients of fp32 parameters before autocast's backward widens them.
+        backend: "auto", "native", "triton" or "reference".
+
+    Attributes:
+        micro_batches: `accumulate` calls in this window, dropped ones too.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it and its value.
+        RuntimeError: a parameter already has an accumulator, a forced backend does not work, or torch.distributed runs
+            several ranks and `process_group` does not say what to do about it.
+    """
+
+    micro_batches: int
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        overflow: str | None = "window",
+        release: str = "microbatch",
+        bucket_bytes: int = 32 * 2**20,
+        master_weights: bool = False,
+        process_group: Any = None,
+        noise_scale: bool = False,
+        autocast_route: str | bool = "auto",
+        backend: str = "auto",
+    ) -> None:
+        check_options(
+            params, scaler, overflow, release, bucket_bytes, master_weights, process_group, noise_scale, autocast_route
+        )
+        named = named_parameters(params)
+        self._scaler = LossScaler(scaler)
+        self._scaler.check_device(named)
+        self._store = Store(named, backend)
+        self._overflow = overflow
+        self._capture = AfterBackward()
+        self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
+        self._skipped: bool | Tensor = False
+        self._open()
+
+    # ---- what it holds
+
+    @property
+    def flat_buffers(self) -> list[Tensor]:
+        """The flat buffers, fp32 (fp64 for fp64 parameters), one per device and dtype."""
+        return [buffer.tensor for buffer in self._store.buffers]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """What to build the optimizer over, in the order given, frozen parameters included."""
+        return (entry.param for entry in self._store.named)
+
+    def main_grad(self, param: Tensor) -> Tensor:
+        """A parameter's view of its flat buffer, shaped and strided like the parameter.
+
+        The content is undefined while the parameter has got no gradient in this window.
+
+        Raises:
+            ValueError: `param` is not accumulated here, or frozen.
+        """
+        place = self._store.place(param)
+        if place is None:
+            raise ValueError("main_grad: this tensor is not one of the accumulator's trainable parameters")
+        buffer, segment = place
+        return buffer.views[segment.index]
+
+    @property
+    def weight(self) -> Tensor:
+        """Sum of the weights of the window's micro-batches, dropped ones not counted; fp64 0-d, on the first device."""
+        return self._store.state()[State.WEIGHT].clone()
+
+    @property
+    def found_inf(self) -> Tensor:
+        """Whether any gradient of this window was not finite: fp32 0-d, 0.0 or 1.0, on the first device."""
+        if self._verdict is not None:
+            return self._verdict.found_inf.clone()
+        return self._store.state()[State.FOUND_INF].float()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, for overflow or because the window was empty. Reading it synchronises."""
+        self._skipped = bool(self._skipped)
+        return self._skipped
+
+    def overflow_report(self) -> list[str]:
+        """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises."""
+        return self._store.flagged()[1]
+
+    # ---- a micro-batch
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0, **kwargs: Any) -> None:
+        """`scaler.scale(loss).backward(**kwargs)`, then `accumulate(weight)`.
+
+        Args:
+            loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
+            weight: See `accumulate`.
+            **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
+        """
+        self._require_accumulating("backward()")
+        weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
+        self._scaler.scale(loss).backward(**kwargs)
+        self.accumulate(weight)
+
+    @torch.no_grad()
+    def accumulate(self, weight: float | Tensor = 1.0) -> None:
+        """Add the gradients in `.grad` to the window, multiplied by `weight / loss_scale`, and free them.
+
+        Nothing waits for the device (except with `overflow="raise"`).
+
+        Args:
+            weight: What this micro-batch counts in the weighted mean: 1 for a mean over micro-batches, the number of
+                samples or tokens that a mean-reduced loss averaged over. Non-negative and finite; int, float or 0-d
+                tensor. One on the device is checked there, and counts as overflow when it is not.
+
+        Raises:
+            TypeError, ValueError: `weight` is wrong.
+            RuntimeError: the window is finalized; a parameter changed since construction; a gradient is sparse;
+                `scaler.unscale_` was called.
+            FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
+        """
+        self._require_accumulating("accumulate()")
+        scalar = as_scalar(weight, "weight", self._store.device)
+        if self.micro_batches == 0:
+            self._store.check_drift()
+            self._store.grow()
+        buffers = self._store.buffers
+        if not buffers:
+            raise RuntimeError("accumulate(): no parameter requires a gradient")
+        self._scaler.check_not_unscaled()
+        captured = [self._capture.take(buffer) for buffer in buffers]
+        loss_scale = self._scaler.loss_scale() if any(c.grads for c in captured) else None
+        self._serial += 1
+        self._add(captured, scalar, loss_scale)
+        for buffer, (segments, _) in zip(buffers, captured, strict=True):
+            for index in segments:
+                buffer.touched[index] = True
+        self._release(captured)
+        self.micro_batches += 1
+        if isinstance(scalar, Tensor):
+            self._decided_on_device = True
+        else:
+            self._host_weight += scalar
+
+    def _add(self, captured: list[Captured], weight: float | Tensor, loss_scale: Tensor | None) -> None:
+        """Run the kernels of one micro-batch: check first where that is asked for, then add."""
+        number, tensor = (0.0, weight) if isinstance(weight, Tensor) else (weight, None)
+        drops = self._find_overflow(captured, tensor) if self._overflow in ("microbatch", "raise") else {}
+        first = self._store.buffers[0]
+        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
+            if not grads and buffer is not first:
+                continue
+            device = buffer.device
+            buffer.ops.accumulate_(
+                buffer.tensor,
+                self._store.states[device],
+                grads,
+                segments,
+                [not buffer.touched[index] for index in segments],
+                buffer.layout,
+                buffer.layout_host,
+                flags=None if self._overflow is None else buffer.flags,
+                tag=self._serial,
+                weight=number,
+                weight_tensor=None if tensor is None else tensor.to(device, non_blocking=True),
+                loss_scale=None if loss_scale is None else loss_scale.to(device, non_blocking=True),
+                drop=drops.get(device),
+                count=buffer is first,
+            )
+
+    def _find_overflow(self, captured: list[Captured], weight: Tensor | None) -> dict[torch.device, Tensor]:
+        """Check a micro-batch on every device before anything is added: per device, fp64 [1], 1.0 where any is bad."""
+        drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
+        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
+            buffer.ops.check_finite_(
+                grads,
+                segments,
+                drops[buffer.device],
+                buffer.flags,
+                tag=self._serial,
+                weight_tensor=None if weight is None else weight.to(buffer.device, non_blocking=True),
+            )
+        if len(drops) > 1:
+            parts = [drop.to(self._store.device, non_blocking=True) for drop in drops.values()]
+            bad = torch.cat(parts).amax(0, keepdim=True)
+            drops = {device: bad.to(device, non_blocking=True) for device in drops}
+        if self._overflow == "raise":
+            if drops[self._store.device].item() != 0:
+                self._release(captured)
+                self._raise_overflow()
+            return {}
+        return drops
+
+    def _raise_overflow(self) -> None:
+        last, names = self._store.flagged()
+        what = f"gradients of {', '.join(names)}" if last == self._serial else "the weight"
+        raise FloatingPointError(f"micro-batch {self.micro_batches} of the window dropped: not finite: {what}")
+
+    def discard(self) -> None:
+        """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception."""
+        self._store.drop_grads()
+
+    # ---- the end of a window
+
+    @torch.no_grad()
+    def finalize(self, *optimizers: Optimizer, divisor: float | Tensor | None = None) -> None:
+        """Average the window and hand the result out as `.grad`.
+
+        Afterwards `.grad` of every parameter that got a gradient is a view of its flat buffer (for 16-bit parameters, a
+        copy rounded once); of every other parameter it is None. `scaler.step` knows that gradients are unscaled, and
+        skips on overflow.
+
+        Args:
+            *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one.
+            divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses.
+
+        Raises:
+            TypeError: an optimizer is none, or wrapped by a trainer.
+            ValueError: `divisor` is zero, negative or not finite.
+            RuntimeError: finalized already; gradients that were never accumulated; an accumulated parameter that no
+                optimizer owns; a parameter that changed since construction; `scaler.unscale_` was called.
+        """
+        self._check_end("finalize()", optimizers)
+        verdict = judge(self._store.state(), self._divisor(divisor))
+        self._finish(optimizers, verdict, verdict.divisor)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float | Tensor, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the averaged gradient, as `torch.nn.utils.clip_grad_norm_` does; call it after `finalize`.
+
+        Args:
+            max_norm: Largest norm allowed.
+            norm_type: Order of the norm; any that torch takes, `inf` too.
+            error_if_nonfinite: Raise when the norm is not finite; synchronises.
+
+        Returns:
+            The norm before clipping, 0-d on the first device; fp32 (fp64 for fp64 parameters). Nothing is read back.
+
+        Raises:
+            RuntimeError: before `finalize`; or the norm is not finite and that was to be an error.
+        """
+        if self._verdict is None:
+            raise RuntimeError(
+                "clip_grad_norm_() before finalize(): the order is acc.finalize(optimizer), "
+                "acc.clip_grad_norm_(max_norm), scaler.step(optimizer), scaler.update(), acc.zero_()"
+            )
+        norm = total_norm(self._store.buffers, float(norm_type), self._store.device)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
+                "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+            )
+        coefficient = clip_coefficient(norm, max_norm)
+        for buffer in self._store.buffers:
+            scale = coefficient.to(buffer.device, buffer.dtype, non_blocking=True)
+            for piece in buffer.touched_ranges():
+                piece.mul_(scale)
+            self._rounded.update(buffer)
+        return self._result(norm)
+
+    @torch.no_grad()
+    def step(
+        self, optimizer: Optimizer, *, max_norm: float | Tensor | None = None, divisor: float | Tensor | None = None
+    ) -> Tensor | None:
+        """End the window: average, clip, `scaler.step`, `scaler.update`, and open the next.
+
+        With torch's fused optimizers over fp32 parameters, average and clip are folded into the optimizer's own pass
+        (`optimizer.grad_scale`, `optimizer.found_inf`), and nothing waits for the device; otherwise one read of
+        found_inf does. A window without weight is a no-op that leaves the scale alone.
+
+        Args:
+            optimizer: Owns every accumulated parameter.
+            max_norm: Clip the averaged gradient to this 2-norm.
+            divisor: See `finalize`.
+
+        Returns:
+            The norm before clipping (see `clip_grad_norm_`) when `max_norm` is given, else None.
+
+        Raises:
+            TypeError: the optimizer's step needs a closure; and as `finalize`.
+        """
+        check_optimizer(optimizer, "step()")
+        check_no_closure(optimizer)
+        limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
+        self._check_end("step()", (optimizer,))
+        given = self._divisor(divisor)
+        if self.micro_batches == 0:
+            self.zero_()
+            self._skipped = True
+            return (
+                None if limit is None else self._result(torch.zeros((), dtype=torch.float64, device=self._store.device))
+            )
+
+        verdict = judge(self._store.state(), given)
+        norm, divide_by = None, verdict.divisor
+        if limit is not None:
+            norm = total_norm(self._store.buffers, 2.0, self._store.device) / verdict.divisor
+            divide_by = verdict.divisor / clip_coefficient(norm, limit)
+        fused = steps_scaled_gradients(optimizer)
+        folded = fused and self._can_fold(optimizer)
+        verdict = self._finish((optimizer,), verdict, None if folded else divide_by)
+        if fused:
+            optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
+            optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
+        try:
+            self._step(optimizer, fused, verdict)
+        finally:
+            for name in ("grad_scale", "found_inf") if fused else ():
+                vars(optimizer).pop(name, None)
+        self._scaler.update(keep=verdict.empty)
+        self.zero_()
+        return None if norm is None else self._result(norm)
+
+    def _step(self, optimizer: Optimizer, fused: bool, verdict: Verdict) -> None:
+        if self._scaler.scaler is not None:
+            self._scaler.scaler.step(optimizer)
+        elif fused or not self._may_skip or not self.step_was_skipped:
+            optimizer.step()
+
+    def zero_(self) -> None:
+        """Drop the window, finished or not, and open the next: every `.grad` is None afterwards."""
+        self._store.drop_grads()
+        self._store.open_window()
+        self._open()
+
+    def remove(self) -> None:
+        """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
+        self._store.release_claim()
+
+    def __enter__(self) -> FusedAccumulator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    # ---- inside
+
+    @property
+    def _may_skip(self) -> bool:
+        """Whether the verdict has to be read before an optimizer that cannot skip by itself is stepped."""
+        return self._overflow is not None or self._decided_on_device or self._host_weight == 0
+
+    def _open(self) -> None:
+        self.micro_batches = 0
+        self._verdict: Verdict | None = None
+        self._rounded = RoundedGradients()
+        self._host_weight = 0.0
+        self._decided_on_device = False  # by a weight or divisor that only the device knows
+
+    def _require_accumulating(self, caller: str) -> None:
+        if self._verdict is not None:
+            raise RuntimeError(
+                f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
+            )
+
+    def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
+        self._require_accumulating(caller)
+        if not optimizers:
+            raise TypeError(f"{caller} needs the optimizers that will step this window")
+        for optimizer in optimizers:
+            check_optimizer(optimizer, caller)
+        self._store.check_drift()
+        self._scaler.check_not_unscaled()
+        for entry in self._store.named:
+            if entry.param.grad is not None:
+                raise RuntimeError(
+                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; call acc.accumulate() after "
+                    "backward (acc.backward does), or acc.discard() to drop it"
+                )
+        check_ownership(optimizers, ((s.name, s.param) for _, s in self._store.touched()))
+
+    def _divisor(self, divisor: float | Tensor | None) -> Tensor | None:
+        if divisor is None:
+            return None
+        scalar = as_scalar(divisor, "divisor", self._store.device, allow_zero=False)
+        if isinstance(scalar, Tensor):
+            self._decided_on_device = True
+            return scalar
+        return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
+
+    def _can_fold(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's gradients are exactly this window's fp32 views."""
+        return self._store.result_dtype == torch.float32 and all(
+            p.dtype == torch.float32 and (p.grad is None or self._store.place(p) is not None)
+            for p in owned((optimizer,))
+        )
+
+    def _finish(self, optimizers: tuple[Optimizer, ...], verdict: Verdict, divisor: Tensor | None) -> Verdict:
+        """Divide (None: leave the sums), hand out `.grad`, and tell the scaler the verdict."""
+        overflows = []
+        for buffer in self._store.buffers:
+            if divisor is not None:
+                buffer.divide(divisor.to(buffer.device, buffer.dtype, non_blocking=True))
+            overflows.append(self._rounded.update(buffer).to(self._store.device, non_blocking=True))
+        if self._overflow is not None:
+            verdict = verdict.with_overflow(torch.cat(overflows).amax())
+        self._verdict = verdict
+        self._skipped = verdict.skip
+        # Momentum that the first step would leave uninitialised is worth a synchronisation: without .grad, the
+        # optimizer leaves its state alone.
+        if not (any(map(lacks_momentum, optimizers)) and self.step_was_skipped):
+            for buffer, segment in self._store.touched():
+                rounded = self._rounded.get(segment)
+                segment.param.grad = buffer.views[segment.index] if rounded is None else rounded
+        for optimizer in optimizers:
+            self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
+        return verdict
+
+    def _release(self, captured: list[Captured]) -> None:
+        for buffer, taken in zip(self._store.buffers, captured, strict=True):
+            self._capture.release(buffer, taken)
+
+    def _result(self, norm: Tensor) -> Tensor:
+        return norm.to(self._store.result_dtype)

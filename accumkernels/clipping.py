@@ -1,0 +1,33 @@
+"""Norms of the window's gradient, from the flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import FlatBuffer
+
+
+def total_norm(buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
+    """The norm over all touched segments, 0-d fp64 on `device`, nothing read back.
+
+    Orders 2 and inf take one deterministic pass of the `norm_` op; for other orders torch's own
+    `torch.nn.utils.get_total_norm` is asked.
+    """
+    if norm_type in (2.0, float("inf")):
+        parts = []
+        for buffer in buffers:
+            part = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+            buffer.ops.norm_(part, buffer.touched_views(), ord=norm_type)
+            parts.append(part.to(device, non_blocking=True))
+        joined = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
+        return joined.sum().sqrt() if norm_type == 2.0 else joined.amax()
+    views = [view for buffer in buffers for view in buffer.touched_views()]
+    return torch.nn.utils.get_total_norm(views, norm_type).to(device, torch.float64, non_blocking=True)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """What gradients of norm `norm` are multiplied by: `torch.nn.utils.clip_grad_norm_`'s formula."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

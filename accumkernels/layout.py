@@ -1,0 +1,143 @@
+"""Where each parameter's gradient lives: segments of flat buffers.
+
+A layout only grows. Parameters that are frozen at first get a further buffer when they are unfrozen; a view that was
+handed out never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .parameters import NamedParameter
+
+ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pair, eight 16-byte accesses
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's range of a flat buffer.
+
+    `stride` is dense: the parameter's own order of dimensions, so that a gradient laid out like its parameter is
+    accumulated in memory order, without a permutation.
+    """
+
+    index: int
+    name: str
+    param: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    numel: int
+    contiguous: bool
+    owners: list[tuple[dict[str, object], str]]
+
+    def in_memory_order(self, grad: Tensor) -> Tensor:
+        """`grad` itself when its memory order is the segment's, else a copy that has it."""
+        if grad.is_contiguous() if self.contiguous else grad.stride() == self.stride:
+            return grad
+        return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+    def drift(self) -> str | None:
+        """What changed about the parameter since construction, in words; None when nothing did."""
+        p = self.param
+        if p.dtype != self.dtype:
+            return f"{self.name!r} was {self.dtype} at construction and is {p.dtype} now"
+        if p.device != self.device:
+            return f"{self.name!r} was on {self.device} at construction and is on {p.device} now"
+        if p.shape != self.shape:
+            return f"{self.name!r} had shape {tuple(self.shape)} at construction and has {tuple(p.shape)} now"
+        for owner, key in self.owners:
+            if owner.get(key) is not p:
+                return f"{self.name!r} was replaced by another tensor since construction"
+        return None
+
+
+class FlatBuffer:
+    """Segments of one device and buffer dtype, side by side in one tensor, with what the ops need beside it.
+
+    Attributes:
+        tensor: fp32 or fp64 `[elements]`. Padding between segments is never read.
+        segments: in the order of their offsets.
+        views: `tensor`'s segments, shaped and strided like the parameters.
+        layout: int64 `[segments, 2]` (offset, numel) on the device; `layout_host` the same on the CPU.
+        flags: int32 `[segments]`, the serial number of the last micro-batch whose gradient was not finite.
+        touched: per segment, whether it holds a sum of this window.
+        ops: the backend's module.
+    """
+
+    def __init__(
+        self, named: Sequence[NamedParameter], dtype: torch.dtype, device: torch.device, ops: ModuleType
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.ops = ops
+        alignment = ALIGNMENT_BYTES // dtype.itemsize
+        self.segments: list[Segment] = []
+        end = 0
+        for index, entry in enumerate(named):
+            p = entry.param
+            stride = torch.empty_like(p, device="meta").stride()  # dense, also where p itself is not
+            contiguous = torch.empty(p.shape, device="meta").stride() == stride
+            self.segments.append(
+                Segment(
+                    index, entry.name, p, p.shape, stride, p.dtype, p.device, end, p.numel(), contiguous, entry.owners
+                )
+            )
+            end += -(-p.numel() // alignment) * alignment
+        self.numel = end
+        self.layout_host = torch.tensor([[s.offset, s.numel] for s in self.segments], dtype=torch.int64)
+        self.layout = self.layout_host.to(device)
+        self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
+        self.touched = bytearray(len(self.segments))
+        self.params = [s.param for s in self.segments]
+        self.tensor = torch.zeros(end, dtype=dtype, device=device)
+        self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
+
+    def touched_segments(self) -> list[Segment]:
+        """Segments that hold a sum of this window."""
+        return [s for s, touched in zip(self.segments, self.touched, strict=True) if touched]
+
+    def touched_views(self) -> list[Tensor]:
+        """Their views."""
+        return [v for v, touched in zip(self.views, self.touched, strict=True) if touched]
+
+    def touched_ranges(self) -> list[Tensor]:
+        """The fewest 1-d slices of `tensor` that cover all touched segments and no untouched one."""
+        ranges: list[tuple[int, int]] = []
+        previous = -2
+        for s in self.touched_segments():
+            start = s.offset
+            if previous == s.index - 1:
+                start = ranges.pop()[0]
+            ranges.append((start, s.offset + s.numel))
+            previous = s.index
+        return [self.tensor[start:end] for start, end in ranges]
+
+    def divide(self, divisor: Tensor) -> None:
+        """Divide the touched segments by a 0-d tensor; a true division, as `grad / K` would be."""
+        for piece in self.touched_ranges():
+            piece.div_(divisor)
+
+
+def buffer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that gradients of `dtype` are summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def flat_buffers(named: Sequence[NamedParameter], ops: dict[torch.device, ModuleType]) -> list[FlatBuffer]:
+    """Lay out parameters in new flat buffers, one per (device, buffer dtype).
+
+    Segments are in reverse order of registration, roughly the order in which backward produces gradients, so that the
+    gradients of a bucket lie side by side.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[NamedParameter]] = {}
+    for entry in named:
+        groups.setdefault((entry.param.device, buffer_dtype(entry.param.dtype)), []).append(entry)
+    return [FlatBuffer(group[::-1], dtype, device, ops[device]) for (device, dtype), group in groups.items()]

@@ -1,0 +1,106 @@
+"""What FusedAccumulator has to know of the optimizers that step its windows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Wrappers that step on their own terms: name of the package, what to hand to FusedAccumulator instead.
+_TRAINERS = {
+    "accelerate": "pass the optimizer it wraps (`optimizer.optimizer`)",
+    "lightning": "pass the optimizer it wraps (`optimizer.optimizer`)",
+    "pytorch_lightning": "pass the optimizer it wraps (`optimizer.optimizer`)",
+    "deepspeed": "DeepSpeed accumulates gradients itself and cannot be combined with FusedAccumulator",
+}
+
+
+def check_optimizer(optimizer: object, caller: str) -> None:
+    """Refuse what is not a torch optimizer, or one that a trainer has wrapped.
+
+    Raises:
+        TypeError: says which it is, and what to pass instead.
+    """
+    package = type(optimizer).__module__.partition(".")[0]
+    if package in _TRAINERS and hasattr(optimizer, "optimizer"):
+        raise TypeError(
+            f"{caller}: {type(optimizer).__qualname__} of {package} wraps an optimizer; {_TRAINERS[package]}"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{caller}: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
+def check_no_closure(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose `step` must evaluate the loss itself.
+
+    Raises:
+        TypeError: shows the long form.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    required = closure is not None and closure.default is inspect.Parameter.empty
+    if required or isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            f"step() cannot drive {type(optimizer).__name__}, whose step takes a closure. Inside it, the long form:\n"
+            "    def closure():\n"
+            "        acc.zero_()\n"
+            "        for x, y in window:\n"
+            "            loss = loss_fn(model(x), y)\n"
+            "            acc.backward(loss)\n"
+            "        acc.finalize(optimizer)\n"
+            "        return loss\n"
+            "    optimizer.step(closure)"
+        )
+
+
+def owned(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """All parameters in the optimizers' groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def check_ownership(optimizers: Sequence[Optimizer], targets: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that every accumulated parameter is stepped by exactly one of the optimizers.
+
+    Args:
+        optimizers: Those named in `finalize` or `step`.
+        targets: Name and tensor of what must be owned, for every parameter accumulated in this window.
+
+    Raises:
+        RuntimeError: names the first parameter that none, or more than one, owns.
+    """
+    owners: dict[int, int] = {}
+    for p in owned(optimizers):
+        owners[id(p)] = owners.get(id(p), 0) + 1
+    for name, target in targets:
+        n = owners.get(id(target), 0)
+        if n != 1:
+            how = "no optimizer" if n == 0 else "more than one optimizer"
+            raise RuntimeError(
+                f"{how} named in finalize() or step() owns {name!r}, whose gradient was accumulated; build the "
+                "optimizers over acc.parameters() and name all of them together"
+            )
+
+
+def steps_scaled_gradients(optimizer: Optimizer) -> bool:
+    """Whether `step` takes `optimizer.grad_scale` and `optimizer.found_inf`: torch's own fused optimizers."""
+    return (
+        bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    )
+
+
+def lacks_momentum(optimizer: Optimizer) -> bool:
+    """Whether this is a fused SGD whose momentum does not exist yet.
+
+    Torch allocates the buffers uninitialised on the first step and then does not write them when found_inf is set.
+    """
+    if not (isinstance(optimizer, torch.optim.SGD) and getattr(optimizer, "_step_supports_amp_scaling", False)):
+        return False
+    return any(
+        group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )

@@ -1,0 +1,66 @@
+"""Checks of FusedAccumulator's keyword arguments, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+OVERFLOW = (None, "window", "microbatch", "raise")
+RELEASE = ("microbatch", "backward")
+
+
+def check_options(
+    params: Any,
+    scaler: Any,
+    overflow: Any,
+    release: Any,
+    bucket_bytes: Any,
+    master_weights: Any,
+    process_group: Any,
+    noise_scale: Any,
+    autocast_route: Any,
+) -> None:
+    """Check what does not depend on the parameters themselves.
+
+    Raises:
+        TypeError, ValueError: names the argument, its value and what is accepted.
+        RuntimeError: several ranks, and nothing says what to do about them.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+    if overflow not in OVERFLOW:
+        raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {overflow!r}")
+    if release not in RELEASE:
+        raise ValueError(f"release must be one of {', '.join(map(repr, RELEASE))}, got {release!r}")
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes must be an int, got {type(bucket_bytes).__name__}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    if autocast_route not in ("auto", True, False):
+        raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
+
+    for name, value, accepted in (
+        ("release", release, "microbatch"),
+        ("master_weights", master_weights, False),
+        ("noise_scale", noise_scale, False),
+    ):
+        if value != accepted:
+            raise ValueError(f"{name}={value!r} is not available in this version; use {name}={accepted!r}")
+    if autocast_route is True:
+        raise ValueError("autocast_route=True is not available in this version; use 'auto' or False")
+    if isinstance(params, DistributedDataParallel) or process_group not in (None, False):
+        raise ValueError(
+            "data parallel accumulation (process_group, DistributedDataParallel) is not available in this version"
+        )
+    if process_group is None and _world_size() > 1:
+        raise RuntimeError(
+            f"torch.distributed runs {_world_size()} ranks, and nothing says how their gradients are combined: pass "
+            "process_group=False if this rank is alone on purpose"
+        )
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -1,0 +1,110 @@
+"""From what a user calls "the parameters" to a list of named, checked leaf tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter, its name, and the places of the module tree where it must still be found."""
+
+    name: str
+    param: Tensor
+    owners: list[tuple[dict[str, Any], str]] = field(default_factory=list, repr=False)
+
+
+def strip_prefixes(names: list[str]) -> list[str]:
+    """Parameter names without what torch.compile and DistributedDataParallel add, so that wrapping does not rename.
+
+    `_orig_mod.` goes wherever it stands, `module.` only from the front of names that all begin with it: a submodule may
+    be called so.
+    """
+    names = [".".join(part for part in name.split(".") if part != "_orig_mod") for name in names]
+    if all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return names
+
+
+def _from_module(module: nn.Module) -> list[NamedParameter]:
+    named = {id(p): NamedParameter(name, p) for name, p in module.named_parameters()}
+    for submodule in module.modules():
+        for key, p in submodule._parameters.items():
+            if p is not None:
+                named[id(p)].owners.append((submodule._parameters, key))
+    return list(named.values())
+
+
+def _from_items(items: Iterable[Any], prefix: str = "") -> list[NamedParameter]:
+    named: list[NamedParameter] = []
+    for i, item in enumerate(items):
+        if isinstance(item, dict):
+            if "params" not in item:
+                raise ValueError(f"params: group {i} has no 'params' key")
+            group = item["params"]
+            named += _from_items([group] if isinstance(group, Tensor) else group, f"group{i}.")
+        elif isinstance(item, Tensor):
+            named.append(NamedParameter(f"{prefix}param{i}", item))
+        elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
+            named.append(NamedParameter(item[0], item[1]))
+        else:
+            raise TypeError(
+                f"params: item {i} must be a Parameter, a (name, Parameter) pair or a group (dict), "
+                f"got {type(item).__name__}"
+            )
+    return named
+
+
+def named_parameters(params: Any) -> list[NamedParameter]:
+    """List the parameters that a FusedAccumulator is asked to take care of.
+
+    Args:
+        params: A module, or an iterable of parameters, of (name, parameter) pairs, or of param groups as
+            torch.optim takes them.
+
+    Raises:
+        TypeError: `params`, or an item of it, is of another kind.
+        ValueError: there are none, one appears twice, two share a name, or one cannot be accumulated (not a leaf, not
+            fp16, bf16, fp32 or fp64, on the meta device, sparse).
+    """
+    if isinstance(params, nn.Module):
+        named = _from_module(params)
+    elif isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be a module or an iterable of parameters, got {type(params).__name__}")
+    else:
+        named = _from_items(params)
+    if not named:
+        raise ValueError("params: there are no parameters to accumulate")
+    stripped = strip_prefixes([entry.name for entry in named])
+    named = [replace(entry, name=name) for entry, name in zip(named, stripped, strict=True)]
+
+    seen: dict[int, str] = {}
+    names: set[str] = set()
+    for entry in named:
+        name, p = entry.name, entry.param
+        if id(p) in seen:
+            raise ValueError(f"params: {name!r} and {seen[id(p)]!r} are the same parameter, given twice")
+        if name in names:
+            raise ValueError(f"params: two parameters are called {name!r}")
+        seen[id(p)] = name
+        names.add(name)
+        if p.layout is not torch.strided:
+            raise ValueError(f"params: {name!r} has layout {p.layout}; only dense parameters can be accumulated")
+        if p.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"params: {name!r} is {p.dtype}; gradients are accumulated for {_list(FLOAT_DTYPES)} only")
+        if p.is_meta:
+            raise ValueError(f"params: {name!r} is on the meta device; materialize the model first")
+        if not p.is_leaf:
+            raise ValueError(f"params: {name!r} is not a leaf tensor; only leaves receive a .grad")
+    return named
+
+
+def _list(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,136 @@
+"""The parameters of an accumulator and everything on devices that belongs to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import ops
+from .layout import FlatBuffer, Segment, flat_buffers
+from .ops.schema import State
+from .parameters import NamedParameter
+
+_stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to the store that has it
+
+
+class Store:
+    """Flat buffers and device states; grows when frozen parameters are unfrozen.
+
+    Attributes:
+        named: All parameters, in the order given, frozen ones too.
+        buffers: The flat buffers of those that were ever trainable.
+        states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
+    """
+
+    def __init__(self, named: list[NamedParameter], backend: str) -> None:
+        self.named = named
+        self.buffers: list[FlatBuffer] = []
+        self.states: dict[torch.device, Tensor] = {}
+        self._backend = backend
+        self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
+        ops.select(backend, named[0].param.device)  # a wrong backend is an error at once, also with all frozen
+        self._claim()
+        self.grow()
+
+    def _claim(self) -> None:
+        for entry in self.named:
+            other = _stores.get(entry.param)
+            if other is not None and other() is not None:
+                raise RuntimeError(
+                    f"{entry.name!r} already has a FusedAccumulator; call its remove(), or keep parameters apart"
+                )
+        for entry in self.named:
+            _stores[entry.param] = weakref.ref(self)
+
+    def release_claim(self) -> None:
+        """Let another accumulator take the parameters."""
+        for entry in self.named:
+            claim = _stores.get(entry.param)
+            if claim is not None and claim() is self:
+                del _stores[entry.param]
+
+    @property
+    def device(self) -> torch.device:
+        """The first device: where weights are counted and results are returned."""
+        return self.buffers[0].device if self.buffers else self.named[0].param.device
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of norms: fp32, or fp64 where any parameter is."""
+        wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
+        return torch.float64 if wide else torch.float32
+
+    def place(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
+        """Where a parameter's gradient is summed; None when it is frozen, or not ours."""
+        return self._places.get(id(param))
+
+    def grow(self) -> None:
+        """Give parameters that require a gradient, and have no segment, a place in new buffers."""
+        fresh = [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
+        if not fresh:
+            return
+        devices = dict.fromkeys(e.param.device for e in fresh)
+        backends = {device: ops.select(self._backend, device) for device in devices}
+        for buffer in flat_buffers(fresh, backends):
+            self.buffers.append(buffer)
+            for segment in buffer.segments:
+                self._places[id(segment.param)] = (buffer, segment)
+        for device in devices:
+            self.states.setdefault(device, torch.zeros(len(State), dtype=torch.float64, device=device))
+
+    def check_drift(self) -> None:
+        """Refuse to go on with parameters that are not what they were.
+
+        Raises:
+            RuntimeError: names the parameter and its change of dtype, device, shape or identity.
+        """
+        for buffer in self.buffers:
+            for segment in buffer.segments:
+                change = segment.drift()
+                if change is not None:
+                    raise RuntimeError(f"{change}; build a new FusedAccumulator (and optimizer) after such a change")
+
+    def touched(self) -> Iterator[tuple[FlatBuffer, Segment]]:
+        """Segments that hold a sum of this window, with their buffers."""
+        return ((buffer, segment) for buffer in self.buffers for segment in buffer.touched_segments())
+
+    def state(self) -> Tensor:
+        """The first device's state, with the flags of all devices.
+
+        Weights are counted on the first device alone; overflow may be found on any.
+        """
+        if not self.states:
+            return torch.zeros(len(State), dtype=torch.float64, device=self.device)
+        state = self.states[self.device]
+        if len(self.states) > 1:
+            worst = torch.stack([s.to(self.device, non_blocking=True) for s in self.states.values()]).amax(0)
+            state = state.clone()
+            for flag in (State.FOUND_INF, State.POISONED):
+                state[flag] = worst[flag]
+        return state
+
+    def flagged(self) -> tuple[int, list[str]]:
+        """Serial number of the last micro-batch with an overflow, and the parameters it was in; synchronises."""
+        tags = {
+            segment.name: tag
+            for buffer in self.buffers
+            for tag, segment in zip(buffer.flags.tolist(), buffer.segments, strict=True)
+        }
+        last = max(tags.values(), default=0)
+        return last, [e.name for e in self.named if last and tags.get(e.name) == last]
+
+    def drop_grads(self) -> None:
+        """Set every `.grad` to None."""
+        for entry in self.named:
+            entry.param.grad = None
+
+    def open_window(self) -> None:
+        """Forget all sums: segments are untouched, states zero."""
+        for state in self.states.values():
+            state.zero_()
+        for buffer in self.buffers:
+            buffer.touched = bytearray(len(buffer.segments))

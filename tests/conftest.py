@@ -1,0 +1,14 @@
+"""What must happen before any test module is imported."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported: without a GPU its kernels are tested in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config):
+    """The interpreter is numpy, which warns of the infinities that tests put in on purpose."""
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
