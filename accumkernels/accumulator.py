@@ -373,7 +373,7 @@ class FusedAccumulator:
         finally:
             for name in ("grad_scale", "found_inf") if fused else ():
                 vars(optimizer).pop(name, None)
-        self._scaler.update(keep=verdict.empty)
+        self._scaler.update(keep=verdict.empty if self._may_be_empty else None)
         self.zero_()
         return None if norm is None else self._result(norm)
 
@@ -404,7 +404,12 @@ class FusedAccumulator:
     @property
     def _may_skip(self) -> bool:
         """Whether the verdict has to be read before an optimizer that cannot skip by itself is stepped."""
-        return self._overflow is not None or self._decided_on_device or self._host_weight == 0
+        return self._overflow is not None or self._may_be_empty
+
+    @property
+    def _may_be_empty(self) -> bool:
+        """Whether the weights may sum to zero though nothing overflowed."""
+        return self._decided_on_device or self._host_weight == 0
 
     def _open(self) -> None:
         self.micro_batches = 0

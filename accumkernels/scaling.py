@@ -124,9 +124,11 @@ class LossScaler:
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
         assert scale is not None
         assert tracker is not None
+        if keep is None:
+            self.scaler.update()
+            return
         old_scale, old_tracker = scale.clone(), tracker.clone()
         self.scaler.update()
-        if keep is not None:
-            keep = keep.to(scale.device, non_blocking=True)
-            scale.copy_(torch.where(keep, old_scale, scale))
-            tracker.copy_(torch.where(keep, old_tracker, tracker))
+        keep = keep.to(scale.device, non_blocking=True)
+        scale.copy_(torch.where(keep, old_scale, scale))
+        tracker.copy_(torch.where(keep, old_tracker, tracker))

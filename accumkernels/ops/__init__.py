@@ -1,7 +1,7 @@
 """The ops behind FusedAccumulator, in three backends of one signature each.
 
-`schema` declares `torch.ops.accumkernels.*`; `reference` (plain torch), `native` (C++ and CUDA C++) and `triton` each have
-functions `accumulate_`, `check_finite_`, `norm_` and `scaled_copy_`. `select` chooses a backend, once per device.
+`schema` declares `torch.ops.accumkernels.*`; `reference` (plain torch), `native` (C++ and CUDA C++) and `triton` each
+have functions `accumulate_`, `check_finite_`, `norm_` and `scaled_copy_`. `select` chooses a backend, once per device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def select(backend: str, device: torch.device) -> ModuleType:
     """Choose the module whose functions work on tensors of `device`.
 
     Args:
-        backend: One of `BACKENDS`. "auto" takes native kernels, on a GPU else Triton's, else plain torch, and warns once
-            with the cause when it is not native.
+        backend: One of `BACKENDS`. "auto" takes native kernels, on a GPU else Triton's, else plain torch, and warns
+            once with the cause when it is not native.
         device: Where the tensors are.
 
     Raises:

@@ -2,33 +2,34 @@
 
 Shared by all ops:
 
-* lists of tensors may be empty, hold zero-element tensors and mix fp16, bf16, fp32 and fp64; every tensor is
-  non-overlapping and dense, and its elements are taken in memory order;
-* scalars that live on the device are one-element tensors: `loss_scale` fp32 (as in `torch.amp.GradScaler`), all others
-  fp64; a flag is exactly 0.0 or 1.0;
+* lists of tensors may be empty, hold zero-element tensors and mix fp16, bf16, fp32 and fp64; every tensor is non-
+  overlapping and dense, and its elements are taken in memory order;
+* scalars that live on the device are one-element tensors: `loss_scale` fp32 (as in `torch.amp.GradScaler`), all
+  others fp64; a flag is exactly 0.0 or 1.0;
 * nothing is returned and nothing is read back: an op never waits for the device.
 
 `accumulate_` adds `gradient * (weight / loss_scale)` into the flat `buffer` (fp32 or fp64). `layout` is int64
 `[segments, 2]` on the buffer's device, a row is (offset, numel) in elements; `layout_host` is the same on the CPU.
-`segments[i]` is the row of `grads[i]`, `overwrite[i]` says that it is the segment's first touch in the window: stored
-instead of added. The multiplier is computed in fp64 and rounded once to the buffer's dtype; the gradient is converted to
-the buffer's dtype, multiplied, and added, each rounded by itself (no fused multiply-add), so that all backends agree bit
-for bit. `state` is fp64 `[4]`, see `State`. With `flags` (int32 `[segments]`) values are checked: where a product is not
-finite, `flags[segment] = tag`, and FOUND_INF and POISONED become 1; where only the sum is not finite (its terms were, or
-an earlier micro-batch was not), FOUND_INF and POISONED alone. `weight_tensor` replaces `weight`. Where `drop` is not 0,
-the micro-batch leaves no trace but FOUND_INF, except that a dropped first touch stores zeros. `sq_norm` receives
-`+= weight * sum((gradient / loss_scale)**2)` over the list, summed in a fixed order. With `count`, `state` takes in the
-weight: once per micro-batch and device. A weight that is negative or not finite is not added: it sets FOUND_INF and
-POISONED.
+`segments[i]` is the row of `grads[i]`, distinct within a call; `overwrite[i]` says that it is the segment's first
+touch in the window: stored instead of added. The multiplier is computed in fp64 and rounded once to the buffer's
+dtype; the gradient is converted to the buffer's dtype, multiplied, and added, each rounded by itself (no fused
+multiply-add), so that all backends agree bit for bit. `state` is fp64 `[4]`, see `State`. With `flags` (int32
+`[segments]`) values are checked: where a product is not finite, `flags[segment] = tag`, and FOUND_INF and POISONED
+become 1; where only the sum is not finite (its terms were, or an earlier micro-batch was not), FOUND_INF and POISONED
+alone. `weight_tensor` replaces `weight`. Where `drop` is not 0, the micro-batch leaves no trace but FOUND_INF, except
+that a dropped first touch stores zeros. `sq_norm` receives `+= weight * sum((gradient / loss_scale)**2)` over the
+list, summed in a fixed order. With `count`, `state` takes in the weight: once per micro-batch and device. A weight
+that is negative or not finite is not added: it sets FOUND_INF and POISONED.
 
-`check_finite_` sets `found_inf` to 1 and `flags[segments[i]] = tag` where `grads[i]` holds a value that is not finite, and
-`found_inf` to 1 where `weight_tensor` is negative or not finite.
+`check_finite_` sets `found_inf` to 1 and `flags[segments[i]] = tag` where `grads[i]` holds a value that is not
+finite, and `found_inf` to 1 where `weight_tensor` is negative or not finite.
 
 `norm_` adds the sum of squares of all elements to `out` (`ord=2`), or raises `out` to their largest magnitude
 (`ord=inf`; NaN wins). Deterministic: the order of summation depends on the sizes alone.
 
-`scaled_copy_` stores `inputs[i] / divisor` in `outputs[i]`, computed in fp32 (fp64 where either is fp64) and rounded once;
-`found_inf` becomes 1 where an output is not finite.
+`scaled_copy_` stores `inputs[i] / divisor` in `outputs[i]`, computed in fp32 (fp64 where either is fp64) and rounded
+to the output's dtype (fp64 reaches 16 bits by way of fp32, as in torch); `found_inf` becomes 1 where an output is not
+finite.
 """
 
 import enum

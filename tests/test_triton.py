@@ -1,0 +1,263 @@
+"""Triton's own side: kernels compiled for GPUs that are not there, the tables, when the backend is available.
+
+Run as a script it prints what was compiled, as JSON. The tests do that in a process of its own: in this one Triton may
+be its interpreter.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from backends import FLOATS, Accumulate, Backend, place, random, scalar
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accumkernels.ops import triton, triton_table
+
+# Where the kernels run: in the interpreter when there is no GPU.
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+CAPABILITIES = [80, 90, 100]
+WIDE = r"\.global[\w.:]*\.(v4\.b32|v2\.b64|v8\.b32|v4\.b64)"  # 128 bits or more
+
+
+def compile_all() -> list[dict]:
+    """Compile every variant of every kernel. Only for a process whose Triton is the compiler."""
+    from triton import __file__ as triton_file
+
+    from accumkernels.ops import triton_compile
+
+    cuobjdump = Path(triton_file).parent / "backends/nvidia/bin/cuobjdump"
+    results = []
+    for variant in triton_compile.variants():
+        for capability in CAPABILITIES:
+            compiled = triton_compile.compile_variant(variant, capability)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(compiled.asm["cubin"])
+                file.flush()
+                usage = subprocess.run(
+                    [cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+                ).stdout
+            ptx = compiled.asm["ptx"]
+            results.append(
+                {
+                    "name": variant.name,
+                    "kernel": variant.kernel.fn.__name__,
+                    "capability": capability,
+                    "wide_loads": len(re.findall("ld" + WIDE, ptx)),
+                    "wide_stores": len(re.findall("st" + WIDE, ptx)),
+                    "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+                    "flushed": ptx.count(".ftz"),
+                    "approximate": len(re.findall(r"\bdiv\.(full|approx)", ptx)),
+                    "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
+                    "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+                }
+            )
+    return results
+
+
+def run_python(*arguments: str, **environment: str) -> str:
+    """The output of a Python process without TRITON_INTERPRET."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, env={**env, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """What the script prints."""
+    return json.loads(run_python(__file__))
+
+
+@pytest.mark.slow
+class TestCompiled:
+    """Every kernel compiled for sm_80, sm_90 and sm_100."""
+
+    def test_every_kernel_is_compiled(self, compiled):
+        """Each @triton.jit function that is launched has a variant on each architecture."""
+        from accumkernels.ops import triton_kernels
+
+        kernels = {name for name in vars(triton_kernels) if name.endswith("_kernel")}
+        assert len(kernels) == 7
+        for capability in CAPABILITIES:
+            assert {r["kernel"] for r in compiled if r["capability"] == capability} == kernels
+
+    def test_accumulate_is_vectorised(self, compiled):
+        """All dtypes are read and written 128 bits at a time; but not at addresses that may be unaligned."""
+        results = [r for r in compiled if r["kernel"] == "accumulate_kernel"]
+        assert len(results) == 9 * len(CAPABILITIES)
+        for result in results:
+            bytes_per_thread = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+            grad, buffer = result["name"].partition("[")[2].rstrip("]").split(",")[:2]
+            per_thread = triton_table.BLOCK // (32 * triton_table.NUM_WARPS)
+            stores = per_thread * bytes_per_thread[buffer] // 16
+            loads = stores + per_thread * bytes_per_thread[grad] // 16
+            if "unaligned" in result["name"]:
+                assert (result["wide_loads"], result["wide_stores"]) == (0, 0)
+            else:
+                assert result["wide_loads"] >= loads // 2, result  # half: of 256 bits each
+                assert result["wide_stores"] >= stores // 2, result
+
+    @pytest.mark.parametrize("kernel", ["norm_kernel", "check_finite_kernel", "scaled_copy_kernel"])
+    def test_other_kernels_are_vectorised(self, compiled, kernel):
+        """As accumulate."""
+        results = [r for r in compiled if r["kernel"] == kernel]
+        assert results
+        assert all(r["wide_loads"] for r in results)
+        assert all(r["wide_stores"] for r in results) == (kernel == "scaled_copy_kernel")
+
+    @pytest.mark.parametrize("flaw", ["fused", "flushed", "approximate", "spilled_bytes"])
+    def test_no(self, compiled, flaw):
+        """No fused multiply-add, no flushed subnormal number, no approximate division, no spilled register."""
+        assert [r for r in compiled if r[flaw]] == []
+
+    def test_registers_leave_room(self, compiled):
+        """Two blocks of 256 threads fit into a multiprocessor's 65,536 registers."""
+        assert [r for r in compiled if r["registers"] * 32 * triton_table.NUM_WARPS * 2 > 65_536] == []
+
+
+class TestTables:
+    """What kernels read from tables."""
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.tuples(st.integers(0, 20_000), st.sampled_from(FLOATS), st.booleans()), max_size=20))
+    def test_every_block_has_one_program(self, tensors):
+        """Over all groups, each block of each tensor is some program's, once; a group's tensors are of its kind."""
+        numels, kinds = tuple(t[0] for t in tensors), tuple(((t[1],), t[2]) for t in tensors)
+        zeros = (0,) * len(tensors)
+        plan = triton_table.plan(torch.device("cpu"), numels, zeros, zeros, kinds)
+        seen = []
+        for group in plan.groups:
+            for program, index in enumerate(group.blocks.tolist()):
+                assert kinds[index] == (group.dtypes, group.aligned)
+                seen.append((index, program - plan.rows[index, 3].item()))
+        blocks = [(i, block) for i, n in enumerate(numels) for block in range(math.ceil(n / triton_table.BLOCK))]
+        assert sorted(seen) == blocks
+        assert plan.num_programs == len(blocks)
+        assert [g.first_program for g in plan.groups] == [
+            sum(len(other.blocks) for other in plan.groups[:i]) for i in range(len(plan.groups))
+        ]
+
+    @pytest.mark.parametrize(
+        ("shift", "offset", "aligned"), [(0, 4, True), (1, 4, False), (8, 4, True), (0, 5, False), (8, 2, False)]
+    )
+    def test_alignment_is_promised_where_it_holds(self, monkeypatch, shift, offset, aligned):
+        """128-bit accesses need both tensors (fp16 and fp32 here) at multiples of 16 bytes."""
+        plans = []
+        plan = triton_table.plan
+        monkeypatch.setattr(triton_table, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+        grad, buffer = place(random(70, torch.float16), DEVICE, shift), torch.zeros(100, device=DEVICE)
+        layout, state = torch.tensor([[offset, 70]]), torch.zeros(4, dtype=torch.float64, device=DEVICE)
+        segment = buffer[offset : offset + 70]
+        triton.accumulate_(buffer, state, [grad], [0], [True], layout.to(DEVICE), layout)
+        triton.scaled_copy_([segment], [grad])
+        triton.scaled_copy_([grad], [segment])
+        assert [p.groups[0].aligned for p in plans] == [aligned] * 3
+        plans.clear()
+        triton.norm_(scalar(0.0).to(DEVICE), [grad])
+        flags = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        triton.check_finite_([grad], [0], scalar(0.0).to(DEVICE), flags)
+        assert [p.groups[0].aligned for p in plans] == [shift % 8 == 0] * 2
+
+    def test_plans_are_kept(self):
+        """The same sizes are planned once."""
+        arguments = (torch.device("cpu"), (5,), (0,), (0,), (((torch.float16,), True),))
+        assert triton_table.plan(*arguments) is triton_table.plan(*arguments)
+
+    @pytest.mark.parametrize("weight", [0.1, -0.0, math.inf, 5e-324])
+    def test_weight_travels_as_its_bits(self, weight):
+        """The last word of a call's table is the weight, an fp64 number."""
+        table = triton_table.upload(torch.device("cpu"), [1, 2], overwrite=[True, False], weight=weight)
+        assert table[:-1].tolist() == [1, 2, 0, 0, 1, 0]
+        assert table.view(torch.float64)[-1].item() == weight
+
+
+class TestAvailability:
+    """unavailable."""
+
+    def ask(self, device: str, before: str = "", **environment: str) -> str:
+        """The answer of a fresh process."""
+        code = "\nfrom accumkernels.ops import triton\nprint(triton.unavailable(torch.device(sys.argv[1])))"
+        return run_python("-c", "import sys, torch\n" + before + code, device, **environment).strip()
+
+    def test_other_devices(self):
+        """Triton's kernels are for CUDA devices."""
+        assert triton.unavailable(torch.device("meta")) == "Triton kernels run on CUDA devices, not on 'meta'"
+
+    def test_cpu_needs_the_interpreter(self):
+        """Without TRITON_INTERPRET=1 there is nothing that runs on the CPU."""
+        assert "TRITON_INTERPRET=1" in self.ask("cpu")
+        assert self.ask("cpu", TRITON_INTERPRET="1") == "None"
+
+    def test_interpreter_cannot_read_gpu_memory(self):
+        """With TRITON_INTERPRET=1 a GPU's addresses would be taken for the CPU's."""
+        assert "cannot read GPU memory" in self.ask("cuda", TRITON_INTERPRET="1")
+
+    def test_interpreter_chosen_too_late(self):
+        """Triton decides when it is imported; half of it interpreted does not work."""
+        late = "import triton.language, os; os.environ['TRITON_INTERPRET'] = '1'"
+        assert self.ask("cpu", late) == "TRITON_INTERPRET was changed after triton was imported"
+
+    def test_without_triton(self):
+        """A missing package is named, and the ops import all the same."""
+        assert self.ask("cuda", "sys.modules['triton'] = None") == "the package triton is not installed"
+
+    def test_import_is_lazy(self):
+        """Importing the ops does not load Triton."""
+        code = "import sys; import accumkernels.ops; print('triton' in sys.modules)"
+        assert run_python("-c", code).strip() == "False"
+
+
+if torch.cuda.is_available():
+
+    @pytest.mark.gpu
+    class TestOnGpu:
+        """What only a GPU shows."""
+
+        def test_no_host_synchronisation(self):
+            """Neither the first call with new sizes nor a later one waits for the device."""
+            grads = [random(5003, torch.float16).to(DEVICE)]
+            layout_host = torch.tensor([[32, 5003]])
+            layout = layout_host.to(DEVICE)
+            buffer = torch.zeros(6000, device=DEVICE)
+            state = torch.zeros(4, dtype=torch.float64, device=DEVICE)
+            total = scalar(0.0).to(DEVICE)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for first in (True, False):
+                    triton.accumulate_(buffer, state, grads, [0], [first], layout, layout_host, sq_norm=total)
+                    triton.norm_(total, [buffer])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert state.tolist() == [2, 0, 2, 0]
+
+        def test_side_streams(self):
+            """Calls on several streams at once, each with tables made on another, agree with the reference."""
+            case = Accumulate([random(9000 + i, torch.bfloat16, seed=i) for i in range(9)])
+            for _ in range(4):
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    case.check(Backend("triton", triton, DEVICE))
+
+        def test_capture_is_refused(self):
+            """A CUDA graph would replay a table that is gone."""
+            out, tensor = scalar(0.0).to(DEVICE), torch.ones(5, device=DEVICE)
+            triton.norm_(out, [tensor])
+            with pytest.raises(RuntimeError, match="norm_: the Triton backend copies a table from the host"):
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    triton.norm_(out, [tensor])
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))
