@@ -12,3 +12,11 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     """The interpreter is numpy, which warns of the infinities that tests put in on purpose."""
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU, tests that need one are not collected."""
+    if not torch.cuda.is_available():
+        deselected = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
