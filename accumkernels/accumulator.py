@@ -102,6 +102,7 @@ class FusedAccumulator:
         self._capture = AfterBackward()
         self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
         self._skipped: bool | Tensor = False
+        self._last_norm: Tensor | None = None
         self._open()
 
     # ---- what it holds
@@ -150,6 +151,11 @@ class FusedAccumulator:
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises."""
         return self._store.flagged()[1]
+
+    def __repr__(self) -> str:
+        position = "finalized" if self._verdict is not None else f"{self.micro_batches} micro-batches into the window"
+        norm = "none yet" if self._last_norm is None else f"{self._last_norm.item():.6g}"
+        return f"FusedAccumulator({self._store}, overflow={self._overflow!r}, {position}, last norm {norm})"
 
     # ---- a micro-batch
 
@@ -482,4 +488,5 @@ class FusedAccumulator:
             self._capture.release(buffer, taken)
 
     def _result(self, norm: Tensor) -> Tensor:
-        return norm.to(self._store.result_dtype)
+        self._last_norm = norm.to(self._store.result_dtype)
+        return self._last_norm

@@ -100,6 +100,10 @@ class FlatBuffer:
         self.tensor = torch.zeros(end, dtype=dtype, device=device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
 
+    def __str__(self) -> str:
+        elements = sum(s.numel for s in self.segments)
+        return f"flat buffer of {len(self.segments)} segments, {elements:,} elements, {self.dtype} on {self.device}"
+
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""
         return [s for s, touched in zip(self.segments, self.touched, strict=True) if touched]

@@ -45,7 +45,7 @@ def check_no_closure(optimizer: Optimizer) -> None:
     Raises:
         TypeError: shows the long form.
     """
-    closure = _step_parameters(type(optimizer)).get("closure")
+    closure = _step_parameters(type(optimizer)).get("closure")  # type: ignore[arg-type]
     required = closure is not None and closure.default is inspect.Parameter.empty
     if required or isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
@@ -94,7 +94,7 @@ def steps_scaled_gradients(optimizer: Optimizer) -> bool:
     return (
         bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         and type(optimizer).__module__.startswith("torch.optim.")
-        and "grad_scaler" not in _step_parameters(type(optimizer))
+        and "grad_scaler" not in _step_parameters(type(optimizer))  # type: ignore[arg-type]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from .layout import FlatBuffer, Segment, flat_buffers
 from .ops.schema import State
 from .parameters import NamedParameter
 
+_log = logging.getLogger(__name__)
 _stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to the store that has it
 
 
@@ -64,6 +66,15 @@ class Store:
         wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
         return torch.float64 if wide else torch.float32
 
+    def __str__(self) -> str:
+        placed = sum(len(buffer.segments) for buffer in self.buffers)
+        size = sum(buffer.tensor.nbytes for buffer in self.buffers)
+        backends = dict.fromkeys(f"{b.ops.__name__.rpartition('.')[2]} on {b.device}" for b in self.buffers)
+        return (
+            f"{len(self.named)} parameters, {placed} trainable, {size:,} bytes in {len(self.buffers)} flat buffers, "
+            f"backend {', '.join(backends) or 'none yet'}"
+        )
+
     def place(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
         """Where a parameter's gradient is summed; None when it is frozen, or not ours."""
         return self._places.get(id(param))
@@ -77,6 +88,7 @@ class Store:
         backends = {device: ops.select(self._backend, device) for device in devices}
         for buffer in flat_buffers(fresh, backends):
             self.buffers.append(buffer)
+            _log.debug("%s", buffer)
             for segment in buffer.segments:
                 self._places[id(segment.param)] = (buffer, segment)
         for device in devices:

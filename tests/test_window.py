@@ -414,3 +414,19 @@ def test_a_dropped_accumulator_frees_its_parameters():
     acc = ak.FusedAccumulator(model)
     del acc
     ak.FusedAccumulator(model)
+
+
+def test_repr_and_logging_tell_where_it_stands(caplog):
+    """repr names parameters, bytes, backend, position and norm; buffers are logged, nothing is printed."""
+    caplog.set_level("DEBUG", logger="accumkernels")
+    model = mlp()
+    acc = ak.FusedAccumulator(model, backend="reference")
+    x, y = batch(3)
+    assert "flat buffer of 6 segments, 148 elements, torch.float32 on cpu" in caplog.text
+    assert "6 parameters, 6 trainable, " in repr(acc)
+    assert "backend reference on cpu" in repr(acc)
+    assert "last norm none yet" in repr(acc)
+    acc.backward(mse_loss(model(x), y))
+    assert "1 micro-batches into the window" in repr(acc)
+    norm = acc.step(torch.optim.SGD(acc.parameters(), lr=0.1), max_norm=1.0)
+    assert f"last norm {norm.item():.6g}" in repr(acc)
