@@ -1,6 +1,6 @@
 """The ops in C++ (CPU) and CUDA C++, from the library `accumkernels/_native.so`.
 
-Importing this module never fails: `load_error` says why the library did not load, and `unavailable` why it does not work
+Importing this module never fails: `load_error` says why the library did not load, `unavailable` why it does not work
 on a device.
 """
 

@@ -8,9 +8,7 @@ namespace accumkernels {
 
 enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
-static inline int64_t size_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
+static inline int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // Indices into the device state tensor (float64[4]) of an accumulator.
 enum State : int {
@@ -24,10 +22,10 @@ enum State : int {
 struct Gradient {
   const void* data;
   int64_t numel;
-  int64_t offset;    // first element of the segment in the buffer, from the host copy of the layout
-  int32_t segment;   // row of the layout, index into flags
+  int64_t offset;   // first element of the segment in the buffer, from the host copy of the layout
+  int32_t segment;  // row of the layout, index into flags
   DType dtype;
-  bool overwrite;    // first touch in the window: store instead of add
+  bool overwrite;  // first touch in the window: store instead of add
 };
 
 struct AccumulateArgs {
@@ -50,8 +48,8 @@ struct AccumulateArgs {
 struct CheckFiniteArgs {
   const Gradient* gradients;  // offset and overwrite are not read
   int64_t num_gradients;
-  double* found_inf;            // device scalar, set to 1.0
-  int32_t* flags;               // device, int32[segments]
+  double* found_inf;  // device scalar, set to 1.0
+  int32_t* flags;     // device, int32[segments]
   int32_t tag;
   const double* weight_tensor;  // device scalar: negative or not finite counts as overflow; or nullptr
 };

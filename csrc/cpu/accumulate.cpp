@@ -10,8 +10,8 @@
 namespace accumkernels::cpu {
 namespace {
 
-// From this size on a first touch stores past the caches: the buffer would not stay in them anyway, and without it every
-// line is read before it is overwritten.
+// From this size on a first touch stores past the caches: the buffer would not stay in them anyway, and without it
+// every line is read before it is overwritten.
 constexpr int64_t kStreamBytes = 32 << 20;
 constexpr int64_t kStreamSpan = 4096;  // elements: shorter spans do not repay the fence behind them
 

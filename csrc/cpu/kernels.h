@@ -14,7 +14,8 @@ void check_finite(const CheckFiniteArgs& args, ParallelFor parallel_for);
 void norm(const NormArgs& args, ParallelFor parallel_for);
 void scaled_copy(const ScaledCopyArgs& args, ParallelFor parallel_for);
 
-// "avx512", "avx2" or "portable": what run-time dispatch chose. ACCUMKERNELS_CPU=avx2|portable in the environment lowers it.
+// "avx512", "avx2" or "portable": what run-time dispatch chose. ACCUMKERNELS_CPU=avx2|portable in the environment
+// lowers it.
 const char* instruction_set();
 
 }  // namespace accumkernels::cpu

@@ -1,10 +1,26 @@
 // For every processor: small arrays in plain C++, which compilers turn into the vectors that the target always has.
-#include <math.h>
-
 #include "../core/numeric.h"
 
 namespace accumkernels::cpu {
 namespace {
+
+// As convert of numeric.h, but fp16 by the processor where all of its kind can (there a few vector instructions).
+template <class To, class From>
+inline To element(From value) {
+#if defined(__aarch64__)
+  if constexpr (std::is_same_v<From, Float16> && !std::is_same_v<To, Float16>) {
+    __fp16 half;
+    memcpy(&half, &value, sizeof(half));
+    return convert<To>(static_cast<float>(half));
+  } else if constexpr (std::is_same_v<To, Float16> && !std::is_same_v<From, Float16>) {
+    const __fp16 half = static_cast<__fp16>(convert<float>(value));
+    Float16 result;
+    memcpy(&result, &half, sizeof(result));
+    return result;
+  }
+#endif
+  return convert<To>(value);
+}
 
 template <class C>
 struct Vec {
@@ -18,11 +34,11 @@ struct Vec {
   }
   template <class T>
   static Register load(const T* p) {
-    return map([p](int i) { return convert<C>(p[i]); });
+    return map([p](int i) { return element<C>(p[i]); });
   }
   template <class T>
   static void store(T* p, const Register& v) {
-    for (int i = 0; i < kWidth; ++i) p[i] = convert<T>(v.lane[i]);
+    for (int i = 0; i < kWidth; ++i) p[i] = element<T>(v.lane[i]);
   }
   static void stream(C* p, const Register& v) { store(p, v); }
   static void fence() {}
