@@ -33,10 +33,10 @@ wheel: $(READY)  ## exactly one wheel in dist/
 	$(PY) -W ignore setup.py -q bdist_wheel
 
 check: $(READY) $(CHECKERS)  ## style, types, formatting
-	$(PY) -m ruff check .
+	$(PY) -m ruff check --output-format=concise .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(PY) -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror $(CXX_SOURCES)
 
 gpu-check: $(READY)  ## on a machine with a GPU: build, tests, compute-sanitizer, benchmarks
 	bash tools/gpu-check.sh $(PY)
