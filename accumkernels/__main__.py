@@ -1,0 +1,62 @@
+"""`python -m accumkernels`: the doctor; `python -m accumkernels demo`: the demo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m accumkernels",
+        description="Without a command: say what works on this machine and why; exit status 1 when something that "
+        "should work does not.",
+    )
+    commands = parser.add_subparsers(dest="command")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small GPT three ways and compare",
+        description="Train a small GPT on real text with one big batch, with stock accumulation and with "
+        "FusedAccumulator; print a table, write demo.png and demo.json.",
+    )
+    demo.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="for the files (default: ./demo)")
+    demo.add_argument("--steps", type=_positive, help="windows to train (default: 80, fewer on a slow machine)")
+    demo.add_argument("--seed", type=int, default=0, help="of weights and order of the data (default: 0)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's); the answer is the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command is None:
+            from .doctor import report
+
+            return report()
+        for package in ("rich", "matplotlib"):
+            try:
+                importlib.import_module(package)
+            except ImportError:
+                print(f'the demo needs {package}: pip install "accumkernels[demo]"', file=sys.stderr)
+                return 2
+        from .demo.command import run
+
+        return run(arguments.device, arguments.out, arguments.steps, arguments.seed)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Real text that every machine has: sources of Python's standard library, cut into samples of unequal length."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CONTEXT = 128  # bytes of the longest sample
+SHORTEST = 8  # bytes; shorter paragraphs are left out
+PADDING_STEP = 16  # padded lengths are multiples of this, so that few distinct shapes occur
+IGNORE = -100  # target of padding, `ignore_index` of the loss
+START = 0  # the byte before a sample's first
+
+# In every CPython from 3.10 on. A file that is missing is left out.
+TRAINING_FILES = (
+    "_collections_abc.py _pydecimal.py _pyio.py argparse.py ast.py asyncio/base_events.py bdb.py "
+    "calendar.py codecs.py collections/__init__.py configparser.py contextlib.py copy.py csv.py "
+    "dataclasses.py difflib.py dis.py doctest.py email/_header_value_parser.py enum.py fractions.py "
+    "ftplib.py functools.py gzip.py heapq.py http/client.py imaplib.py inspect.py ipaddress.py "
+    "json/encoder.py locale.py logging/__init__.py mailbox.py multiprocessing/pool.py optparse.py "
+    "pickle.py pickletools.py platform.py plistlib.py pydoc.py random.py shutil.py smtplib.py socket.py "
+    "statistics.py subprocess.py tarfile.py threading.py traceback.py typing.py unittest/mock.py "
+    "urllib/request.py uuid.py"
+).split()
+VALIDATION_FILES = ("http/server.py", "json/decoder.py", "pstats.py", "tempfile.py", "textwrap.py", "unittest/case.py")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples padded to one length.
+
+    Attributes:
+        inputs: int64 `[samples, length]`, the bytes up to the one to predict.
+        targets: int64 `[samples, length]`, the bytes to predict, `IGNORE` where there is padding.
+        tokens: Number of bytes to predict, without padding: the weight of the batch's mean loss.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    tokens: int
+
+    @classmethod
+    def collate(cls, samples: Sequence[bytes], device: torch.device) -> Batch:
+        """Pad `samples` to their longest, rounded up to a multiple of `PADDING_STEP`."""
+        longest = max(map(len, samples))
+        length = -(-longest // PADDING_STEP) * PADDING_STEP
+        inputs = torch.full((len(samples), length), START)
+        targets = torch.full((len(samples), length), IGNORE)
+        for row, sample in enumerate(samples):
+            codes = torch.tensor(list(sample))
+            targets[row, : len(sample)] = codes
+            inputs[row, 1 : len(sample)] = codes[:-1]
+        return cls(inputs.to(device), targets.to(device), sum(map(len, samples)))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The samples of one optimizer step."""
+
+    samples: Sequence[bytes]
+    micro_batch_size: int
+    device: torch.device
+
+    @cached_property
+    def big_batch(self) -> Batch:
+        """All samples as one batch."""
+        return Batch.collate(self.samples, self.device)
+
+    @cached_property
+    def micro_batches(self) -> list[Batch]:
+        """The same samples in micro-batches; fewer of them, and a smaller last one, where the window is partial."""
+        size = self.micro_batch_size
+        pieces = [self.samples[start : start + size] for start in range(0, len(self.samples), size)]
+        return [Batch.collate(piece, self.device) for piece in pieces]
+
+
+def read_samples(files: Sequence[str], root: Path | None = None) -> list[bytes]:
+    """Cut source files into samples: paragraphs (text between blank lines), long ones into pieces of `CONTEXT` bytes.
+
+    Args:
+        files: Paths relative to `root`; the ones that do not exist are left out.
+        root: Default: the directory of Python's standard library.
+
+    Raises:
+        FileNotFoundError: none of `files` exists.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    texts = [path.read_bytes() for path in (root / name for name in files) if path.is_file()]
+    if not texts:
+        raise FileNotFoundError(f"no source of Python's standard library in {root}")
+    paragraphs = (paragraph.strip(b"\n") for text in texts for paragraph in text.replace(b"\r", b"").split(b"\n\n"))
+    return [
+        paragraph[start : start + CONTEXT]
+        for paragraph in paragraphs
+        for start in range(0, len(paragraph), CONTEXT)
+        if len(paragraph) - start >= SHORTEST
+    ]
+
+
+class Corpus:
+    """Training windows in a fixed order, and validation batches.
+
+    Args:
+        micro_batch_size: Samples of a micro-batch.
+        accumulation_steps: Micro-batches of a full window.
+        device: Where batches are put.
+        seed: Of the order of the samples.
+        root: As in `read_samples`.
+    """
+
+    def __init__(
+        self,
+        micro_batch_size: int,
+        accumulation_steps: int,
+        device: torch.device,
+        seed: int = 0,
+        root: Path | None = None,
+    ) -> None:
+        self.micro_batch_size = micro_batch_size
+        self.window_size = micro_batch_size * accumulation_steps
+        self.device = device
+        self._training = self._shuffled(read_samples(TRAINING_FILES, root), seed)
+        self._validation = self._shuffled(read_samples(VALIDATION_FILES, root), seed)[:512]
+
+    @staticmethod
+    def _shuffled(samples: list[bytes], seed: int) -> list[bytes]:
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
+        return [samples[index] for index in order.tolist()]
+
+    def window(self, index: int, partial: bool = False) -> Window:
+        """The window number `index` (the text repeats when it ends); a partial one has only 5/16 of the samples."""
+        size = self.window_size * 5 // 16 if partial else self.window_size
+        first = index * self.window_size
+        samples = [self._training[(first + i) % len(self._training)] for i in range(size)]
+        return Window(samples, self.micro_batch_size, self.device)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """The held-out samples, in batches of a window's size."""
+        samples = sorted(self._validation, key=len)
+        for start in range(0, len(samples), self.window_size):
+            yield Batch.collate(samples[start : start + self.window_size], self.device)

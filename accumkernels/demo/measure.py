@@ -1,0 +1,143 @@
+"""What training itself does not show: gradient errors, time in gradient handling, peak memory."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .data import Window
+from .methods import Method
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    """All gradients as one fp64 vector."""
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def gradient_errors(
+    methods: Sequence[type[Method]], model: nn.Module, window: Window, amp_dtypes: Sequence[torch.dtype | None]
+) -> list[list[float]]:
+    """Distance of each method's gradient of `window` to the exact one, relative to the exact one's length (L2).
+
+    The exact one is the gradient of the big batch's mean loss in float64 without autocast, at the weights of `model`. A
+    method works as in training: its gradient is the window's fp32 `.grad` after unscaling, before clipping.
+
+    Returns:
+        Per method one number for each of `amp_dtypes`.
+    """
+    exact_model = copy.deepcopy(model).double()
+    exact_model(window.big_batch.inputs, window.big_batch.targets).backward()
+    exact = _gradient(exact_model)
+
+    def error(cls: type[Method], amp_dtype: torch.dtype | None) -> float:
+        method = cls(model, amp_dtype)
+        method.backward(window)
+        method.unscale()
+        return float((_gradient(method.model) - exact).norm() / exact.norm())
+
+    return [[error(cls, amp_dtype) for amp_dtype in amp_dtypes] for cls in methods]
+
+
+@contextmanager
+def _clock_running(method: Method) -> Iterator[None]:
+    """Let `method.clock` run, in autograd's gradient accumulation too, and stand still in the optimizer."""
+    clock = method.clock
+
+    def start(*_: Any) -> None:
+        clock.__enter__()
+
+    def stop(*_: Any) -> None:
+        clock.__exit__()
+
+    nodes = [get_gradient_edge(parameter).node for parameter in method.model.parameters()]  # AccumulateGrad
+    handles = [node.register_prehook(start) for node in nodes] + [node.register_hook(stop) for node in nodes]
+    handles += [
+        method.optimizer.register_step_pre_hook(stop),
+        method.optimizer.register_step_post_hook(start),
+    ]
+    clock.running = True
+    try:
+        yield
+    finally:
+        clock.running = False
+        for handle in handles:
+            handle.remove()
+
+
+def gradient_seconds(methods: Sequence[Method], windows: Sequence[Window]) -> list[float]:
+    """Median seconds per window that each method spends on gradients; the methods take turns.
+
+    Counted are autograd's AccumulateGrad nodes, `FusedAccumulator.accumulate`, and all that follows a window's last
+    backward pass (average, unscale, check, clip, zero) but `optimizer.step` itself.
+    """
+    seconds: list[list[float]] = [[] for _ in methods]
+    with ExitStack() as stack:
+        for method in methods:
+            stack.enter_context(_clock_running(method))
+        for window in windows:
+            for method, found in zip(methods, seconds, strict=True):
+                method.clock.seconds = 0.0
+                method.train(window, learning_rate=0.0)
+                found.append(method.clock.seconds)
+    return [statistics.median(found) for found in seconds]
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Peak of the bytes in tensors that were made under this mode and are alive; what an op uses inside is not seen.
+
+    Args:
+        known: Tensors from before, which do not count.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Weak references are looked at after each op: a callback of theirs would swallow a Ctrl-C.
+        self._live = {key: entry for key, entry in self._live.items() if entry[0]() is not None}
+        for value in torch.utils._pytree.tree_leaves(result):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self._known:
+                    self._live[storage.data_ptr()] = (weakref.ref(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+def peak_bytes(cls: type[Method], model: nn.Module, window: Window, amp_dtype: torch.dtype | None) -> int:
+    """Peak bytes of tensors while `cls` trains a copy of `model` for two windows; the batches themselves do not count.
+
+    Weights, gradients, accumulators, optimizer state and activations are included. On CUDA the allocator keeps
+    count; on the CPU, where it does not, the storages alive after each op are added up.
+    """
+    device = next(model.parameters()).device
+    batches = (window.big_batch, *window.micro_batches)  # cached by the window: made here, before counting starts
+
+    def run() -> None:
+        method = cls(model, amp_dtype)
+        for _ in range(2):  # the optimizer's state exists from the second on
+            method.train(window, learning_rate=0.0)
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    known = [*model.parameters(), *(tensor for batch in batches for tensor in (batch.inputs, batch.targets))]
+    with _LiveBytes(known) as live:
+        run()
+    return live.peak

@@ -1,0 +1,159 @@
+"""The three training loops that the demo compares. They differ only in how a window's gradient comes about."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import time
+
+import torch
+from torch import Tensor, nn
+
+import accumkernels as ak
+
+from .data import Batch, Window
+
+MICRO_BATCH_SIZE = 8
+ACCUMULATION_STEPS = 8
+MAX_NORM = 1.0
+# GradScaler starts at 2**16 by default and may first have to find its scale, at other steps for `loss / K` than for the
+# plain loss. From 2**12 fp16 does not overflow here, so the three loops take the same steps.
+INIT_SCALE = 2.0**12
+
+
+class Clock:
+    """Adds up the seconds spent inside `with clock:`, until the device has finished. Off unless `running` is set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.running = False
+        self.seconds = 0.0
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def __enter__(self) -> None:
+        if self.running:
+            self.seconds -= self._now()
+
+    def __exit__(self, *exception: object) -> None:
+        if self.running:
+            self.seconds += self._now()
+
+
+class Method(abc.ABC):
+    """A model of its own with optimizer and GradScaler; subclasses say how a window becomes one step.
+
+    Args:
+        model: Copied; its device decides.
+        amp_dtype: Of autocast, None for none.
+    """
+
+    name: str
+
+    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None) -> None:
+        self.model = copy.deepcopy(model)
+        self.device = next(self.model.parameters()).device
+        self.amp_dtype = amp_dtype
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=INIT_SCALE)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.clock = Clock(self.device)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean loss of a batch under autocast."""
+        with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+            return self.model(batch.inputs, batch.targets)
+
+    @abc.abstractmethod
+    def backward(self, window: Window) -> Tensor:
+        """Run a window's forward and backward passes; the answer is its mean loss per byte (0-d tensor)."""
+
+    def unscale(self) -> None:
+        """Make `.grad` the window's gradient without the loss scale."""
+        self.scaler.unscale_(self.optimizer)
+
+    def step(self) -> None:
+        """Clip, let the optimizer step and drop the gradients."""
+        with self.clock:
+            self.unscale()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+
+    def train(self, window: Window, learning_rate: float) -> Tensor:
+        """Take one optimizer step; the answer is as in `backward`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = self.backward(window)
+        self.step()
+        return loss
+
+
+class BigBatch(Method):
+    """The whole window in one forward and one backward pass: what accumulation stands in for."""
+
+    name = "big batch"
+
+    def backward(self, window: Window) -> Tensor:
+        """One pass."""
+        loss = self.loss(window.big_batch)
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+
+class StockAccumulation(Method):
+    """The usual recipe: `loss / K`, gradients added up in `.grad`.
+
+    Every micro-batch counts the same, however few bytes it has, and a window of fewer than K micro-batches is still
+    divided by K.
+    """
+
+    name = "stock accumulation"
+
+    def backward(self, window: Window) -> Tensor:
+        """As many passes as micro-batches."""
+        total = torch.zeros((), device=self.device)
+        for batch in window.micro_batches:
+            loss = self.loss(batch)
+            self.scaler.scale(loss / ACCUMULATION_STEPS).backward()
+            total += loss.detach() * batch.tokens
+        return total / sum(batch.tokens for batch in window.micro_batches)
+
+
+class Fused(Method):
+    """FusedAccumulator: the plain mean loss, weighted with the number of bytes it is a mean over.
+
+    `accumulate` stands apart from `backward` only so that it can be timed; `acc.backward(loss, weight=...)` is both.
+    """
+
+    name = "FusedAccumulator"
+
+    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None) -> None:
+        super().__init__(model, amp_dtype)
+        self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler)
+
+    def backward(self, window: Window) -> Tensor:
+        """As many passes as micro-batches."""
+        total = torch.zeros((), device=self.device)
+        for batch in window.micro_batches:
+            loss = self.loss(batch)
+            self.scaler.scale(loss).backward()
+            with self.clock:
+                self.accumulator.accumulate(weight=batch.tokens)
+            total += loss.detach() * batch.tokens
+        return total / sum(batch.tokens for batch in window.micro_batches)
+
+    def unscale(self) -> None:
+        """`finalize` averages and unscales at once."""
+        self.accumulator.finalize(self.optimizer)
+
+    def step(self) -> None:
+        """Average, clip, step and open the next window, in one call."""
+        with self.clock:
+            self.accumulator.step(self.optimizer, max_norm=MAX_NORM)
+
+
+METHODS: tuple[type[Method], ...] = (BigBatch, StockAccumulation, Fused)
