@@ -1,4 +1,4 @@
-"""How fast is one `accumulate` on the CPU, against the memory limit and against every way eager torch has?
+"""How fast is one `accumulate`, against the memory limit and against every way eager torch has?
 
     python -m benchmarks.accumulate --csv benchmarks/results/accumulate_cpu.csv
 
@@ -39,30 +39,33 @@ PROCESSES = 3  # of each method, spread over the run
 MOST_TENSORS_TO_COMPILE = 300  # inductor takes minutes over thousands
 
 OURS = "accumkernels"
-MUL, STREAM = "limit: flat.mul_(1.0)", "limit: streaming loop 6:4"
+MUL, STREAM, COPY = "limit: flat.mul_(1.0)", "limit: streaming loop 6:4", "limit: device copy"
 KEPT, COMPILED = "kept temporaries: _foreach_copy_, _foreach_add_", "torch.compile'd loop"
 
 
 class Case:
     """Gradients of one dtype, the flat buffer with everything `accumulate_` needs, and views of it for the others."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.grads = [torch.randn(shape).to(dtype) for shape in shapes]
+        self.grads = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
         self.numel = sum(g.numel() for g in self.grads)
         starts, end = [], 0
         for g in self.grads:
             starts.append(end)
             end += -(-g.numel() // 32) * 32  # 128-byte aligned, as FusedAccumulator lays them out
-        self.flat = torch.zeros(end)
+        self.flat = torch.zeros(end, device=device)
         self.views = [self.flat[s : s + g.numel()].view(g.shape) for s, g in zip(starts, self.grads, strict=True)]
-        self.layout = torch.tensor([[s, g.numel()] for s, g in zip(starts, self.grads, strict=True)])
-        self.state = torch.zeros(4, dtype=torch.float64)
-        self.flags = torch.zeros(len(shapes), dtype=torch.int32)
-        self.loss_scale = torch.tensor(1024.0)
+        self.layout_host = torch.tensor([[s, g.numel()] for s, g in zip(starts, self.grads, strict=True)])
+        self.layout = self.layout_host.to(device)
+        self.state = torch.zeros(4, dtype=torch.float64, device=device)
+        self.flags = torch.zeros(len(shapes), dtype=torch.int32, device=device)
+        self.loss_scale = torch.tensor(1024.0, device=device)
         self.segments = list(range(len(shapes)))
         self.no_overwrite = [False] * len(shapes)
-        self.flat_grad = torch.ones(end, dtype=dtype)  # not zeros: untouched pages would be no memory at all
+        self.flat_grad = torch.ones(
+            end, dtype=dtype, device=device
+        )  # not zeros: untouched pages would be no memory at all
 
 
 def ours(case: Case) -> Callable[[], object]:
@@ -74,7 +77,7 @@ def ours(case: Case) -> Callable[[], object]:
         case.segments,
         case.no_overwrite,
         case.layout,
-        case.layout,
+        case.layout_host,
         flags=case.flags,
         loss_scale=case.loss_scale,
     )
@@ -134,46 +137,56 @@ METHODS: dict[str, tuple[Callable[[Case], Callable[[], object]], int]] = {
 EAGER = [name for name in METHODS if name not in (OURS, KEPT, COMPILED)]
 
 
-def run_method(method: str, shapes: str, dtype: str, threads: int, repetitions: int) -> dict[str, list[float]]:
+def limits(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+    """What no method can beat, with the bytes each moves per element."""
+    multiply = (lambda: case.flat.mul_(1.0), 8)
+    if device.type == "cuda":
+        source = torch.ones_like(case.flat)
+        return {MUL: multiply, COPY: (lambda: case.flat.copy_(source), 8)}
+    streaming = stream.build()
+    return {MUL: multiply, STREAM: (lambda: streaming(case.flat, case.flat_grad), 10)}
+
+
+def run_method(
+    method: str, shapes: str, dtype: str, device_name: str, threads: int, repetitions: int
+) -> dict[str, list[float]]:
     """In a process of its own: seconds of the method and of the limits."""
     torch.set_num_threads(threads)
-    case = Case(SHAPES[shapes](), DTYPES[dtype])
-    streaming = stream.build()
-    calls: Methods = {
-        MUL: lambda: case.flat.mul_(1.0),
-        STREAM: lambda: streaming(case.flat, case.flat_grad),
-        method: METHODS[method][0](case),
-    }
-    return in_turn(calls, repetitions)
+    device = torch.device(device_name)
+    case = Case(SHAPES[shapes](), DTYPES[dtype], device)
+    calls: Methods = {name: call for name, (call, _) in limits(case, device).items()}
+    calls[method] = METHODS[method][0](case)
+    return in_turn(calls, repetitions, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
 
 
-def measure(shapes: str, dtype: str, threads: int, repetitions: int) -> list[dict[str, object]]:
+def measure(shapes: str, dtype: str, device: str, threads: int, repetitions: int) -> list[dict[str, object]]:
     """One row per method and limit. The limits are those of the processes that ran ours."""
     sizes = [torch.Size(shape).numel() for shape in SHAPES[shapes]()]
     names = [name for name in METHODS if name != COMPILED or len(sizes) <= MOST_TENSORS_TO_COMPILE]
-    seconds: dict[str, list[float]] = {MUL: [], STREAM: [], **{name: [] for name in names}}
+    second_limit = COPY if device == "cuda" else STREAM
+    seconds: dict[str, list[float]] = {MUL: [], second_limit: [], **{name: [] for name in names}}
     with Progress(transient=True) as progress:
         task = progress.add_task(f"{shapes} {dtype}", total=PROCESSES * len(names))
         for _ in range(PROCESSES):
             for name in names:
                 progress.update(task, description=f"{shapes} {dtype}: {name}")
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                    result = process.submit(run_method, name, shapes, dtype, threads, repetitions).result()
-                for measured in (MUL, STREAM, OURS) if name == OURS else (name,):
+                    result = process.submit(run_method, name, shapes, dtype, device, threads, repetitions).result()
+                for measured in (MUL, second_limit, OURS) if name == OURS else (name,):
                     seconds[measured] += result[measured]
                 progress.advance(task)
 
     elements = sum(sizes)
     medians = {name: median_and_spread(times)[0] for name, times in seconds.items()}
-    rate = {name: (8 if name == MUL else 10) * elements / median / 1e9 for name, median in medians.items()}
-    limit = max(rate[MUL], rate[STREAM])
+    rate = {name: (8 if name in (MUL, COPY) else 10) * elements / median / 1e9 for name, median in medians.items()}
+    limit = max(rate[MUL], rate[second_limit])
     rows: list[dict[str, object]] = []
     for name, times in seconds.items():
         median, p10, p90 = median_and_spread(times)
         rows.append(
             {
                 "method": name,
-                "device": cpu_model(),
+                "device": torch.cuda.get_device_name() if device == "cuda" else cpu_model(),
                 "dtype": dtype,
                 "shapes": shapes,
                 "tensors": len(sizes),
@@ -185,7 +198,7 @@ def measure(shapes: str, dtype: str, threads: int, repetitions: int) -> list[dic
                 "GB_per_s": f"{rate[name]:.4g}",
                 "fraction_of_limit": f"{rate[name] / limit:.3f}",
                 "ratio_to_ours": f"{median / medians[OURS]:.2f}",
-                "instruction_set": native.cpu_instruction_set(),
+                "instruction_set": "cuda" if device == "cuda" else native.cpu_instruction_set(),
                 "threads": threads,
                 **environment(),
             }
@@ -223,7 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default="gpt2,tiny", help="comma-separated: gpt2, tiny (default: both)")
     parser.add_argument("--dtype", default="bf16,fp16", help="comma-separated: bf16, fp16 (default: both)")
-    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--repetitions",
@@ -250,7 +263,7 @@ def main() -> int:
     for shape in shapes:
         for dtype in dtypes:
             repetitions = arguments.repetitions * (20 if shape == "tiny" else 1)
-            added = measure(shape, dtype, arguments.threads, repetitions)
+            added = measure(shape, dtype, arguments.device, arguments.threads, repetitions)
             show(console, added)
             rows += added
     if arguments.csv:

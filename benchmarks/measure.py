@@ -15,13 +15,18 @@ import torch
 Methods = dict[str, Callable[[], object]]
 
 
-def in_turn(methods: Methods, repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each method, `repetitions` times in turn, so that what disturbs the machine disturbs all alike."""
+def in_turn(methods: Methods, repetitions: int, wait: Callable[[], object]) -> dict[str, list[float]]:
+    """Seconds of each method, `repetitions` times in turn, so that what disturbs the machine disturbs all alike.
+
+    `wait` returns when the device has finished.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for repetition in range(repetitions + 2):
         for name, method in methods.items():
+            wait()
             start = time.perf_counter()
             method()
+            wait()
             elapsed = time.perf_counter() - start
             if repetition >= 2:  # the first two rounds warm up
                 seconds[name].append(elapsed)

@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import sysconfig
+from pathlib import Path
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,7 +20,7 @@ DEVICES = [
 ]
 # (backend, dynamic shapes); one run of inductor, which takes some ten seconds.
 COMPILERS = [("aot_eager", False), ("aot_eager", True)]
-if shutil.which("g++"):
+if shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists():  # both needed by inductor
     COMPILERS.append(pytest.param("inductor", False, marks=pytest.mark.slow))
 
 
