@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch.optim import Optimizer
 
 from .capture import AfterBackward, Captured
 from .clipping import clip_coefficient, total_norm
+from .devices import move
 from .ops.schema import State
 from .optimizers import (
     check_no_closure,
     check_optimizer,
     check_ownership,
+    has_step_pre_hooks,
     lacks_momentum,
     owned,
     steps_scaled_gradients,
@@ -25,8 +28,10 @@ from .parameters import named_parameters
 from .rounding import RoundedGradients
 from .scalars import as_scalar
 from .scaling import LossScaler
-from .store import Store
+from .store import Store, has_accumulator
 from .verdict import Verdict, judge
+
+_log = logging.getLogger(__name__)
 
 
 class FusedAccumulator:
@@ -103,6 +108,7 @@ class FusedAccumulator:
         self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
         self._skipped: bool | Tensor = False
         self._last_norm: Tensor | None = None
+        self._warned = False
         self._open()
 
     # ---- what it holds
@@ -197,9 +203,13 @@ class FusedAccumulator:
         buffers = self._store.buffers
         if not buffers:
             raise RuntimeError("accumulate(): no parameter requires a gradient")
-        self._scaler.check_not_unscaled()
+        self._scaler.check_not_unscaled(self._owns_some)
         captured = [self._capture.take(buffer) for buffer in buffers]
-        loss_scale = self._scaler.loss_scale() if any(c.grads for c in captured) else None
+        has_grads = any(c.grads for c in captured)
+        loss_scale = self._scaler.loss_scale() if has_grads else None
+        if not has_grads and not self._warned:
+            self._warned = True
+            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
         self._serial += 1
         self._add(captured, scalar, loss_scale)
         for buffer, (segments, _) in zip(buffers, captured, strict=True):
@@ -232,8 +242,8 @@ class FusedAccumulator:
                 flags=None if self._overflow is None else buffer.flags,
                 tag=self._serial,
                 weight=number,
-                weight_tensor=None if tensor is None else tensor.to(device, non_blocking=True),
-                loss_scale=None if loss_scale is None else loss_scale.to(device, non_blocking=True),
+                weight_tensor=None if tensor is None else move(tensor, device),
+                loss_scale=None if loss_scale is None else move(loss_scale, device),
                 drop=drops.get(device),
                 count=buffer is first,
             )
@@ -248,12 +258,11 @@ class FusedAccumulator:
                 drops[buffer.device],
                 buffer.flags,
                 tag=self._serial,
-                weight_tensor=None if weight is None else weight.to(buffer.device, non_blocking=True),
+                weight_tensor=None if weight is None else move(weight, buffer.device),
             )
         if len(drops) > 1:
-            parts = [drop.to(self._store.device, non_blocking=True) for drop in drops.values()]
-            bad = torch.cat(parts).amax(0, keepdim=True)
-            drops = {device: bad.to(device, non_blocking=True) for device in drops}
+            bad = torch.cat([move(drop, self._store.device) for drop in drops.values()]).amax(0, keepdim=True)
+            drops = {device: move(bad, device) for device in drops}
         if self._overflow == "raise":
             if drops[self._store.device].item() != 0:
                 self._release(captured)
@@ -322,12 +331,7 @@ class FusedAccumulator:
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
-        coefficient = clip_coefficient(norm, max_norm)
-        for buffer in self._store.buffers:
-            scale = coefficient.to(buffer.device, buffer.dtype, non_blocking=True)
-            for piece in buffer.touched_ranges():
-                piece.mul_(scale)
-            self._rounded.update(buffer)
+        self._multiply(clip_coefficient(norm, max_norm))
         return self._result(norm)
 
     @torch.no_grad()
@@ -364,18 +368,30 @@ class FusedAccumulator:
             )
 
         verdict = judge(self._store.state(), given)
-        norm, divide_by = None, verdict.divisor
+        norm, coefficient = None, None
         if limit is not None:
             norm = total_norm(self._store.buffers, 2.0, self._store.device) / verdict.divisor
-            divide_by = verdict.divisor / clip_coefficient(norm, limit)
+            coefficient = clip_coefficient(norm, limit)
+        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
         fused = steps_scaled_gradients(optimizer)
         folded = fused and self._can_fold(optimizer)
-        verdict = self._finish((optimizer,), verdict, None if folded else divide_by)
-        if fused:
-            optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
-            optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
+        if folded:
+            verdict = self._finish((optimizer,), verdict, None)
+        elif coefficient is None or not self._store.rounds:
+            verdict = self._finish((optimizer,), verdict, divide_by)
+        else:  # the mean itself may overflow when it is rounded, clipped or not
+            verdict = self._finish((optimizer,), verdict, verdict.divisor)
+            self._multiply(coefficient)
         try:
+            if fused:
+                optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
+                optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             self._step(optimizer, fused, verdict)
+        except BaseException:
+            if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
+                for buffer in self._store.buffers:
+                    buffer.divide(move(divide_by, buffer.device, buffer.dtype))
+            raise
         finally:
             for name in ("grad_scale", "found_inf") if fused else ():
                 vars(optimizer).pop(name, None)
@@ -384,13 +400,15 @@ class FusedAccumulator:
         return None if norm is None else self._result(norm)
 
     def _step(self, optimizer: Optimizer, fused: bool, verdict: Verdict) -> None:
-        if self._scaler.scaler is not None:
-            self._scaler.scaler.step(optimizer)
-        elif fused or not self._may_skip or not self.step_was_skipped:
-            optimizer.step()
+        with torch.enable_grad():  # as where the user's own hooks would find it
+            if self._scaler.scaler is not None:
+                self._scaler.scaler.step(optimizer)
+            elif fused or not self._may_skip or not self.step_was_skipped:
+                optimizer.step()
 
     def zero_(self) -> None:
         """Drop the window, finished or not, and open the next: every `.grad` is None afterwards."""
+        self._scaler.forget()
         self._store.drop_grads()
         self._store.open_window()
         self._open()
@@ -425,6 +443,8 @@ class FusedAccumulator:
         self._decided_on_device = False  # by a weight or divisor that only the device knows
 
     def _require_accumulating(self, caller: str) -> None:
+        if not self._store.has_claim:
+            raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
         if self._verdict is not None:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
@@ -437,14 +457,29 @@ class FusedAccumulator:
         for optimizer in optimizers:
             check_optimizer(optimizer, caller)
         self._store.check_drift()
-        self._scaler.check_not_unscaled()
+        self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
+        self._scaler.check_not_stepped(optimizers)
         for entry in self._store.named:
             if entry.param.grad is not None:
                 raise RuntimeError(
-                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; call acc.accumulate() after "
-                    "backward (acc.backward does), or acc.discard() to drop it"
+                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
+                    + (
+                        "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
+                        if self._store.place(entry.param) is not None
+                        else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
+                    )
                 )
         check_ownership(optimizers, ((s.name, s.param) for _, s in self._store.touched()))
+        for p in owned(optimizers):
+            if p.grad is not None and not has_accumulator(p):
+                raise RuntimeError(
+                    f"{caller}: an optimizer owns a parameter of shape {tuple(p.shape)} with a .grad of its own and "
+                    "no accumulator; it would be stepped as it is, scaled and not averaged. Give all parameters of the "
+                    "optimizer to the accumulator, or build an optimizer for each"
+                )
+
+    def _owns_some(self, optimizer: Optimizer) -> bool:
+        return any(self._store.place(p) is not None for p in owned((optimizer,)))
 
     def _divisor(self, divisor: float | Tensor | None) -> Tensor | None:
         if divisor is None:
@@ -457,31 +492,52 @@ class FusedAccumulator:
 
     def _can_fold(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients are exactly this window's fp32 views."""
-        return self._store.result_dtype == torch.float32 and all(
+        if self._store.result_dtype != torch.float32 or has_step_pre_hooks(optimizer):
+            return False  # hooks are to see the averaged gradient
+        return all(
             p.dtype == torch.float32 and (p.grad is None or self._store.place(p) is not None)
             for p in owned((optimizer,))
         )
 
     def _finish(self, optimizers: tuple[Optimizer, ...], verdict: Verdict, divisor: Tensor | None) -> Verdict:
         """Divide (None: leave the sums), hand out `.grad`, and tell the scaler the verdict."""
-        overflows = []
+        overflow = torch.zeros(1, dtype=torch.float64, device=self._store.device)
         for buffer in self._store.buffers:
             if divisor is not None:
-                buffer.divide(divisor.to(buffer.device, buffer.dtype, non_blocking=True))
-            overflows.append(self._rounded.update(buffer).to(self._store.device, non_blocking=True))
-        if self._overflow is not None:
-            verdict = verdict.with_overflow(torch.cat(overflows).amax())
+                buffer.divide(move(divisor, buffer.device, buffer.dtype))
+            if self._store.rounds:
+                overflow = overflow.maximum(move(self._rounded.update(buffer), self._store.device))
+        if self._store.rounds and self._overflow is not None:
+            verdict = verdict.with_overflow(overflow)
         self._verdict = verdict
         self._skipped = verdict.skip
-        # Momentum that the first step would leave uninitialised is worth a synchronisation: without .grad, the
-        # optimizer leaves its state alone.
-        if not (any(map(lacks_momentum, optimizers)) and self.step_was_skipped):
+        if not self._withhold(optimizers):
             for buffer, segment in self._store.touched():
                 rounded = self._rounded.get(segment)
                 segment.param.grad = buffer.views[segment.index] if rounded is None else rounded
         for optimizer in optimizers:
             self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
         return verdict
+
+    def _withhold(self, optimizers: tuple[Optimizer, ...]) -> bool:
+        """Whether no `.grad` is handed out at all, so that optimizers leave their state alone.
+
+        So where the weights are known to sum to zero, and where an overflow would leave the momentum of torch's fused
+        SGD uninitialised; that is worth a synchronisation.
+        """
+        if not self._decided_on_device and self._host_weight == 0:
+            return True
+        touched = {id(segment.param) for _, segment in self._store.touched()}
+        return any(lacks_momentum(o, touched) for o in optimizers) and self.step_was_skipped
+
+    def _multiply(self, coefficient: Tensor) -> None:
+        """Multiply what was handed out."""
+        for buffer in self._store.buffers:
+            scale = move(coefficient, buffer.device, buffer.dtype)
+            for piece in buffer.touched_ranges():
+                piece.mul_(scale)
+            if self._store.rounds:
+                self._rounded.update(buffer)
 
     def _release(self, captured: list[Captured]) -> None:
         for buffer, taken in zip(self._store.buffers, captured, strict=True):

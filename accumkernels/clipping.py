@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .devices import move
 from .layout import FlatBuffer
 
 
@@ -21,11 +22,11 @@ def total_norm(buffers: Sequence[FlatBuffer], norm_type: float, device: torch.de
         for buffer in buffers:
             part = torch.zeros(1, dtype=torch.float64, device=buffer.device)
             buffer.ops.norm_(part, buffer.touched_views(), ord=norm_type)
-            parts.append(part.to(device, non_blocking=True))
+            parts.append(move(part, device))
         joined = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
         return joined.sum().sqrt() if norm_type == 2.0 else joined.amax()
     views = [view for buffer in buffers for view in buffer.touched_views()]
-    return torch.nn.utils.get_total_norm(views, norm_type).to(device, torch.float64, non_blocking=True)
+    return move(torch.nn.utils.get_total_norm(views, norm_type), device, torch.float64)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Segment:
     offset: int
     numel: int
     contiguous: bool
-    owners: list[tuple[dict[str, object], str]]
+    param_stride: tuple[int, ...]
 
     def in_memory_order(self, grad: Tensor) -> Tensor:
         """`grad` itself when its memory order is the segment's, else a copy that has it."""
@@ -53,9 +53,8 @@ class Segment:
             return f"{self.name!r} was on {self.device} at construction and is on {p.device} now"
         if p.shape != self.shape:
             return f"{self.name!r} had shape {tuple(self.shape)} at construction and has {tuple(p.shape)} now"
-        for owner, key in self.owners:
-            if owner.get(key) is not p:
-                return f"{self.name!r} was replaced by another tensor since construction"
+        if p.stride() != self.param_stride:
+            return f"{self.name!r} had strides {self.param_stride} at construction and has {p.stride()} now"
         return None
 
 
@@ -87,12 +86,12 @@ class FlatBuffer:
             contiguous = torch.empty(p.shape, device="meta").stride() == stride
             self.segments.append(
                 Segment(
-                    index, entry.name, p, p.shape, stride, p.dtype, p.device, end, p.numel(), contiguous, entry.owners
+                    index, entry.name, p, p.shape, stride, p.dtype, p.device, end, p.numel(), contiguous, p.stride()
                 )
             )
             end += -(-p.numel() // alignment) * alignment
         self.numel = end
-        self.layout_host = torch.tensor([[s.offset, s.numel] for s in self.segments], dtype=torch.int64)
+        self.layout_host = torch.tensor([[s.offset, s.numel] for s in self.segments], dtype=torch.int64, device="cpu")
         self.layout = self.layout_host.to(device)
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))

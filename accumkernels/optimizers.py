@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 # Wrappers that step on their own terms: name of the package, what to hand to FusedAccumulator instead.
 _TRAINERS = {
     "accelerate": "pass the optimizer it wraps (`optimizer.optimizer`)",
     "lightning": "pass the optimizer it wraps (`optimizer.optimizer`)",
+    "lightning_fabric": "pass the optimizer it wraps (`optimizer.optimizer`)",
     "pytorch_lightning": "pass the optimizer it wraps (`optimizer.optimizer`)",
     "deepspeed": "DeepSpeed accumulates gradients itself and cannot be combined with FusedAccumulator",
 }
@@ -98,10 +100,19 @@ def steps_scaled_gradients(optimizer: Optimizer) -> bool:
     )
 
 
-def lacks_momentum(optimizer: Optimizer) -> bool:
-    """Whether this is a fused SGD whose momentum does not exist yet.
+def has_step_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether code of the user's looks at gradients right before the step."""
+    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+
+
+def lacks_momentum(optimizer: Optimizer, touched: Set[int]) -> bool:
+    """Whether this is a fused SGD that is about to make the momentum of a parameter.
 
     Torch allocates the buffers uninitialised on the first step and then does not write them when found_inf is set.
+
+    Args:
+        optimizer: Any optimizer.
+        touched: `id`s of the parameters that will have a gradient.
     """
     if not (isinstance(optimizer, torch.optim.SGD) and getattr(optimizer, "_step_supports_amp_scaling", False)):
         return False
@@ -109,4 +120,5 @@ def lacks_momentum(optimizer: Optimizer) -> bool:
         group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
         for p in group["params"]
+        if id(p) in touched
     )

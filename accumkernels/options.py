@@ -38,7 +38,7 @@ def check_options(
         raise TypeError(f"bucket_bytes must be an int, got {type(bucket_bytes).__name__}")
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    if autocast_route not in ("auto", True, False):
+    if autocast_route != "auto" and not isinstance(autocast_route, bool):
         raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
 
     for name, value, accepted in (
@@ -50,7 +50,7 @@ def check_options(
             raise ValueError(f"{name}={value!r} is not available in this version; use {name}={accepted!r}")
     if autocast_route is True:
         raise ValueError("autocast_route=True is not available in this version; use 'auto' or False")
-    if isinstance(params, DistributedDataParallel) or process_group not in (None, False):
+    if isinstance(params, DistributedDataParallel) or not (process_group is None or process_group is False):
         raise ValueError(
             "data parallel accumulation (process_group, DistributedDataParallel) is not available in this version"
         )

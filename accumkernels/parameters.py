@@ -20,6 +20,13 @@ class NamedParameter:
     param: Tensor
     owners: list[tuple[dict[str, Any], str]] = field(default_factory=list, repr=False)
 
+    def check_identity(self) -> str | None:
+        """That the module tree holds another tensor in this parameter's place, in words; None when it does not."""
+        for owner, key in self.owners:
+            if owner.get(key) is not self.param:
+                return f"{self.name!r} was replaced by another tensor since construction"
+        return None
+
 
 def strip_prefixes(names: list[str]) -> list[str]:
     """Parameter names without what torch.compile and DistributedDataParallel add, so that wrapping does not rename.

@@ -8,6 +8,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from .devices import move
+
 
 def as_scalar(
     value: object, name: str, device: torch.device, *, allow_zero: bool = True, allow_inf: bool = False
@@ -34,11 +36,14 @@ def as_scalar(
         if value.is_complex() or value.dtype is torch.bool:
             raise TypeError(f"{name} must be a real number, got a {value.dtype} tensor")
         if value.device.type != "cpu":
-            return value.detach().to(device=device, dtype=torch.float64, non_blocking=True)
+            return move(value.detach(), device, torch.float64)
         value = value.item()
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer of {len(str(value))} digits") from None
     in_range = number >= 0 if allow_zero else number > 0  # false for nan
     if not in_range or (math.isinf(number) and not allow_inf):
         kind = "non-negative" if allow_zero else "positive"

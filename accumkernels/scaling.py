@@ -7,13 +7,16 @@ unscales again nor misses an overflow, and `scaler.update` moves the scale as in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
+from .devices import move
 from .parameters import NamedParameter
 
 
@@ -25,15 +28,17 @@ class _Verdict(dict[torch.device, Tensor]):
     found_inf it is given.
     """
 
-    def __init__(self, record: dict[str, Any], device: torch.device, skip: Tensor, found_inf: Tensor) -> None:
-        super().__init__({device: skip})
-        self._record = record
-        self._skip = skip
-        self._found_inf = found_inf
+    def __init__(self, scaler: torch.amp.GradScaler, key: int, device: torch.device) -> None:
+        super().__init__()
+        self.parts: dict[int, tuple[Tensor, Tensor]] = {}  # by accumulator: skip, found_inf
+        self._scaler = weakref.ref(scaler)  # the scaler has this
+        self._key = key
+        self[device] = torch.zeros((), device=device)
 
     def values(self) -> list[Tensor]:  # type: ignore[override]
-        stepped = self._record["stage"] is OptState.STEPPED
-        return [(self._found_inf if stepped else self._skip).clone()]
+        scaler = self._scaler()
+        stepped = scaler is not None and scaler._per_optimizer_states[self._key]["stage"] is OptState.STEPPED
+        return [torch.stack([part[stepped] for part in self.parts.values()]).amax()]
 
 
 class LossScaler:
@@ -77,45 +82,74 @@ class LossScaler:
             )
         return self.scaler._scale
 
-    def check_not_unscaled(self) -> None:
+    def check_not_unscaled(self, ours: Callable[[Optimizer], bool]) -> None:
         """Refuse gradients that `scaler.unscale_` has already divided by the scale.
 
+        Args:
+            ours: Whether an optimizer steps parameters of this accumulator; others may be unscaled at any time.
+
         Raises:
-            RuntimeError: `scaler.unscale_(optimizer)` was called since the last `scaler.update()`.
+            RuntimeError: `scaler.unscale_` was called for such an optimizer since the last `scaler.update()`.
         """
         if self.scaler is None:
             return
-        for record in self.scaler._per_optimizer_states.values():
-            if record["stage"] is OptState.UNSCALED and not isinstance(record["found_inf_per_device"], _Verdict):
+        for key, record in self.scaler._per_optimizer_states.items():
+            if record["stage"] is not OptState.UNSCALED or isinstance(record["found_inf_per_device"], _Verdict):
+                continue
+            # The scaler knows optimizers by id alone. Looking for the object is slow, and rare.
+            optimizer = next((o for o in gc.get_objects() if id(o) == key and isinstance(o, Optimizer)), None)
+            if optimizer is None or ours(optimizer):
                 raise RuntimeError(
                     "scaler.unscale_(optimizer) was called inside a window: delete that line, FusedAccumulator "
                     "unscales in accumulate(). Drop the window with acc.zero_() and call scaler.update() to go on"
                 )
 
-    def record(self, optimizer: torch.optim.Optimizer, skip: Tensor, found_inf: Tensor) -> None:
+    def check_not_stepped(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse an optimizer that was stepped since the last `scaler.update()`.
+
+        Raises:
+            RuntimeError: says that `scaler.update()` is missing.
+        """
+        for optimizer in optimizers if self.scaler is not None else ():
+            record = self.scaler._per_optimizer_states.get(id(optimizer))  # type: ignore[union-attr]
+            if record is not None and record["stage"] is OptState.STEPPED:
+                raise RuntimeError(
+                    "this optimizer was stepped before: call scaler.update() after scaler.step(optimizer)"
+                )
+
+    def record(self, optimizer: Optimizer, skip: Tensor, found_inf: Tensor) -> None:
         """Tell the scaler that `optimizer`'s gradients are unscaled and checked.
+
+        Where several accumulators feed one optimizer, the worst verdict counts.
 
         Args:
             optimizer: The optimizer that `scaler.step` will be called with.
             skip: fp32 0-d, exactly 1.0 when the step must not happen.
             found_inf: fp32 0-d, exactly 1.0 when the scale must back off.
-
-        Raises:
-            RuntimeError: the optimizer was stepped since the last `scaler.update()`.
         """
         if self.scaler is None:
             return
-        scale = self.scaler._scale
-        if scale is None:  # an empty window before any loss was scaled: step() and update() need the scale to exist
+        if self.scaler._scale is None:  # an empty window before any loss was scaled: step() and update() need a scale
             self.scaler.scale(torch.zeros((), device=skip.device))
-            scale = self.scaler._scale
-            assert scale is not None
+        assert self.scaler._scale is not None
+        device = self.scaler._scale.device
         record = self.scaler._per_optimizer_states[id(optimizer)]
-        if record["stage"] is OptState.STEPPED:
-            raise RuntimeError("finalize() after scaler.step(optimizer): call scaler.update() first")
-        skip, found_inf = (t.to(scale.device, non_blocking=True) for t in (skip, found_inf))
+        verdict = record["found_inf_per_device"]
+        if not isinstance(verdict, _Verdict):
+            verdict = record["found_inf_per_device"] = _Verdict(self.scaler, id(optimizer), device)
+        verdict.parts[id(self)] = (move(skip, device), move(found_inf, device))
         record["stage"] = OptState.UNSCALED
-        record["found_inf_per_device"] = _Verdict(record, scale.device, skip, found_inf)
+
+    def forget(self) -> None:
+        """Take back verdicts that no step has used: the window was dropped."""
+        if self.scaler is None:
+            return
+        for key, record in list(self.scaler._per_optimizer_states.items()):
+            verdict = record["found_inf_per_device"]
+            if record["stage"] is OptState.UNSCALED and isinstance(verdict, _Verdict):
+                verdict.parts.pop(id(self), None)
+                if not verdict.parts:
+                    del self.scaler._per_optimizer_states[key]
 
     def update(self, keep: Tensor | None) -> None:
         """`scaler.update()`, except that where `keep` (0-d bool) holds, scale and growth tracker stay; no sync."""
@@ -129,6 +163,6 @@ class LossScaler:
             return
         old_scale, old_tracker = scale.clone(), tracker.clone()
         self.scaler.update()
-        keep = keep.to(scale.device, non_blocking=True)
+        keep = move(keep, scale.device)
         scale.copy_(torch.where(keep, old_scale, scale))
         tracker.copy_(torch.where(keep, old_tracker, tracker))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterator
@@ -11,12 +12,19 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import ops
+from .devices import move
 from .layout import FlatBuffer, Segment, flat_buffers
 from .ops.schema import State
 from .parameters import NamedParameter
 
 _log = logging.getLogger(__name__)
 _stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to the store that has it
+
+
+def has_accumulator(param: Tensor) -> bool:
+    """Whether an accumulator that is alive takes care of the parameter."""
+    claim = _stores.get(param)
+    return claim is not None and claim() is not None
 
 
 class Store:
@@ -40,13 +48,20 @@ class Store:
 
     def _claim(self) -> None:
         for entry in self.named:
-            other = _stores.get(entry.param)
-            if other is not None and other() is not None:
+            if has_accumulator(entry.param):
+                gc.collect()  # it may be dead already, in a cycle of a trainer or a notebook
+            if has_accumulator(entry.param):
                 raise RuntimeError(
                     f"{entry.name!r} already has a FusedAccumulator; call its remove(), or keep parameters apart"
                 )
         for entry in self.named:
             _stores[entry.param] = weakref.ref(self)
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether the parameters are still this store's."""
+        claim = _stores.get(self.named[0].param)
+        return claim is not None and claim() is self
 
     def release_claim(self) -> None:
         """Let another accumulator take the parameters."""
@@ -59,6 +74,11 @@ class Store:
     def device(self) -> torch.device:
         """The first device: where weights are counted and results are returned."""
         return self.buffers[0].device if self.buffers else self.named[0].param.device
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any sum is handed out in a narrower dtype."""
+        return any(segment.dtype != buffer.dtype for buffer in self.buffers for segment in buffer.segments)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -86,13 +106,15 @@ class Store:
             return
         devices = dict.fromkeys(e.param.device for e in fresh)
         backends = {device: ops.select(self._backend, device) for device in devices}
-        for buffer in flat_buffers(fresh, backends):
+        with torch.inference_mode(False), torch.no_grad():
+            buffers = flat_buffers(fresh, backends)
+            for device in devices:
+                self.states.setdefault(device, torch.zeros(len(State), dtype=torch.float64, device=device))
+        for buffer in buffers:
             self.buffers.append(buffer)
             _log.debug("%s", buffer)
             for segment in buffer.segments:
                 self._places[id(segment.param)] = (buffer, segment)
-        for device in devices:
-            self.states.setdefault(device, torch.zeros(len(State), dtype=torch.float64, device=device))
 
     def check_drift(self) -> None:
         """Refuse to go on with parameters that are not what they were.
@@ -100,11 +122,13 @@ class Store:
         Raises:
             RuntimeError: names the parameter and its change of dtype, device, shape or identity.
         """
-        for buffer in self.buffers:
-            for segment in buffer.segments:
-                change = segment.drift()
-                if change is not None:
-                    raise RuntimeError(f"{change}; build a new FusedAccumulator (and optimizer) after such a change")
+        for entry in self.named:
+            place = self.place(entry.param)
+            change = entry.check_identity() or (place[1].drift() if place else None)
+            if change is not None:
+                raise RuntimeError(
+                    f"{change}; after such a change call remove() and build a new FusedAccumulator and optimizer"
+                )
 
     def touched(self) -> Iterator[tuple[FlatBuffer, Segment]]:
         """Segments that hold a sum of this window, with their buffers."""
@@ -119,7 +143,7 @@ class Store:
             return torch.zeros(len(State), dtype=torch.float64, device=self.device)
         state = self.states[self.device]
         if len(self.states) > 1:
-            worst = torch.stack([s.to(self.device, non_blocking=True) for s in self.states.values()]).amax(0)
+            worst = torch.stack([move(s, self.device) for s in self.states.values()]).amax(0)
             state = state.clone()
             for flag in (State.FOUND_INF, State.POISONED):
                 state[flag] = worst[flag]

@@ -43,11 +43,11 @@ def judge(state: Tensor, divisor: Tensor | None) -> Verdict:
     poisoned = state[State.POISONED] > 0
     found_inf = state[State.FOUND_INF] > 0
     no_weight = weight == 0
-    if divisor is None:
-        divisor = weight
-    else:
-        bad = ~((divisor > 0) & torch.isfinite(divisor))
-        poisoned, found_inf = poisoned | bad, found_inf | bad
+    nothing_to_do = no_weight if divisor is None else torch.zeros_like(no_weight)
+    divisor = weight if divisor is None else divisor
+    single = divisor.float()  # what gradients are divided in: 1e-50 would be 0 there
+    bad = ~((single > 0) & torch.isfinite(single)) & ~nothing_to_do
+    poisoned, found_inf = poisoned | bad, found_inf | bad
     skip = poisoned | no_weight
     return Verdict(
         divisor=torch.where(skip, 1.0, divisor),

@@ -62,20 +62,22 @@ def plan(
     kinds: tuple[Kind, ...],
 ) -> Plan:
     """Group tensors by kind and map programs to them; kept on `device`, for any stream."""
-    numel = torch.tensor(numels, dtype=torch.int64)
+    numel = torch.tensor(numels, dtype=torch.int64, device="cpu")
     num_blocks = (numel + BLOCK - 1) // BLOCK
     first = torch.zeros_like(numel)
     groups = []
     num_programs = 0
     for kind in dict.fromkeys(kinds):
-        members = torch.tensor([i for i, other in enumerate(kinds) if other == kind])
+        members = torch.tensor([i for i, other in enumerate(kinds) if other == kind], device="cpu")
         counts = num_blocks[members]
         first[members] = counts.cumsum(0) - counts
         blocks = members.repeat_interleave(counts).int()
         if len(blocks):
             groups.append(Group(*kind, _send(blocks, device), num_programs))
         num_programs += len(blocks)
-    rows = torch.stack([numel, torch.tensor(offsets).long(), torch.tensor(segments).long(), first], dim=1)
+    rows = torch.stack(
+        [numel, torch.tensor(offsets, device="cpu").long(), torch.tensor(segments, device="cpu").long(), first], dim=1
+    )
     rows = _send(rows, device)
     ready = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
     return Plan(rows, groups, num_programs, ready)
@@ -97,4 +99,4 @@ def upload(
     zeros = [0] * len(addresses)
     (bits,) = struct.unpack("<q", struct.pack("<d", weight))
     words = [*addresses, *(second or zeros), *(map(int, overwrite) if overwrite else zeros), bits]
-    return _send(torch.tensor(words, dtype=torch.int64), device)
+    return _send(torch.tensor(words, dtype=torch.int64, device="cpu"), device)

@@ -1,0 +1,314 @@
+"""Corners between the accumulator, optimizers, the scaler and torch's global state, each once a silent mistake."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import batch, mlp, relative_error
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accumkernels as ak
+
+INF = float("inf")
+
+
+def test_default_device_does_not_matter():
+    """Tables for the host stay on the host whatever torch's default device is."""
+    model = mlp()
+    with torch.device("meta"):
+        acc = ak.FusedAccumulator(model)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.1))
+
+
+def test_built_in_inference_mode():
+    """Buffers are ordinary tensors wherever they are made."""
+    model = mlp()
+    with torch.inference_mode():
+        acc = ak.FusedAccumulator(model)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.1), max_norm=1.0)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_two_accumulators_feed_one_optimizer(bad):
+    """The worst verdict counts: an overflow in either skips the step and backs the scale off once."""
+    model = mlp()
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accs = [ak.FusedAccumulator(model[0], scaler=scaler), ak.FusedAccumulator(model[2:], scaler=scaler)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch(3)
+    scaler.scale(mse_loss(model(x), y)).backward()
+    (model[0] if bad == 0 else model[4]).weight.grad[0, 0] = INF
+    for acc in accs:
+        acc.accumulate()
+    for acc in accs:
+        acc.finalize(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_foreign_parameters_with_gradients_are_refused():
+    """An optimizer's parameter outside the accumulator would be stepped scaled and summed: an error before anything."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model[0], scaler=torch.amp.GradScaler("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    with pytest.raises(RuntimeError, match=r"parameter of shape \(7, 9\) with a .grad of its own"):
+        acc.step(optimizer)
+
+
+def test_a_frozen_parameter_that_was_replaced_is_named():
+    """Identity is checked for frozen parameters too."""
+    model = mlp()
+    model[4].requires_grad_(False)
+    acc = ak.FusedAccumulator(model)
+    model[4].weight = nn.Parameter(torch.zeros(3, 7))
+    with pytest.raises(RuntimeError, match=r"'4.weight' was replaced"):
+        acc.accumulate()
+
+
+def test_a_changed_memory_format_is_drift():
+    """Views of the buffer would no longer be strided like the parameter, and fused kernels index memory."""
+    model = nn.Conv2d(3, 4, 3)
+    acc = ak.FusedAccumulator(model)
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="'weight' had strides"):
+        acc.accumulate()
+
+
+def test_a_forgotten_update_costs_nothing():
+    """finalize refuses before it divides, and works once scaler.update() was called."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu")
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    for _ in range(2):
+        acc.backward(mse_loss(model(x), y))
+        if acc.micro_batches and scaler._per_optimizer_states:
+            with pytest.raises(RuntimeError, match=r"scaler.update\(\)"):
+                acc.finalize(optimizer)
+            scaler.update()
+        acc.finalize(optimizer)
+        scaler.step(optimizer)
+        acc.zero_()
+
+
+def test_step_hooks_see_the_averaged_gradient():
+    """A pre-hook that clips or logs finds what finalize would hand out, also with fused optimizers, in grad mode."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1, fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.append((torch.is_grad_enabled(), model[0].weight.grad.detach().clone()))
+    )
+    x, y = batch(3)
+    expected = torch.autograd.grad(mse_loss(model(x), y), model[0].weight)[0]
+    for _ in range(4):
+        acc.backward(mse_loss(model(x), y), weight=8)
+    acc.step(optimizer)
+    enabled, grad = seen[0]
+    assert enabled
+    torch.testing.assert_close(grad, expected)
+
+
+def test_an_exception_in_the_optimizer_leaves_averaged_gradients():
+    """Whoever goes on by hand after a failed step finds what finalize promises."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise MemoryError("no memory for state")
+
+    Failing.__module__ = "torch.optim.sgd"  # folded like torch's own
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    x, y = batch(3)
+    expected = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
+    for _ in range(4):
+        acc.backward(mse_loss(model(x), y), weight=8)
+    with pytest.raises(MemoryError):
+        acc.step(Failing(acc.parameters(), lr=0.1, fused=True))
+    assert relative_error([p.grad for p in model.parameters()], expected) < 1e-6
+    acc.zero_()
+
+
+def test_all_frozen():
+    """Without trainable parameters windows are empty, in both forms, until something is unfrozen."""
+    model = mlp().requires_grad_(False)
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    acc.finalize(optimizer)
+    acc.zero_()
+    acc.step(optimizer)
+    with pytest.raises(RuntimeError, match="no parameter requires a gradient"):
+        acc.accumulate()
+    model.requires_grad_(True)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    assert not acc.step_was_skipped
+
+
+def test_zero_weight_in_the_long_form_moves_nothing():
+    """Without a scaler to skip the step, no .grad is handed out."""
+    model = mlp()
+    before = [p.detach().clone() for p in model.parameters()]
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, weight_decay=1.0)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y), weight=0)
+    acc.finalize(optimizer)
+    optimizer.step()
+    assert acc.step_was_skipped
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_unfreezing_inside_a_window():
+    """The parameter counts from the next window on, and the message says so."""
+    model = mlp()
+    model[4].requires_grad_(False)
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    model[4].requires_grad_(True)
+    acc.backward(mse_loss(model(x), y))
+    with pytest.raises(RuntimeError, match=r"unfrozen inside a window.*acc.discard\(\)"):
+        acc.step(optimizer)
+    acc.discard()
+    acc.step(optimizer)
+
+
+def test_unscale_of_another_models_optimizer_is_no_business_of_ours():
+    """A discriminator with a stock loop may be unscaled, and not yet stepped, while the generator accumulates."""
+    generator, discriminator = mlp(), mlp(seed=1)
+    scaler = torch.amp.GradScaler("cpu")
+    acc = ak.FusedAccumulator(generator, scaler=scaler)
+    ours = torch.optim.SGD(acc.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    x, y = batch(3)
+    scaler.scale(mse_loss(discriminator(x), y)).backward()
+    scaler.unscale_(theirs)
+    acc.backward(mse_loss(generator(x), y))
+    acc.finalize(ours)
+    scaler.step(theirs)
+    scaler.step(ours)
+    scaler.update()
+
+
+def test_a_removed_accumulator_takes_nothing():
+    """After remove() another accumulator has the parameters; the old one refuses to work."""
+    model = mlp()
+    old = ak.FusedAccumulator(model)
+    old.remove()
+    new = ak.FusedAccumulator(model)
+    x, y = batch(3)
+    for call in (old.accumulate, lambda: old.backward(mse_loss(model(x), y))):
+        with pytest.raises(RuntimeError, match=r"after remove\(\)"):
+            call()
+    new.backward(mse_loss(model(x), y))
+
+
+def test_zero_takes_back_what_the_scaler_was_told():
+    """A dropped window's overflow does not back the scale off in the next."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    first, second = (torch.optim.SGD(acc.parameters(), lr=0.1) for _ in range(2))
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y) * INF)
+    acc.finalize(first)
+    acc.zero_()
+    acc.backward(mse_loss(model(x), y))
+    acc.step(second)
+    assert scaler.get_scale() == 8.0
+
+
+def test_a_16_bit_mean_overflows_in_both_forms():
+    """Clipping does not hide that the mean itself rounds to infinity."""
+    for form in ("step", "long"):
+        p = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        with ak.FusedAccumulator([p]) as acc:
+            optimizer = torch.optim.SGD([p], lr=1.0)
+            p.grad = torch.full_like(p, 60000.0)
+            acc.accumulate(weight=2)
+            if form == "step":
+                acc.step(optimizer, max_norm=1.0, divisor=1.0)
+            else:
+                acc.finalize(optimizer, divisor=1.0)
+                acc.clip_grad_norm_(1.0)
+            assert acc.step_was_skipped
+
+
+@pytest.mark.parametrize("weight", [1e-50, 1e300])
+def test_weights_beyond_fp32_never_make_nan(weight):
+    """A sum of weights that fp32 cannot hold skips the step."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y), weight=weight)
+    acc.step(optimizer)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    with pytest.raises(ValueError, match="weight must be"):
+        acc.accumulate(10**400)
+
+
+def test_fused_sgd_with_a_frozen_parameter_reads_nothing_back():
+    """Only momentum that this window would make is worth a synchronisation."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1, momentum=0.9, fused=True)
+    x, y = batch(3)
+    for _ in range(2):
+        acc.backward(mse_loss(model(x), y))
+        acc.step(optimizer)
+    assert isinstance(acc._skipped, torch.Tensor)  # never turned into a bool
+
+
+def test_accumulate_without_gradients_warns_once(caplog):
+    """acc.backward() and then acc.accumulate() halves the mean: say so."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.accumulate()
+    acc.accumulate()
+    assert caplog.text.count("accumulate() found no gradient") == 1
+
+
+def test_no_reference_cycles_with_the_scaler():
+    """With the cycle collector off, verdicts die with the window."""
+    import gc
+    import weakref
+
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu")
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    gc.disable()
+    try:
+        acc.backward(mse_loss(model(x), y))
+        acc.finalize(optimizer)
+        skip = weakref.ref(acc._verdict.skip)
+        scaler.step(optimizer)
+        scaler.update()
+        acc.zero_()
+        acc._skipped = False
+        assert skip() is None
+    finally:
+        gc.enable()
+    assert copy.deepcopy(model) is not None
