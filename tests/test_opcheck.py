@@ -3,8 +3,8 @@
 import math
 import shutil
 import sysconfig
-from pathlib import Path
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
