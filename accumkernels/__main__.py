@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="for the files (default: ./demo)")
-    demo.add_argument("--steps", type=_positive, help="windows to train (default: 80, fewer on a slow machine)")
+    demo.add_argument(
+        "--steps", type=_positive, help="windows to train (default: 80, fewer and smaller ones on a slow machine)"
+    )
     demo.add_argument("--seed", type=int, default=0, help="of weights and order of the data (default: 0)")
     return parser
 

@@ -281,11 +281,24 @@ class TestTraining:
         assert all(a >= b for a, b in itertools.pairwise(rates[peak:]))
         assert min(rates) > 0
 
-    @pytest.mark.parametrize(("seconds", "steps"), [(1e-3, train.MAX_STEPS), (0.5, 53), (100.0, train.MIN_STEPS)])
-    def test_choose_steps(self, seconds, steps, model, corpus, monkeypatch):
-        """As many windows as fit into the time, within bounds; three methods take a step each."""
-        monkeypatch.setattr(train, "_timed_step", lambda method, window, rate: (1.0, seconds))
-        assert train.choose_steps(methods.METHODS, model, corpus, torch.bfloat16) == steps
+    @pytest.mark.parametrize(
+        ("seconds", "size"),
+        [
+            (1e-5, (8, 80)),
+            (train.SECONDS / 192 / 50, (8, 50)),  # a window three ways is 192 samples
+            (train.SECONDS / 192 / 20, (4, 40)),
+            (train.SECONDS / 192 / 8, (2, 32)),
+            (1.0, (2, 30)),
+        ],
+    )
+    def test_choose_size(self, seconds, size):
+        """As many windows as fit into the time; where these are few, smaller ones; within bounds."""
+        assert train.choose_size(seconds * 0.999) == size
+
+    def test_seconds_per_sample(self, model, corpus):
+        """It is measured on a copy: the model gets no gradients."""
+        assert train.seconds_per_sample(model, corpus.window(0).micro_batches[0], torch.bfloat16) > 0
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class TestMeasures:

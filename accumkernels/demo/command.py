@@ -15,9 +15,9 @@ from accumkernels import __version__, ops
 from . import measure, picture, report
 from .data import Corpus
 from .display import Display
-from .methods import ACCUMULATION_STEPS, INIT_SCALE, MAX_NORM, METHODS, MICRO_BATCH_SIZE, Method
+from .methods import ACCUMULATION_STEPS, INIT_SCALE, MAX_NORM, METHODS, Method
 from .model import GPT
-from .train import choose_steps, train
+from .train import MICRO_BATCH_SIZES, choose_size, seconds_per_sample, train
 
 # On the CPU fp16 is no choice: a product of 2048x128 and 128x512 takes 13 ms in fp16, 0.3 ms in bf16 (torch 2.13, two
 # Zen 5 cores with AVX-512 BF16). bf16 needs no loss scale, but takes the same way through the GradScaler as fp16.
@@ -94,16 +94,18 @@ def _versions(device: torch.device) -> dict[str, str]:
 def _demo(device: torch.device, out: Path, steps: int | None, seed: int, display: Display) -> None:
     console = display.console
     amp_dtype = AMP_DTYPES[device.type]
-    corpus = Corpus(MICRO_BATCH_SIZE, ACCUMULATION_STEPS, device, seed)
     torch.manual_seed(seed)
     model = GPT().to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    steps = steps or choose_steps(METHODS, model, corpus, amp_dtype)
+    sample = Corpus(MICRO_BATCH_SIZES[0], ACCUMULATION_STEPS, device, seed).window(0).micro_batches[0]
+    size = choose_size(seconds_per_sample(model, sample, amp_dtype))
+    steps = steps or size.steps
+    corpus = Corpus(size.micro_batch_size, ACCUMULATION_STEPS, device, seed)
     amp = str(amp_dtype).removeprefix("torch.")
     versions = _versions(device)
     console.print(
         f"A byte-level GPT of {parameters:,} parameters on Python's standard library: {steps} windows of "
-        f"{ACCUMULATION_STEPS} x {MICRO_BATCH_SIZE} samples, {amp} autocast, on {versions['device']}; "
+        f"{ACCUMULATION_STEPS} x {size.micro_batch_size} samples, {amp} autocast, on {versions['device']}; "
         f"FusedAccumulator's backend: {versions['backend']}.",
         highlight=False,
     )
@@ -126,7 +128,7 @@ def _demo(device: torch.device, out: Path, steps: int | None, seed: int, display
         "steps": steps,
         "seed": seed,
         "parameters": parameters,
-        "micro_batch_size": MICRO_BATCH_SIZE,
+        "micro_batch_size": size.micro_batch_size,
         "accumulation_steps": ACCUMULATION_STEPS,
         "autocast": amp,
         "init_scale": INIT_SCALE,

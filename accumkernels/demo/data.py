@@ -126,7 +126,7 @@ class Corpus:
         self.window_size = micro_batch_size * accumulation_steps
         self.device = device
         self._training = self._shuffled(read_samples(TRAINING_FILES, root), seed)
-        self._validation = self._shuffled(read_samples(VALIDATION_FILES, root), seed)[:512]
+        self._validation = self._shuffled(read_samples(VALIDATION_FILES, root), seed)[:256]
 
     @staticmethod
     def _shuffled(samples: list[bytes], seed: int) -> list[bytes]:
@@ -141,7 +141,7 @@ class Corpus:
         return Window(samples, self.micro_batch_size, self.device)
 
     def validation_batches(self) -> Iterator[Batch]:
-        """The held-out samples, in batches of a window's size."""
+        """256 held-out samples, in batches of a window's size."""
         samples = sorted(self._validation, key=len)
         for start in range(0, len(samples), self.window_size):
             yield Batch.collate(samples[start : start + self.window_size], self.device)

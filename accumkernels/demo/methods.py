@@ -13,7 +13,6 @@ import accumkernels as ak
 
 from .data import Batch, Window
 
-MICRO_BATCH_SIZE = 8
 ACCUMULATION_STEPS = 8
 MAX_NORM = 1.0
 # GradScaler starts at 2**16 by default and may first have to find its scale, at other steps for `loss / K` than for the

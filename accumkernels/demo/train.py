@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .data import Corpus, Window
-from .methods import Method
+from .data import Batch, Corpus
+from .methods import ACCUMULATION_STEPS, METHODS, BigBatch, Method
 from .report import Run
 
 LEARNING_RATE = 2e-3  # at 3e-3 the rounding of bf16 alone drives two equal runs 1 % apart
+MICRO_BATCH_SIZES = (8, 4, 2)
 MAX_STEPS = 80
-MIN_STEPS = 30
-# Of training alone. 80 windows take 60 s on one quiet Zen 5 core with AVX-512 BF16. Without it bf16 matrix products are
-# up to 50 times slower, and fewer windows keep the demo under three minutes.
-SECONDS = 80.0
+ENOUGH_STEPS = 30
+# For forward and backward passes. 80 windows of 8 x 8 samples take 60 s on one quiet Zen 5 core with AVX-512 BF16.
+# Without it bf16 matrix products are up to 50 times slower, and smaller windows keep the demo under three minutes.
+SECONDS = 75.0
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -30,20 +33,47 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def _timed_step(method: Method, window: Window, rate: float) -> tuple[float, float]:
-    """Take one step; the answer is its loss and the seconds it took."""
+class Size(NamedTuple):
+    """How much to train: samples of a micro-batch, and windows."""
+
+    micro_batch_size: int
+    steps: int
+
+
+def _timed(device: torch.device, call: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """The result of `call`, and the seconds it took."""
     begin = time.perf_counter()
-    loss = method.train(window, rate)
-    if method.device.type == "cuda":
-        torch.cuda.synchronize(method.device)
-    return float(loss), time.perf_counter() - begin
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, time.perf_counter() - begin
 
 
-def choose_steps(methods: Sequence[type[Method]], model: nn.Module, corpus: Corpus, amp_dtype: torch.dtype) -> int:
-    """As many steps, from `MIN_STEPS` to `MAX_STEPS`, as train in about `SECONDS`; measured on copies of the model."""
-    copies = [cls(model, amp_dtype) for cls in methods]
-    rounds = [sum(_timed_step(method, corpus.window(0), 0.0)[1] for method in copies) for _ in range(3)]
-    return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / min(rounds[1:]))))  # the first round warms up
+def seconds_per_sample(model: nn.Module, batch: Batch, amp_dtype: torch.dtype | None) -> float:
+    """Time of a forward and a backward pass, on a copy of `model`."""
+    method = BigBatch(model, amp_dtype)
+
+    def both() -> Tensor:
+        loss = method.loss(batch)
+        loss.backward()
+        return loss
+
+    times = [_timed(method.device, both)[1] for _ in range(4)]
+    return min(times[1:]) / len(batch.inputs)  # the first warms up
+
+
+def choose_size(seconds: float) -> Size:
+    """What trains all methods in about `SECONDS`: `MAX_STEPS` of the largest size, else fewer, else smaller ones.
+
+    Args:
+        seconds: As from `seconds_per_sample`.
+    """
+    for micro_batch_size in MICRO_BATCH_SIZES:
+        per_window = len(METHODS) * ACCUMULATION_STEPS * micro_batch_size * seconds
+        steps = int(SECONDS / per_window)
+        if steps >= ENOUGH_STEPS:
+            break
+    return Size(micro_batch_size, max(ENOUGH_STEPS, min(MAX_STEPS, steps)))
 
 
 def train(
@@ -67,8 +97,8 @@ def train(
         _ = window.big_batch, window.micro_batches  # cached: made here, so that no method pays for it
         for turn in range(len(methods)):
             index = (step + turn) % len(methods)  # nobody always goes first
-            loss, seconds = _timed_step(methods[index], window, rate)
-            runs[index].losses.append(loss)
+            loss, seconds = _timed(methods[index].device, partial(methods[index].train, window, rate))
+            runs[index].losses.append(float(loss))
             runs[index].step_seconds.append(seconds)
         on_step({run.name: run.losses[-1] for run in runs})
     for method, run in zip(methods, runs, strict=True):
