@@ -56,6 +56,8 @@ class Chunks {
   }
 
  private:
+  // Where sharing starts to pay: 128 K elements of bf16 take 11 microseconds on one thread and 10 on two (Zen 5, in
+  // cache, the call included), 256 K 21 and 12.
   static constexpr int64_t kSerialChunks = 4;
 
   int64_t cut(int64_t i, int64_t position) const {
