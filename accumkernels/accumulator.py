@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .capture import AfterBackward, Captured
 from .clipping import clip_coefficient, total_norm
 from .devices import move
+from .handout import Handout
 from .ops.schema import State
 from .optimizers import (
     check_no_closure,
@@ -25,7 +26,6 @@ from .optimizers import (
 )
 from .options import check_options
 from .parameters import named_parameters
-from .rounding import RoundedGradients
 from .scalars import as_scalar
 from .scaling import LossScaler
 from .store import Store, has_accumulator
@@ -331,7 +331,7 @@ class FusedAccumulator:
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
-        self._multiply(clip_coefficient(norm, max_norm))
+        self._handout.multiply(clip_coefficient(norm, max_norm))
         return self._result(norm)
 
     @torch.no_grad()
@@ -381,7 +381,7 @@ class FusedAccumulator:
             verdict = self._finish((optimizer,), verdict, divide_by)
         else:  # the mean itself may overflow when it is rounded, clipped or not
             verdict = self._finish((optimizer,), verdict, verdict.divisor)
-            self._multiply(coefficient)
+            self._handout.multiply(coefficient)
         try:
             if fused:
                 optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
@@ -389,8 +389,7 @@ class FusedAccumulator:
             self._step(optimizer, fused, verdict)
         except BaseException:
             if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
-                for buffer in self._store.buffers:
-                    buffer.divide(move(divide_by, buffer.device, buffer.dtype))
+                self._handout.divide(divide_by)
             raise
         finally:
             for name in ("grad_scale", "found_inf") if fused else ():
@@ -438,7 +437,7 @@ class FusedAccumulator:
     def _open(self) -> None:
         self.micro_batches = 0
         self._verdict: Verdict | None = None
-        self._rounded = RoundedGradients()
+        self._handout = Handout(self._store)
         self._host_weight = 0.0
         self._decided_on_device = False  # by a weight or divisor that only the device knows
 
@@ -501,20 +500,15 @@ class FusedAccumulator:
 
     def _finish(self, optimizers: tuple[Optimizer, ...], verdict: Verdict, divisor: Tensor | None) -> Verdict:
         """Divide (None: leave the sums), hand out `.grad`, and tell the scaler the verdict."""
-        overflow = torch.zeros(1, dtype=torch.float64, device=self._store.device)
-        for buffer in self._store.buffers:
-            if divisor is not None:
-                buffer.divide(move(divisor, buffer.device, buffer.dtype))
-            if self._store.rounds:
-                overflow = overflow.maximum(move(self._rounded.update(buffer), self._store.device))
-        if self._store.rounds and self._overflow is not None:
+        if divisor is not None:
+            self._handout.divide(divisor)
+        overflow = self._handout.round()
+        if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(overflow)
         self._verdict = verdict
         self._skipped = verdict.skip
         if not self._withhold(optimizers):
-            for buffer, segment in self._store.touched():
-                rounded = self._rounded.get(segment)
-                segment.param.grad = buffer.views[segment.index] if rounded is None else rounded
+            self._handout.give()
         for optimizer in optimizers:
             self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
         return verdict
@@ -529,15 +523,6 @@ class FusedAccumulator:
             return True
         touched = {id(segment.param) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in optimizers) and self.step_was_skipped
-
-    def _multiply(self, coefficient: Tensor) -> None:
-        """Multiply what was handed out."""
-        for buffer in self._store.buffers:
-            scale = move(coefficient, buffer.device, buffer.dtype)
-            for piece in buffer.touched_ranges():
-                piece.mul_(scale)
-            if self._store.rounds:
-                self._rounded.update(buffer)
 
     def _release(self, captured: list[Captured]) -> None:
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
