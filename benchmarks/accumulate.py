@@ -258,7 +258,7 @@ def main() -> int:
         print(f"nothing to measure: {cause}", file=sys.stderr)
         return 1
 
-    console = Console(width=max(Console().width, 130))
+    console = Console(width=max(Console().width, 140))
     rows: list[dict[str, object]] = []
     for shape in shapes:
         for dtype in dtypes:
