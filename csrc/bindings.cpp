@@ -104,6 +104,7 @@ void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   if (layout.rows() != num_segments) fail(op, ": layout has another shape than layout_host");
   check_array({op, "layout"}, layout, kInt64, device, 0);
   if (flags) check_array({op, "flags"}, flags, kInt32, device, num_segments);
+  if (sq_norm) check_array({op, "sq_norm"}, sq_norm, kFloat64, device, 2);
   if (loss_scale) check_scalar({op, "loss_scale"}, loss_scale, kFloat32, device);
   check_length(op, "segments", segments.size(), "grads", grads.size());
   check_length(op, "overwrite", overwrite.size(), "grads", grads.size());
@@ -132,7 +133,7 @@ void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   AccumulateArgs args{};
   args.weight_tensor = optional_scalar({op, "weight_tensor"}, weight_tensor, device);
   args.drop = optional_scalar({op, "drop"}, drop, device);
-  args.sq_norm = mutable_scalar({op, "sq_norm"}, sq_norm, device);
+  args.sq_norm = sq_norm ? static_cast<double*>(sq_norm.mutable_data()) : nullptr;
   args.buffer = buffer.mutable_data();
   args.buffer_dtype = dtype == kFloat64 ? DType::kFloat64 : DType::kFloat32;
   args.gradients = gradients.data();

@@ -99,6 +99,11 @@ def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor([value], dtype=dtype)
 
 
+def squares(value: float = 0.0) -> Tensor:
+    """An `sq_norm` that holds something already."""
+    return torch.tensor([value, 2 * value], dtype=torch.float64)
+
+
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Whether all bits agree; one NaN is as good as another."""
     actual = actual.cpu()
@@ -190,7 +195,8 @@ class Accumulate:
         actual = self.run(backend.module, backend.device)
         for name, tensor in expected.items():
             if name == "sq_norm":
-                assert_close_sum(actual[name], tensor)
+                assert_close_sum(actual[name][0], tensor[0])
+                assert_close_growth(actual[name][1], tensor[1], [self.buffer, expected["buffer"]])
             else:
                 assert_same_bits(actual[name], tensor, name)
         return actual
@@ -204,3 +210,14 @@ SUM_RTOL = 1e-12
 def assert_close_sum(actual: Tensor, expected: Tensor) -> None:
     """Compare fp64 sums of squares."""
     torch.testing.assert_close(actual.cpu(), expected, rtol=SUM_RTOL, atol=0, equal_nan=True)
+
+
+def assert_close_growth(actual: Tensor, expected: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Compare fp64 sums of differences of squares: the error is relative to the squares, which may cancel.
+
+    What is not finite may be an infinity or NaN: a multiplier that is not finite makes NaN of padding.
+    """
+    assert bool(actual.isfinite()) == bool(expected.isfinite())
+    if expected.isfinite():
+        terms = sum(float(buffer.double().square().nansum()) for buffer in buffers)
+        torch.testing.assert_close(actual.cpu(), expected, rtol=SUM_RTOL, atol=SUM_RTOL * terms)

@@ -21,6 +21,7 @@ from backends import (
     place,
     random,
     scalar,
+    squares,
 )
 
 from accumkernels.ops import native, reference
@@ -41,7 +42,7 @@ def check_random_accumulates(count: int) -> None:
         loss_scale = scalar(rng.choice([65536.0, 3.0]), torch.float32)
         kwargs = {"weight": rng.choice([1.0, 0.0, 3.7, 1e30]), "loss_scale": loss_scale}
         if rng.random() < 0.5:
-            kwargs["sq_norm"] = scalar(1.0)
+            kwargs["sq_norm"] = squares(1.0)
         if rng.random() < 0.2:
             kwargs["drop"] = scalar(1.0)
         Accumulate(

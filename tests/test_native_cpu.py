@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import BUFFERS, Accumulate, assert_same_bits, dtype_id, random, scalar
+from backends import BUFFERS, Accumulate, assert_same_bits, dtype_id, random, scalar, squares
 from instruction_set_check import NATIVE
 
 from accumkernels.ops import native, reference
@@ -50,7 +50,7 @@ def test_number_of_threads_changes_no_bit(threads, buffer_dtype):
     results = []
     for count in (1, 2, 3):
         threads(count)
-        call = Accumulate(grads, buffer_dtype=buffer_dtype, kwargs={"weight": 0.7, "sq_norm": scalar(0.0)})
+        call = Accumulate(grads, buffer_dtype=buffer_dtype, kwargs={"weight": 0.7, "sq_norm": squares(0.0)})
         result = call.run(native)
         result["norm"] = scalar(0.0)
         native.norm_(result["norm"], grads[:-1])
@@ -122,8 +122,8 @@ def test_tensor_of_more_than_2_to_the_31_elements():
 @pytest.mark.parametrize("valid", [True, False], ids=["call", "refused call"])
 def test_tensors_are_released(valid):
     """The library keeps no reference to a tensor it was given, in a list or alone, whether it worked or raised."""
-    call = Accumulate([torch.ones(3), torch.ones(4)], kwargs={"sq_norm": scalar(0.0)})
-    tensors = [torch.ones(3), torch.ones(4 if valid else 5), torch.zeros(4, dtype=torch.float64), scalar(0.0)]
+    call = Accumulate([torch.ones(3), torch.ones(4)], kwargs={"sq_norm": squares(0.0)})
+    tensors = [torch.ones(3), torch.ones(4 if valid else 5), torch.zeros(4, dtype=torch.float64), squares()]
     references = [weakref.ref(tensor) for tensor in tensors]
     with contextlib.nullcontext() if valid else pytest.raises(RuntimeError, match=r"grads\[1\] has 5 elements"):
         native.accumulate_(

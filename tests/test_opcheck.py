@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import BUFFERS, FLOATS, assert_same_bits, dtype_id, random, scalar
+from backends import BUFFERS, FLOATS, assert_same_bits, dtype_id, random, scalar, squares
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accumkernels.ops  # noqa: F401  registers the ops
@@ -50,7 +50,7 @@ def optional_arguments(count: int) -> dict[str, object]:
         "weight_tensor": scalar(2.0),
         "loss_scale": scalar(1024.0, torch.float32),
         "drop": scalar(0.0),
-        "sq_norm": scalar(0.0),
+        "sq_norm": squares(0.0),
         "count": False,
     }
 
@@ -148,7 +148,7 @@ def test_compile(compiler, dynamic, device):
                 flags=flags, weight=0.3, loss_scale=loss_scale, sq_norm=total,
             )  # fmt: skip
         OPS.scaled_copy_([output], [buffer[64:134]], divisor=state[0:1], found_inf=state[1:2])
-        OPS.norm_(total, [buffer[0:5], output])
+        OPS.norm_(total[0:1], [buffer[0:5], output])
         return output + 1
 
     def arguments():
@@ -160,7 +160,7 @@ def test_compile(compiler, dynamic, device):
                 [random(n, torch.float16, seed=n) for n in sizes],
                 [random(n, torch.bfloat16, seed=n + 1) for n in sizes],
                 torch.zeros(70, dtype=torch.bfloat16),
-                scalar(0.0),
+                squares(),
                 layout_host.clone(),
                 scalar(512.0, torch.float32),
             ),

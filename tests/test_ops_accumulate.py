@@ -20,6 +20,7 @@ from backends import (
     on_every_backend,
     random,
     scalar,
+    squares,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ def test_sizes(backend, dtype, buffer_dtype, shift):
     grads = [random(n, dtype, seed=n, magnitude=100) for n in SIZES]
     overwrite = [i % 2 == 0 for i in range(len(grads))]
     case = Accumulate(grads, buffer_dtype, overwrite=overwrite, shift=shift)
-    case.kwargs.update(weight=0.3, loss_scale=scalar(1000.0, torch.float32), sq_norm=scalar(0.5))
+    case.kwargs.update(weight=0.3, loss_scale=scalar(1000.0, torch.float32), sq_norm=squares(0.5))
     case.check(backend)
 
 
@@ -69,7 +70,7 @@ def test_mixed_dtypes(backend, buffer_dtype):
     """One call takes fp16, bf16, fp32 and fp64, aligned and not, in any order."""
     grads = [random(100 + i, FLOATS[i * 3 % 4], seed=i) for i in range(12)]
     case = Accumulate(grads, buffer_dtype, overwrite=[i % 3 == 0 for i in range(12)], alignment=5)
-    case.kwargs["sq_norm"] = scalar(0.0)
+    case.kwargs["sq_norm"] = squares(0.0)
     case.check(backend)
 
 
@@ -86,7 +87,7 @@ def test_segments_anywhere(backend, alignment):
 def test_empty(backend, sizes):
     """Tensors of no elements at any place, also last, and lists of nothing, still count as a micro-batch."""
     grads = [random(n, torch.float16, seed=n) for n in sizes]
-    case = Accumulate(grads, overwrite=[True] * len(sizes), kwargs={"weight": 3.0, "sq_norm": scalar(1.0)})
+    case = Accumulate(grads, overwrite=[True] * len(sizes), kwargs={"weight": 3.0, "sq_norm": squares(1.0)})
     assert case.check(backend)["state"].tolist() == [3.0, 0, 1, 0]
 
 
@@ -106,7 +107,7 @@ def test_large_tensors(backend, overwrite):
     """Tensors of many blocks and a tail, shared by all threads; stored, more than the 32 MB that caches keep."""
     numel = 25_001 if backend.slow else 4_500_001 if overwrite else 1_500_001
     grads = [random(numel, dtype, seed=i) for i, dtype in enumerate((torch.bfloat16, torch.float16))]
-    case = Accumulate(grads, overwrite=[overwrite] * 2, kwargs={"weight": 0.1, "sq_norm": scalar(0.0)})
+    case = Accumulate(grads, overwrite=[overwrite] * 2, kwargs={"weight": 0.1, "sq_norm": squares(0.0)})
     case.check(backend)
 
 
@@ -134,11 +135,11 @@ def test_drop(backend, drop, buffer_dtype, checked):
     """A dropped micro-batch of NaNs stores zeros at a first touch and nothing else, whatever its weight."""
     grads = [torch.full((n,), math.nan, dtype=torch.float16) for n in (5000, 70, 4096, 3)]
     case = Accumulate(grads, buffer_dtype, overwrite=[True, False, False, True], checked=checked)
-    case.kwargs.update(drop=scalar(drop), sq_norm=scalar(0.5), weight_tensor=scalar(math.nan))
+    case.kwargs.update(drop=scalar(drop), sq_norm=squares(0.5), weight_tensor=scalar(math.nan))
     result = case.check(backend)
     if drop:
         assert torch.equal(result["state"], torch.tensor([0, 1, 0, 0], dtype=torch.float64))
-        assert result["sq_norm"].item() == 0.5
+        assert result["sq_norm"].tolist() == [0.5, 1.0]
         assert not case.segment(result["buffer"], 0).any()
 
 
@@ -161,7 +162,7 @@ def test_weight_and_loss_scale(backend, on_device, weight, scale):
 @compared
 def test_bad_weight(backend, on_device, weight, drop):
     """A negative or not finite weight is not added: FOUND_INF and, unless dropped, POISONED."""
-    case = Accumulate([random(67, torch.float32)], state=(2.0, 0.0, 1.0, 0.0), kwargs={"sq_norm": scalar(0.0)})
+    case = Accumulate([random(67, torch.float32)], state=(2.0, 0.0, 1.0, 0.0), kwargs={"sq_norm": squares(0.0)})
     case.kwargs["weight_tensor" if on_device else "weight"] = scalar(weight) if on_device else weight
     if drop is not None:
         case.kwargs["drop"] = scalar(drop)
@@ -254,22 +255,43 @@ def test_sq_norm(backend, dtype, scale):
     """weight * sum((g / loss_scale)**2), also of numbers whose squares fp32 cannot hold; twice the same bits."""
     magnitude = {torch.float16: 1e-4, torch.bfloat16: 1e25, torch.float32: 1e-30, torch.float64: 1.0}[dtype]
     grads = [random(n, dtype, seed=n, magnitude=magnitude) for n in (5000, 3, 0, 20_000)]
-    case = Accumulate(grads, torch.float64, overwrite=[True] * 4, kwargs={"weight": 0.7, "sq_norm": scalar(0.0)})
+    case = Accumulate(grads, torch.float64, overwrite=[True] * 4, kwargs={"weight": 0.7, "sq_norm": squares(0.0)})
     if scale is not None:
         case.kwargs["loss_scale"] = scalar(scale, torch.float32)
     first, second = (case.run(backend.module, backend.device)["sq_norm"] for _ in range(2))
     assert torch.equal(first, second)
-    squares = math.fsum((torch.cat(grads).double() ** 2).tolist())
-    assert_close_sum(first, scalar(0.7 * squares / (scale or 1.0) ** 2))
+    total = math.fsum((torch.cat(grads).double() ** 2).tolist())
+    assert_close_sum(first[0], torch.tensor(0.7 * total / (scale or 1.0) ** 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("buffer_dtype", BUFFERS, ids=dtype_id)
+@on_every_backend
+def test_sq_norm_grows_to_that_of_the_sum(backend, buffer_dtype):
+    """Over micro-batches, one dropped, some segments first touched late or never: sq_norm[1] is the sum's square."""
+    sizes = (5000, 3, 4096, 77)
+    segments = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
+    sq_norm, buffer, seen = squares(), None, set()
+    for step, touched in enumerate(segments):
+        grads = [random(sizes[i], torch.float16, seed=10 * step + i) for i in range(len(sizes))]
+        case = Accumulate(grads, buffer_dtype, buffer=buffer)
+        case.grads, case.segments = [grads[i] for i in touched], touched
+        case.overwrite = [i not in seen for i in touched]
+        case.kwargs.update(weight=0.3 + step, drop=scalar(float(step == 1)), sq_norm=sq_norm)
+        result = case.run(backend.module, backend.device)
+        buffer, sq_norm = result["buffer"], result["sq_norm"]
+        seen.update(touched)
+    values = torch.cat([case.segment(buffer, i) for i in sorted(seen)]).double()
+    assert sq_norm[1].item() == pytest.approx(math.fsum((values**2).tolist()), rel=1e-12)
 
 
 @on_every_backend
 def test_sq_norm_shows_overflow(backend):
     """An infinite gradient makes the sum infinite, a NaN makes it NaN."""
     for bad, expected in [(math.inf, math.inf), (math.nan, math.nan)]:
-        case = Accumulate([random(70, torch.float16)], kwargs={"sq_norm": scalar(1.0)})
+        case = Accumulate([random(70, torch.float16)], kwargs={"sq_norm": squares(1.0)})
         case.grads[0][69] = bad
-        assert_close_sum(case.run(backend.module, backend.device)["sq_norm"], scalar(expected))
+        result = case.run(backend.module, backend.device)["sq_norm"]
+        assert_close_sum(result, torch.full_like(result, expected))
 
 
 @pytest.mark.parametrize("buffer_dtype", BUFFERS, ids=dtype_id)
@@ -318,7 +340,7 @@ def test_any_layout(backend, data):
         weight=data.draw(st.floats(0, 1e3)),
         loss_scale=scalar(data.draw(st.sampled_from([1.0, 1024.0, 0.7])), torch.float32),
         drop=scalar(data.draw(st.sampled_from([0.0, 0.0, 1.0]))),
-        sq_norm=scalar(0.0),
+        sq_norm=squares(0.0),
         count=data.draw(st.booleans()),
         tag=data.draw(st.integers(1, 2**31 - 1)),
     )

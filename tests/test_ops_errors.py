@@ -54,7 +54,7 @@ def accumulate(backend, **changes):
         ({"loss_scale": torch.ones(1, dtype=torch.float64)}, "loss_scale is torch.float64, expected torch.float32"),
         ({"weight_tensor": torch.ones(2, dtype=torch.float64)}, "weight_tensor has 2 elements, expected 1"),
         ({"drop": torch.ones(1)}, "drop is torch.float32, expected torch.float64"),
-        ({"sq_norm": torch.ones(0, dtype=torch.float64)}, "sq_norm has 0 elements, expected 1"),
+        ({"sq_norm": torch.ones(1, dtype=torch.float64)}, "sq_norm has 1 elements, expected at least 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from backends import BUFFERS, FLOATS, Accumulate, dtype_id, random, scalar
+from backends import BUFFERS, FLOATS, Accumulate, dtype_id, random, scalar, squares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,22 +126,27 @@ def test_dropped_micro_batch():
     """A dropped micro-batch of NaNs: a first touch stores zeros, another segment stays, only FOUND_INF says so."""
     case = Accumulate([torch.full((4,), math.nan)] * 2, overwrite=[True, False], kwargs={"drop": scalar(1.0)})
     case.segment(case.buffer, 0).fill_(math.nan)
-    case.kwargs["sq_norm"] = scalar(5.0)
+    case.kwargs["sq_norm"] = squares(5.0)
     result = case.run(reference)
     assert case.segment(result["buffer"], 0).tolist() == [0.0] * 4
     assert torch.equal(case.segment(result["buffer"], 1), case.segment(case.buffer, 1))
     assert (result["flags"].tolist(), result["state"].tolist()) == ([0, 0], [0, 1, 0, 0])
-    assert result["sq_norm"].item() == 5.0
+    assert result["sq_norm"].tolist() == [5.0, 10.0]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 def test_sq_norm(dtype):
-    """Adds weight * sum((g / loss_scale)**2) over the list; math.fsum is the exact sum."""
+    """Adds weight * sum((g / loss_scale)**2), and what the buffer's squares grow by; math.fsum is the exact sum."""
     case = Accumulate([random(300, dtype, seed=i) for i in range(3)])
-    case.kwargs.update(weight=0.7, loss_scale=scalar(24.0, torch.float32), sq_norm=scalar(2.0))
-    squares = math.fsum((exact(torch.cat(case.grads)) ** 2).tolist())
-    expected = 2.0 + 0.7 * squares / 24.0**2
-    assert case.run(reference)["sq_norm"].item() == pytest.approx(expected, rel=1e-14)  # some 10 roundings of 2**-53
+    case.kwargs.update(weight=0.7, loss_scale=scalar(24.0, torch.float32), sq_norm=squares(2.0))
+    case.overwrite = [True, False, False]
+    total = math.fsum((exact(torch.cat(case.grads)) ** 2).tolist())
+    result = case.run(reference)
+    before = [exact(case.segment(case.buffer, i)) for i in (1, 2)]
+    after = [exact(case.segment(result["buffer"], i)) for i in range(3)]
+    growth = math.fsum([*np.concatenate(after) ** 2, *-(np.concatenate(before) ** 2)])
+    expected = [2.0 + 0.7 * total / 24.0**2, 4.0 + growth]
+    assert result["sq_norm"].tolist() == pytest.approx(expected, rel=1e-12)  # see SUM_RTOL
 
 
 def test_unchecked_accumulation_sets_nothing():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import FLOATS, Accumulate, Backend, place, random, scalar
+from backends import FLOATS, Accumulate, Backend, place, random, scalar, squares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -233,12 +233,12 @@ if torch.cuda.is_available():
             layout = layout_host.to(DEVICE)
             buffer = torch.zeros(6000, device=DEVICE)
             state = torch.zeros(4, dtype=torch.float64, device=DEVICE)
-            total = scalar(0.0).to(DEVICE)
+            total = squares().to(DEVICE)
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for first in (True, False):
                     triton.accumulate_(buffer, state, grads, [0], [first], layout, layout_host, sq_norm=total)
-                    triton.norm_(total, [buffer])
+                    triton.norm_(total[:1], [buffer])
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert state.tolist() == [2, 0, 2, 0]

@@ -66,7 +66,7 @@ def accumulate_(
         _raise_flag(state[State.FOUND_INF], dropped | bad)
         _raise_flag(state[State.POISONED], bad & ~dropped)
 
-    sum_of_squares = torch.zeros_like(one)
+    squares, growth = torch.zeros_like(one), torch.zeros_like(one)
     for grad, segment, first in zip(grads, segments, overwrite, strict=True):
         offset, numel = layout_host[segment].tolist()
         main_grad = buffer[offset : offset + numel]
@@ -79,10 +79,12 @@ def accumulate_(
             overflow = ~dropped & ~_all_finite(total)
             _raise_flag(state[State.FOUND_INF], overflow)
             _raise_flag(state[State.POISONED], overflow)
+        if sq_norm is not None:
+            squares += _flat(grad).double().square().sum()
+            growth += (total.double().square() - (0 if first else main_grad.double().square())).sum()
         main_grad.copy_(torch.where(dropped, kept, total))
-        sum_of_squares += _flat(grad).double().square().sum()
     if sq_norm is not None:
-        sq_norm += torch.where(dropped, 0, w / scale.square() * sum_of_squares)
+        sq_norm += torch.where(dropped, 0, torch.stack([w / scale.square() * squares, growth]))
 
 
 def check_finite_(

@@ -100,12 +100,13 @@ def accumulate_(
     check_scalar(f"{op}: weight_tensor", weight_tensor, torch.float64, device)
     check_scalar(f"{op}: loss_scale", loss_scale, torch.float32, device)
     check_scalar(f"{op}: drop", drop, torch.float64, device)
-    check_scalar(f"{op}: sq_norm", sq_norm, torch.float64, device)
     check_length(op, "overwrite", overwrite, "grads", len(grads))
     check_list(op, "grads", grads, device)
     offsets = check_layout(op, buffer, grads, segments, layout_host)
     if flags is not None:
         check_array(f"{op}: flags", flags, torch.int32, device, len(layout_host))
+    if sq_norm is not None:
+        check_array(f"{op}: sq_norm", sq_norm, torch.float64, device, 2)
 
     addresses = [grad.data_ptr() for grad in grads]
     base, itemsize = buffer.data_ptr(), buffer.element_size()
@@ -116,12 +117,13 @@ def accumulate_(
     with _launching(op, device, grads):
         plan = _plan(device, grads, kinds, offsets, segments)
         table = triton_table.upload(device, addresses, overwrite=overwrite, weight=weight)
-        partials = None if sq_norm is None else torch.empty(plan.num_programs, dtype=torch.float64, device=device)
+        partials = None if sq_norm is None else torch.empty(2 * plan.num_programs, dtype=torch.float64, device=device)
         scalars = (weight_tensor, loss_scale, drop)
         kernels = _kernels()
         for group in plan.groups:
             args = (buffer, state, table, group.blocks, plan.rows, len(grads), flags, tag, *scalars, partials)
-            _launch(kernels.accumulate_kernel, group, *args, group.first_program, **_dtypes(group, "DTYPE"))
+            span = (group.first_program, plan.num_programs)
+            _launch(kernels.accumulate_kernel, group, *args, *span, **_dtypes(group, "DTYPE"))
         if count or sq_norm is not None:
             totals = (sq_norm, partials, plan.num_programs)
             kernels.account_kernel[(1,)](

@@ -50,7 +50,7 @@ def variants() -> Iterator[Variant]:
         constants.update(ALIGNED=aligned, BLOCK=BLOCK)
         return Variant(getattr(kernels, name), f"{name}[{form}]", {**_TABLES, **types}, constants)
 
-    checked = {"buffer": "*fp32", **_STATE, **_FLAGS, "partial_base": "i32"}
+    checked = {"buffer": "*fp32", **_STATE, **_FLAGS, "partial_base": "i32", "num_partials": "i32"}
     bf16 = tl.bfloat16
     for dtype, short in _SHORT.items():
         yield variant("accumulate_kernel", f"{short},fp32", checked, DTYPE=dtype)
@@ -61,7 +61,7 @@ def variants() -> Iterator[Variant]:
     yield variant("accumulate_kernel", "bf16,fp32", checked, aligned=False, DTYPE=bf16)
     unchecked = {name: value for name, value in checked.items() if name != "flags"}
     yield variant("accumulate_kernel", "bf16,fp32,unchecked", unchecked, DTYPE=bf16)
-    yield variant("accumulate_kernel", "bf16,fp32,sq_norm", {**checked, **_PARTIALS}, DTYPE=bf16)
+    yield variant("accumulate_kernel", "bf16,fp32,sq_norm", {**checked, "partials": "*fp64"}, DTYPE=bf16)
     yield variant("norm_kernel", "bf16,inf", _PARTIALS, DTYPE=bf16, INF=True)
     scaled = {"divisor": "*fp64", "found_inf": "*fp64"}
     fp16, fp32, fp64 = tl.float16, tl.float32, tl.float64

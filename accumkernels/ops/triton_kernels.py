@@ -114,16 +114,18 @@ def any_not_finite(x, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def accumulate_block(
-    main_grad, grad, left, first, multiplier, state, flag, tag, partial,
+    main_grad, grad, left, first, multiplier, state, flag, tag, partial, num_partials,
     DTYPE: tl.constexpr, SQ_NORM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = main_grad.dtype.element_ty
     value = load_block(grad, left, BLOCK, MASKED)
     product = widen(value, DTYPE, WIDE) * multiplier
     if first:
+        before = tl.zeros((BLOCK,), WIDE)
         total = product
     else:
-        total = load_block(main_grad, left, BLOCK, MASKED) + product
+        before = load_block(main_grad, left, BLOCK, MASKED)
+        total = before + product
     store_block(main_grad, total, left, BLOCK, MASKED)
     if flag is not None:
         if any_not_finite(total, left, BLOCK, MASKED):
@@ -134,9 +136,11 @@ def accumulate_block(
     if SQ_NORM:
         exact = widen(value, DTYPE, tl.float64)
         tl.store(partial, tl.sum(exact * exact, axis=0))
+        total, before = total.to(tl.float64), before.to(tl.float64)
+        tl.store(partial + num_partials, tl.sum(total * total - before * before, axis=0))
 
 
-@triton.jit(do_not_specialize=["n", "partial_base", "tag"])
+@triton.jit(do_not_specialize=["n", "partial_base", "num_partials", "tag"])
 def accumulate_kernel(
     buffer,  # fp32 or fp64
     state,  # fp64 [4]
@@ -146,8 +150,8 @@ def accumulate_kernel(
     weight,  # fp64 [1], or None: the weight is in the table
     loss_scale,  # fp32 [1] or None
     drop,  # fp64 [1] or None
-    partials,  # fp64, a sum of squares per program from partial_base on; or None
-    partial_base,
+    partials,  # fp64 [2, num_partials], two sums per program from partial_base on (see Squares in args.h); or None
+    partial_base, num_partials,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index, row, start, left = locate(blocks, rows, BLOCK)
@@ -175,10 +179,10 @@ def accumulate_kernel(
         if partials is not None:
             partial = partials + partial_base + tl.program_id(0)
         if left >= BLOCK:
-            accumulate_block(main_grad, grad, left, first, multiplier, state, flag, tag, partial,
+            accumulate_block(main_grad, grad, left, first, multiplier, state, flag, tag, partial, num_partials,
                              DTYPE, partials is not None, BLOCK, False)  # fmt: skip
         else:
-            accumulate_block(main_grad, grad, left, first, multiplier, state, flag, tag, partial,
+            accumulate_block(main_grad, grad, left, first, multiplier, state, flag, tag, partial, num_partials,
                              DTYPE, partials is not None, BLOCK, True)  # fmt: skip
 
 
@@ -216,6 +220,8 @@ def account_kernel(
                 scale = tl.load(loss_scale).to(tl.float64)
                 factor = w / (scale * scale)
             tl.store(sq_norm, tl.load(sq_norm) + factor * sum_partials(partials, num_partials, BLOCK))
+            growth = sum_partials(partials + num_partials, num_partials, BLOCK)
+            tl.store(sq_norm + 1, tl.load(sq_norm + 1) + growth)
 
 
 @triton.jit

@@ -18,6 +18,12 @@ enum State : int {
   kPoisoned = 3,  // 1.0 once a buffer may hold a value that is not finite: the step must be skipped
 };
 
+// What sq_norm takes in of a micro-batch.
+struct Squares {
+  double gradient = 0.0;  // sum of squares of the gradients as they came; in sq_norm times weight / loss_scale^2
+  double growth = 0.0;    // by which the sum of squares of the buffer's touched elements grew, from 0 at a first touch
+};
+
 // One dense gradient, its elements taken in memory order.
 struct Gradient {
   const void* data;
@@ -41,7 +47,7 @@ struct AccumulateArgs {
   const double* weight_tensor;  // device scalar that replaces weight, or nullptr
   const float* loss_scale;      // device scalar, or nullptr for 1
   const double* drop;           // device scalar: non-zero drops the micro-batch; or nullptr
-  double* sq_norm;              // device scalar: += weight * sum((g / loss_scale)^2); or nullptr
+  double* sq_norm;              // device, float64[2], see Squares; or nullptr
   bool count;                   // account for the micro-batch in state
 };
 

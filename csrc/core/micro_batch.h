@@ -46,11 +46,12 @@ AK_HOST_DEVICE static inline void mark_overflow(double* state) {
   state[kPoisoned] = 1.0;
 }
 
-// Adds the micro-batch's share to *sq_norm, given the sum of squares of its gradients as they came.
-AK_HOST_DEVICE static inline void add_sq_norm(const MicroBatch& micro_batch, double sum_of_squares, double* sq_norm) {
+// By one thread.
+AK_HOST_DEVICE static inline void add_sq_norm(const MicroBatch& micro_batch, const Squares& squares, double* sq_norm) {
   if (micro_batch.dropped) return;
   const double factor = divide(micro_batch.weight, multiply(micro_batch.loss_scale, micro_batch.loss_scale));
-  *sq_norm = add(*sq_norm, multiply(factor, sum_of_squares));
+  sq_norm[0] = add(sq_norm[0], multiply(factor, squares.gradient));
+  sq_norm[1] = add(sq_norm[1], squares.growth);
 }
 
 }  // namespace accumkernels

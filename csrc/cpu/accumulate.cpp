@@ -30,15 +30,19 @@ class Accumulate {
     const Chunks chunks(args_.num_gradients, [this](int64_t i) { return args_.gradients[i].numel; });
     streams_ = chunks.total() * size_of(args_.buffer_dtype) >= kStreamBytes;
     const bool measures = args_.sq_norm && !dropped_;
-    std::vector<double> squares(measures ? chunks.count() : 0);
+    std::vector<Squares> squares(measures ? chunks.count() : 0);
     chunks.run(parallel_for, [&](int64_t chunk) {
-      double* sum = measures ? &squares[chunk] : nullptr;
-      chunks.for_each_span(chunk, [&](int64_t i, int64_t begin, int64_t end) { span(i, begin, end, sum); });
+      Squares* sums = measures ? &squares[chunk] : nullptr;
+      chunks.for_each_span(chunk, [&](int64_t i, int64_t begin, int64_t end) { span(i, begin, end, sums); });
     });
     if (measures) {
-      double sum = 0;
-      for (double s : squares) sum += s;
-      *args_.sq_norm += weight_ / (loss_scale_ * loss_scale_) * sum;
+      Squares total;
+      for (const Squares& s : squares) {
+        total.gradient += s.gradient;
+        total.growth += s.growth;
+      }
+      args_.sq_norm[0] += weight_ / (loss_scale_ * loss_scale_) * total.gradient;
+      args_.sq_norm[1] += total.growth;
     }
   }
 
@@ -53,7 +57,7 @@ class Accumulate {
     if (bad && !dropped_) args_.state[kPoisoned] = 1;
   }
 
-  void span(int64_t i, int64_t begin, int64_t end, double* squares) const {
+  void span(int64_t i, int64_t begin, int64_t end, Squares* squares) const {
     const Gradient& g = args_.gradients[i];
     const int64_t n = end - begin;
     const int64_t size = size_of(args_.buffer_dtype);

@@ -16,8 +16,8 @@ struct Spans {
   const char* instruction_set;
 
   // buffer[i] = buffer[i] + gradient[i] * multiplier, or the product alone. True when every result is finite.
-  // The second form also adds the gradients' squares to *sum_of_squares.
-  using Accumulate = bool (*)(void* buffer, const void* gradient, int64_t n, double multiplier, double* sum_of_squares);
+  // The second form also adds to *squares.
+  using Accumulate = bool (*)(void* buffer, const void* gradient, int64_t n, double multiplier, Squares* squares);
   Accumulate accumulate[2][4][3];               // [buffer is fp64][gradient][Touch]
   Accumulate accumulate_with_squares[2][4][3];  // likewise
 

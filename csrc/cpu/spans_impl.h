@@ -51,15 +51,18 @@ class FiniteTest {
   Register bits_ = V::broadcast(0);
 };
 
-// Sum of squares in fp64. The order of summation depends on n alone.
+// Sum of squares, or of differences of squares, in fp64. The order of summation depends on n alone.
 class SquareSum {
  public:
   using V = Vec<double>;
 
   template <class T>
   void see(int slot, const T* x) {
-    const auto value = V::load(x);
-    sums_[slot] = V::add(sums_[slot], V::mul(value, value));
+    sums_[slot] = V::add(sums_[slot], square(x));
+  }
+  template <class T>
+  void see(int slot, const T* after, const T* before) {
+    sums_[slot] = V::add(sums_[slot], V::sub(square(after), square(before)));
   }
   double total() const {
     double lanes[V::kWidth];
@@ -70,14 +73,24 @@ class SquareSum {
   }
 
  private:
+  template <class T>
+  static V::Register square(const T* x) {
+    const auto value = V::load(x);
+    return V::mul(value, value);
+  }
+
   V::Register sums_[4] = {V::broadcast(0), V::broadcast(0), V::broadcast(0), V::broadcast(0)};
+};
+
+struct SquareSums {
+  SquareSum gradient, growth;
 };
 
 // One or more vectors' worth of accumulate.
 template <class B, class G, Touch touch, bool with_squares, int vectors>
 __attribute__((always_inline)) inline void accumulate_step(B* buffer, const G* gradient,
                                                            typename Vec<B>::Register multiplier, FiniteTest<B>& finite,
-                                                           SquareSum& squares) {
+                                                           SquareSums& squares) {
   using V = Vec<B>;
   typename V::Register result[vectors];
 #pragma GCC unroll 8
@@ -85,6 +98,20 @@ __attribute__((always_inline)) inline void accumulate_step(B* buffer, const G* g
     result[k] = V::mul(V::load(gradient + k * V::kWidth), multiplier);
     if constexpr (touch == Touch::kAdd) result[k] = V::add(V::load(buffer + k * V::kWidth), result[k]);
     finite.see(result[k]);
+  }
+  if constexpr (with_squares) {
+    B after[vectors * V::kWidth];
+    for (int k = 0; k < vectors; ++k) V::store(after + k * V::kWidth, result[k]);
+#pragma GCC unroll 16
+    for (int k = 0; k < vectors * V::kWidth / Vec<double>::kWidth; ++k) {
+      const int64_t i = k * Vec<double>::kWidth;
+      squares.gradient.see(k % 4, gradient + i);
+      if constexpr (touch == Touch::kAdd) {
+        squares.growth.see(k % 4, after + i, buffer + i);
+      } else {
+        squares.growth.see(k % 4, after + i);
+      }
+    }
   }
 #pragma GCC unroll 8
   for (int k = 0; k < vectors; ++k) {
@@ -94,22 +121,16 @@ __attribute__((always_inline)) inline void accumulate_step(B* buffer, const G* g
       V::store(buffer + k * V::kWidth, result[k]);
     }
   }
-  if constexpr (with_squares) {
-#pragma GCC unroll 16
-    for (int k = 0; k < vectors * V::kWidth / Vec<double>::kWidth; ++k) {
-      squares.see(k % 4, gradient + k * Vec<double>::kWidth);
-    }
-  }
 }
 
 template <class B, class G, Touch touch, bool with_squares>
-bool accumulate(void* buffer_span, const void* gradient_span, int64_t n, double multiplier, double* sum_of_squares) {
+bool accumulate(void* buffer_span, const void* gradient_span, int64_t n, double multiplier, Squares* sums) {
   using V = Vec<B>;
   B* buffer = static_cast<B*>(buffer_span);
   const G* gradient = static_cast<const G*>(gradient_span);
   const auto m = V::broadcast(static_cast<B>(multiplier));
   FiniteTest<B> finite;
-  SquareSum squares;
+  SquareSums squares;
 
   constexpr int64_t kStep = kUnroll * V::kWidth;
   int64_t i = 0;
@@ -127,7 +148,10 @@ bool accumulate(void* buffer_span, const void* gradient_span, int64_t n, double 
     b.copy_to(buffer + i, n - i);
   }
   if constexpr (touch == Touch::kStream) V::fence();
-  if constexpr (with_squares) *sum_of_squares += squares.total();
+  if constexpr (with_squares) {
+    sums->gradient += squares.gradient.total();
+    sums->growth += squares.growth.total();
+  }
   return finite.passed();
 }
 

@@ -25,7 +25,7 @@ constexpr int64_t kMaxSegments = int64_t{1} << (32 - kSegmentShift);
 struct Outcome {
   bool finite_sums;
   bool finite_products;
-  double sum_of_squares;  // of the gradients as they came
+  Squares squares;
 };
 
 // What a block does, found by its first thread. No pointers: read back from shared memory they would be generic ones,
@@ -71,11 +71,14 @@ struct Accumulate {
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
       for (int k = 0; k < kGroup; ++k) {
+        const double before = static_cast<double>(totals[u][k]);
         totals[u][k] = add(totals[u][k], contribution(values[u][k], multiplier));
         finite = finite && is_finite(totals[u][k]);
         if constexpr (kSumSquares) {
           const double value = convert<double>(values[u][k]);
-          outcome.sum_of_squares += value * value;
+          const double after = static_cast<double>(totals[u][k]);
+          outcome.squares.gradient += value * value;
+          outcome.squares.growth += after * after - before * before;
         }
       }
       store<kAligned>(totals[u], main_grad + i + u * kStripe);
@@ -110,7 +113,7 @@ struct StoreZeros {
 
 template <class Buffer, bool kAligned, bool kSumSquares>
 __device__ Outcome accumulate_piece(const GradientEntry& entry, Buffer* main_grad, const Work<Buffer>& work) {
-  Outcome outcome{true, true, 0.0};
+  Outcome outcome{true, true, {}};
   const bool overwrite = (entry.packed & kOverwrite) != 0;
   if (!work.dropped) {
     with_elements(entry.data, static_cast<DType>(entry.packed & kDTypeMask), [&](auto* gradient) {
@@ -127,9 +130,9 @@ __device__ Outcome accumulate_piece(const GradientEntry& entry, Buffer* main_gra
   return outcome;
 }
 
-// At most 64 registers, for 4 blocks on an SM: no spills on sm_75 to sm_120 (nvcc 13.0).
+// At most 64 registers, for 4 blocks on an SM, or 80 for 3: no spills on sm_75 to sm_120 (nvcc 13.0).
 template <class Buffer, bool kSumSquares>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kSumSquares ? 3 : 4)
     accumulate_kernel(const Table<GradientEntry> __grid_constant__ table, const AccumulateArgs __grid_constant__ args,
                       double* partials) {
   __shared__ Work<Buffer> work;
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (args.count && blockIdx.x == 0) update_state(micro_batch, args.state);
   }
   __syncthreads();
-  Outcome outcome{true, true, 0.0};
+  Outcome outcome{true, true, {}};
   if (table.count > 0) {
     const GradientEntry& entry = table.entries[work.entry];
     Buffer* main_grad = static_cast<Buffer*>(args.buffer) + work.offset;
@@ -160,15 +163,23 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
   }
   if constexpr (kSumSquares) {
-    const double sum_of_squares = block_reduce<Norm::kL2, kThreads>(outcome.sum_of_squares);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum_of_squares;
+    const double gradient = block_reduce<Norm::kL2, kThreads>(outcome.squares.gradient);
+    __syncthreads();  // block_reduce uses its shared memory again
+    const double growth = block_reduce<Norm::kL2, kThreads>(outcome.squares.growth);
+    if (threadIdx.x == 0) {
+      partials[blockIdx.x] = gradient;
+      partials[gridDim.x + blockIdx.x] = growth;
+    }
   }
 }
 
 __global__ void __launch_bounds__(kFinishThreads)
     accumulate_sq_norm_kernel(const double* partials, int64_t blocks, const AccumulateArgs __grid_constant__ args) {
-  const double sum_of_squares = reduce_partials<Norm::kL2>(partials, blocks);
-  if (threadIdx.x == 0) add_sq_norm(read_micro_batch(args), sum_of_squares, args.sq_norm);
+  Squares squares;
+  squares.gradient = reduce_partials<Norm::kL2>(partials, blocks);
+  __syncthreads();
+  squares.growth = reduce_partials<Norm::kL2>(partials + blocks, blocks);
+  if (threadIdx.x == 0) add_sq_norm(read_micro_batch(args), squares, args.sq_norm);
 }
 
 template <class Buffer, bool kSumSquares>

@@ -6,8 +6,8 @@
 
 namespace accumkernels::cuda {
 
-// Doubles of device workspace that accumulate (with sq_norm) and norm need; allocated by the caller, free to be reused
-// by later work on the same stream.
+// Doubles of device workspace that accumulate (with sq_norm) and norm need at most; allocated by the caller, free to be
+// reused by later work on the same stream.
 int64_t workspace_size();
 
 int accumulate(const AccumulateArgs& args, double* workspace, void* stream);

@@ -25,7 +25,7 @@ __device__ T combine(T a, T b) {
   }
 }
 
-// The block's result, in thread 0 only. Called once in a kernel, by every thread.
+// The block's result, in thread 0 only. Called by every thread, with a barrier between two calls: they share memory.
 template <Norm kNorm, int kBlockThreads>
 __device__ double block_reduce(double value) {
   constexpr unsigned kAllLanes = 0xffffffffu;
