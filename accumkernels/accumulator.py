@@ -26,6 +26,7 @@ from .optimizers import (
 )
 from .options import check_options
 from .parameters import named_parameters
+from .planning.noise_scale import NoiseMeter, NoiseScale
 from .scalars import as_scalar
 from .scaling import LossScaler
 from .store import Store, has_accumulator
@@ -67,7 +68,8 @@ class FusedAccumulator:
         bucket_bytes: For `release="backward"`: pending gradient bytes before a flush.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters.
         process_group: Data parallel group; False for one process of many that is alone on purpose.
-        noise_scale: Measure micro-batch norms for the critical batch size.
+        noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
+            that old counts half; True lets all windows count the same.
         autocast_route: Take 16-bit gradients of fp32 parameters before autocast's backward widens them.
         backend: "auto", "native", "triton" or "reference".
 
@@ -92,7 +94,7 @@ class FusedAccumulator:
         bucket_bytes: int = 32 * 2**20,
         master_weights: bool = False,
         process_group: Any = None,
-        noise_scale: bool = False,
+        noise_scale: bool | float = False,
         autocast_route: str | bool = "auto",
         backend: str = "auto",
     ) -> None:
@@ -105,6 +107,8 @@ class FusedAccumulator:
         self._store = Store(named, backend)
         self._overflow = overflow
         self._capture = AfterBackward()
+        self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
+        self._noise.on = noise_scale is not False
         self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
         self._skipped: bool | Tensor = False
         self._last_norm: Tensor | None = None
@@ -157,6 +161,24 @@ class FusedAccumulator:
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises."""
         return self._store.flagged()[1]
+
+    def noise_scale(self) -> NoiseScale:
+        """The critical batch size, as measured so far: how large a batch is worth it.
+
+        The first call turns the measuring on, from the next window to open, where the constructor's `noise_scale`
+        did not: the squared norms of the micro-batches' gradients and of their sum, in the accumulate pass. Windows
+        count that were not skipped and have at least two micro-batches of positive weight. `float()` of the result is
+        in the unit of `weight`; reading it synchronises, calling this does not. Assumes that a micro-batch of weight w
+        is a mean over w independent samples; with sum-reduced losses and `divisor`, the unit is the micro-batch.
+
+        The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
+        (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.planning.noise_scale`.
+        """
+        if not self._noise.on:
+            self._noise.on = True
+            if self.micro_batches == 0:
+                self._noise.open_window()
+        return self._noise.read()
 
     def __repr__(self) -> str:
         position = "finalized" if self._verdict is not None else f"{self.micro_batches} micro-batches into the window"
@@ -245,6 +267,7 @@ class FusedAccumulator:
                 weight_tensor=None if tensor is None else move(tensor, device),
                 loss_scale=None if loss_scale is None else move(loss_scale, device),
                 drop=drops.get(device),
+                sq_norm=self._noise.squares(device),
                 count=buffer is first,
             )
 
@@ -438,6 +461,7 @@ class FusedAccumulator:
         self.micro_batches = 0
         self._verdict: Verdict | None = None
         self._handout = Handout(self._store)
+        self._noise.open_window()
         self._host_weight = 0.0
         self._decided_on_device = False  # by a weight or divisor that only the device knows
 
@@ -511,6 +535,7 @@ class FusedAccumulator:
             self._handout.give()
         for optimizer in optimizers:
             self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
+        self._noise.end_window(self._store.state(), verdict.skip)
         return verdict
 
     def _withhold(self, optimizers: tuple[Optimizer, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -41,10 +42,15 @@ def check_options(
     if autocast_route != "auto" and not isinstance(autocast_route, bool):
         raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
 
+    if isinstance(noise_scale, bool | int | float):
+        if not (isinstance(noise_scale, bool) or 0 < noise_scale < math.inf):
+            raise ValueError(f"noise_scale must be True, False or a positive half-life in windows, got {noise_scale!r}")
+    else:
+        raise TypeError(f"noise_scale must be a bool or a number of windows, got {type(noise_scale).__name__}")
+
     for name, value, accepted in (
         ("release", release, "microbatch"),
         ("master_weights", master_weights, False),
-        ("noise_scale", noise_scale, False),
     ):
         if value != accepted:
             raise ValueError(f"{name}={value!r} is not available in this version; use {name}={accepted!r}")

@@ -1,0 +1,143 @@
+"""The critical batch size, from norms of gradients that the accumulate pass measures anyway.
+
+Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An Empirical Model of Large-Batch Training", 2018,
+arXiv:1812.06162, appendix A.1, here for any number of micro-batches of unequal weights.
+
+Let micro-batch i be the mean over `w_i` independent samples whose gradients have mean G and covariance Sigma. With
+`W = sum w_i` and `gbar = sum w_i g_i / W`::
+
+    E |g_i|^2  = |G|^2 + tr(Sigma) / w_i      hence  E sum w_i |g_i|^2 = W |G|^2 + K tr(Sigma)
+    E |gbar|^2 = |G|^2 + tr(Sigma) / W        hence  E W |gbar|^2      = W |G|^2 +   tr(Sigma)
+
+so that these are unbiased, for K >= 2::
+
+    tr(Sigma) = (sum w_i |g_i|^2 - W |gbar|^2) / (K - 1)
+    |G|^2     = |gbar|^2 - tr(Sigma) / W
+
+The ratio tr(Sigma) / |G|^2 is the simple noise scale, the batch size up to which a larger batch still pays. The ratio
+of two noisy numbers is biased, therefore each is averaged over windows before they are divided.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import torch
+from torch import Tensor
+
+from ..devices import move
+from ..ops.schema import State
+
+
+class _Sums(enum.IntEnum):
+    """Indices into the running sums, fp64 `[4]`."""
+
+    GRAD = 0
+    TRACE = 1
+    WEIGHT = 2  # of the windows in the averages: their number, or less with a half-life
+    WINDOWS = 3
+
+
+class NoiseScale:
+    """A measurement of the critical batch size, in the unit of `weight`. Nothing is read from the device until asked.
+
+    `float()` of it is `trace / grad_squared_norm`: nan before the first window that counts, and negative while the
+    estimate of `|G|^2` is, which means that more windows are needed.
+    """
+
+    def __init__(self, averages: Tensor) -> None:
+        self._averages = averages
+        self._read: list[float] | None = None
+
+    def _values(self) -> list[float]:
+        if self._read is None:
+            self._read = self._averages.tolist()
+        return self._read
+
+    def _mean(self, index: int) -> float:
+        total = self._values()[_Sums.WEIGHT]
+        return self._values()[index] / total if total else math.nan
+
+    @property
+    def grad_squared_norm(self) -> float:
+        """`|G|^2`, the squared norm of the true gradient; averaged over windows."""
+        return self._mean(_Sums.GRAD)
+
+    @property
+    def trace(self) -> float:
+        """`tr(Sigma)`, the summed variance of one sample's gradient; averaged over windows."""
+        return self._mean(_Sums.TRACE)
+
+    @property
+    def windows(self) -> int:
+        """Windows measured: stepped ones with at least two micro-batches of positive weight."""
+        return int(self._values()[_Sums.WINDOWS])
+
+    def __float__(self) -> float:
+        square = self.grad_squared_norm
+        return self.trace / square if square else math.nan
+
+    def __repr__(self) -> str:
+        return (
+            f"NoiseScale({float(self):.6g}, grad_squared_norm={self.grad_squared_norm:.6g}, trace={self.trace:.6g}, "
+            f"windows={self.windows})"
+        )
+
+
+class NoiseMeter:
+    """Keeps the sums behind `NoiseScale`, on the device.
+
+    Args:
+        half_life: Windows after which a measurement counts half; None: all count the same.
+
+    Attributes:
+        on: Whether windows are measured, from the next `open_window` on.
+    """
+
+    def __init__(self, half_life: float | None) -> None:
+        self.on = False
+        self._keep = 1.0 if half_life is None else 0.5 ** (1 / half_life)
+        self._sums: Tensor | None = None
+        self._squares: dict[torch.device, Tensor] = {}
+        self._measuring = False
+
+    def open_window(self) -> None:
+        """Forget the squares of the window that ended."""
+        self._measuring = self.on
+        for squares in self._squares.values():
+            squares.zero_()
+
+    def squares(self, device: torch.device) -> Tensor | None:
+        """What the accumulate pass adds to on `device`, as `sq_norm` of `accumulate_`; None where nothing measures."""
+        if not self._measuring:
+            return None
+        if device not in self._squares:
+            self._squares[device] = torch.zeros(2, dtype=torch.float64, device=device)
+        return self._squares[device]
+
+    def end_window(self, state: Tensor, skip: Tensor) -> None:
+        """Take in a window that ends, if it is not skipped and has two or more micro-batches with weight.
+
+        Args:
+            state: The accumulator's state, fp64 `[4]`.
+            skip: 0-d, 1.0 where the step does not happen.
+        """
+        if not self._squares or not self._measuring:
+            return
+        weight, used = state[State.WEIGHT], state[State.USED]
+        parts = [move(squares, state.device) for squares in self._squares.values()]
+        of_micro_batches, of_sum = torch.stack(parts).sum(0)
+        of_mean = of_sum / weight.square()
+        trace = (of_micro_batches - weight * of_mean) / (used - 1)
+        window = torch.stack([of_mean - trace / weight, trace, torch.ones_like(trace)])
+        counts = (used >= 2) & (skip == 0) & torch.isfinite(window).all()
+        if self._sums is None:
+            self._sums = torch.zeros(4, dtype=torch.float64, device=state.device)
+        averaged = self._sums[: _Sums.WINDOWS]
+        averaged.copy_(torch.where(counts, averaged * self._keep + window, averaged))
+        self._sums[_Sums.WINDOWS] += counts
+
+    def read(self) -> NoiseScale:
+        """A snapshot of the averages."""
+        return NoiseScale(torch.zeros(4, dtype=torch.float64) if self._sums is None else self._sums.clone())
