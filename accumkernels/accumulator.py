@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .capture import AfterBackward, Captured
+from .adding import Adder
+from .capture import Captured, DuringBackward, drop, take
 from .clipping import clip_coefficient, total_norm
-from .devices import move
 from .handout import Handout
+from .layout import FlatBuffer
 from .ops.schema import State
 from .optimizers import (
     check_no_closure,
@@ -64,8 +66,11 @@ class FusedAccumulator:
         overflow: What a gradient with inf or nan does. "window" (default): the step is skipped and the scale backs off.
             "microbatch": the micro-batch contributes neither gradient nor weight, the others are used. "raise":
             `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is checked.
-        release: "microbatch": `.grad` is consumed by `accumulate()`.
-        bucket_bytes: For `release="backward"`: pending gradient bytes before a flush.
+        release: "microbatch": `.grad` is consumed by `accumulate()`. "backward": while backward runs, in buckets, so
+            that gradients never live all at once. The weight must then be known before backward: pass it to
+            `acc.backward`. An exception in backward breaks the window until `zero_()`.
+        bucket_bytes: For `release="backward"`: pending gradient bytes at which a bucket is added. At most this much and
+            one gradient are alive at any moment.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters.
         process_group: Data parallel group; False for one process of many that is alone on purpose.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
@@ -106,9 +111,13 @@ class FusedAccumulator:
         self._scaler.check_device(named)
         self._store = Store(named, backend)
         self._overflow = overflow
-        self._capture = AfterBackward()
         self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
         self._noise.on = noise_scale is not False
+        self._adder = Adder(self._store, overflow, self._noise)
+        self._hooks: DuringBackward | None = None
+        if release == "backward":
+            self._hooks = _listen(self, bucket_bytes)
+        self._weight_in_backward: float | Tensor = 1.0
         self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
         self._skipped: bool | Tensor = False
         self._last_norm: Tensor | None = None
@@ -174,6 +183,8 @@ class FusedAccumulator:
         The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
         (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.planning.noise_scale`.
         """
+        if self._hooks is not None:
+            raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")
         if not self._noise.on:
             self._noise.on = True
             if self.micro_batches == 0:
@@ -197,8 +208,32 @@ class FusedAccumulator:
         """
         self._require_accumulating("backward()")
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        self._scaler.scale(loss).backward(**kwargs)
-        self.accumulate(weight)
+        if self._hooks is None:
+            self._scaler.scale(loss).backward(**kwargs)
+        else:
+            self._run_backward(self._scaler.scale(loss), weight, kwargs)
+        with torch.no_grad():
+            self._accumulate(weight)
+
+    def _run_backward(self, loss: Tensor, weight: float | Tensor, kwargs: dict[str, Any]) -> None:
+        """A backward whose gradients are added, with their weight, while it runs."""
+        assert self._hooks is not None
+        if self._hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
+            raise RuntimeError(
+                f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
+                "acc.accumulate() after it, or acc.discard()"
+            )
+        if self.micro_batches == 0:
+            with torch.no_grad():
+                self._prepare_window()
+        self._weight_in_backward = weight
+        try:
+            loss.backward(**kwargs)
+        except BaseException:
+            self._broken = True
+            raise
+        finally:
+            self._weight_in_backward = 1.0
 
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
@@ -219,79 +254,55 @@ class FusedAccumulator:
         """
         self._require_accumulating("accumulate()")
         scalar = as_scalar(weight, "weight", self._store.device)
+        if self._hooks is not None and self._hooks.has_taken and (isinstance(scalar, Tensor) or scalar != 1):
+            raise RuntimeError(
+                f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
+                "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
+            )
+        self._accumulate(scalar)
+
+    def _accumulate(self, weight: float | Tensor) -> None:
         if self.micro_batches == 0:
-            self._store.check_drift()
-            self._store.grow()
+            self._prepare_window()
         buffers = self._store.buffers
         if not buffers:
             raise RuntimeError("accumulate(): no parameter requires a gradient")
         self._scaler.check_not_unscaled(self._owns_some)
-        captured = [self._capture.take(buffer) for buffer in buffers]
+        captured = [take(buffer) for buffer in buffers]
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale() if has_grads else None
-        if not has_grads and not self._warned:
+        taken_before = self._hooks is not None and self._hooks.has_taken
+        if not has_grads and not taken_before and not self._warned:
             self._warned = True
             _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
-        self._serial += 1
-        self._add(captured, scalar, loss_scale)
-        for buffer, (segments, _) in zip(buffers, captured, strict=True):
-            for index in segments:
-                buffer.touched[index] = True
-        self._release(captured)
+        tag = self._serial + 1
+        drops = None
+        if self._overflow in ("microbatch", "raise"):
+            drops = self._adder.find_overflow(captured, weight, tag)
+        if self._overflow == "raise" and drops[self._store.device].item() != 0:  # type: ignore[index]
+            self._drop_grads(captured)
+            self._serial = tag
+            self._raise_overflow()
+        if self._hooks is not None:
+            self._weight_in_backward = weight
+            self._hooks.hand_over()
+            self._weight_in_backward = 1.0
+        self._adder.add(captured, weight, loss_scale, tag, drops=drops)
+        self._drop_grads(captured)
+        self._serial = tag
         self.micro_batches += 1
-        if isinstance(scalar, Tensor):
+        if self._hooks is not None:
+            self._hooks.reset()
+        if isinstance(weight, Tensor):
             self._decided_on_device = True
         else:
-            self._host_weight += scalar
+            self._host_weight += weight
 
-    def _add(self, captured: list[Captured], weight: float | Tensor, loss_scale: Tensor | None) -> None:
-        """Run the kernels of one micro-batch: check first where that is asked for, then add."""
-        number, tensor = (0.0, weight) if isinstance(weight, Tensor) else (weight, None)
-        drops = self._find_overflow(captured, tensor) if self._overflow in ("microbatch", "raise") else {}
-        first = self._store.buffers[0]
-        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
-            if not grads and buffer is not first:
-                continue
-            device = buffer.device
-            buffer.ops.accumulate_(
-                buffer.tensor,
-                self._store.states[device],
-                grads,
-                segments,
-                [not buffer.touched[index] for index in segments],
-                buffer.layout,
-                buffer.layout_host,
-                flags=None if self._overflow is None else buffer.flags,
-                tag=self._serial,
-                weight=number,
-                weight_tensor=None if tensor is None else move(tensor, device),
-                loss_scale=None if loss_scale is None else move(loss_scale, device),
-                drop=drops.get(device),
-                sq_norm=self._noise.squares(device),
-                count=buffer is first,
-            )
-
-    def _find_overflow(self, captured: list[Captured], weight: Tensor | None) -> dict[torch.device, Tensor]:
-        """Check a micro-batch on every device before anything is added: per device, fp64 [1], 1.0 where any is bad."""
-        drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
-        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
-            buffer.ops.check_finite_(
-                grads,
-                segments,
-                drops[buffer.device],
-                buffer.flags,
-                tag=self._serial,
-                weight_tensor=None if weight is None else move(weight, buffer.device),
-            )
-        if len(drops) > 1:
-            bad = torch.cat([move(drop, self._store.device) for drop in drops.values()]).amax(0, keepdim=True)
-            drops = {device: move(bad, device) for device in drops}
-        if self._overflow == "raise":
-            if drops[self._store.device].item() != 0:
-                self._release(captured)
-                self._raise_overflow()
-            return {}
-        return drops
+    def _add_bucket(self, bucket: list[tuple[FlatBuffer, Captured]]) -> None:
+        """Add what backward has made so far; `accumulate` counts the micro-batch."""
+        parts = dict(bucket)
+        captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
+        self._adder.add(captured, self._weight_in_backward, self._scaler.loss_scale(), self._serial + 1, count=False)
 
     def _raise_overflow(self) -> None:
         last, names = self._store.flagged()
@@ -299,7 +310,13 @@ class FusedAccumulator:
         raise FloatingPointError(f"micro-batch {self.micro_batches} of the window dropped: not finite: {what}")
 
     def discard(self) -> None:
-        """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception."""
+        """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception.
+
+        With `release="backward"` gradients may have been added already; then the window is broken until `zero_()`.
+        """
+        if self._hooks is not None:
+            self._broken |= self._hooks.handed_over or self._hooks.interrupted
+            self._hooks.reset()
         self._store.drop_grads()
 
     # ---- the end of a window
@@ -437,6 +454,8 @@ class FusedAccumulator:
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
+        if self._hooks is not None:
+            self._hooks.remove()
         self._store.release_claim()
 
     def __enter__(self) -> FusedAccumulator:
@@ -463,7 +482,18 @@ class FusedAccumulator:
         self._handout = Handout(self._store)
         self._noise.open_window()
         self._host_weight = 0.0
+        self._broken = False  # by an exception in backward, after some of its gradients were added
+        if self._hooks is not None:
+            self._hooks.reset()
+            self._hooks.listening = True
         self._decided_on_device = False  # by a weight or divisor that only the device knows
+
+    def _prepare_window(self) -> None:
+        """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
+        self._store.check_drift()
+        grown = self._store.grow()
+        if self._hooks is not None:
+            self._hooks.listen(grown)
 
     def _require_accumulating(self, caller: str) -> None:
         if not self._store.has_claim:
@@ -471,6 +501,11 @@ class FusedAccumulator:
         if self._verdict is not None:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
+            )
+        if self._broken or (self._hooks is not None and self._hooks.interrupted):
+            raise RuntimeError(
+                f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
+                "(release='backward'); drop the window with acc.zero_()"
             )
 
     def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
@@ -492,6 +527,11 @@ class FusedAccumulator:
                         else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
                     )
                 )
+        if self._hooks is not None and self._hooks.has_taken:
+            raise RuntimeError(
+                f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
+                "(acc.backward does), or acc.zero_() to drop the window"
+            )
         check_ownership(optimizers, ((s.name, s.param) for _, s in self._store.touched()))
         for p in owned(optimizers):
             if p.grad is not None and not has_accumulator(p):
@@ -531,6 +571,8 @@ class FusedAccumulator:
             verdict = verdict.with_overflow(overflow)
         self._verdict = verdict
         self._skipped = verdict.skip
+        if self._hooks is not None:
+            self._hooks.listening = False  # a backward from here on adds to what was handed out
         if not self._withhold(optimizers):
             self._handout.give()
         for optimizer in optimizers:
@@ -549,10 +591,24 @@ class FusedAccumulator:
         touched = {id(segment.param) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in optimizers) and self.step_was_skipped
 
-    def _release(self, captured: list[Captured]) -> None:
+    def _drop_grads(self, captured: list[Captured]) -> None:
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
-            self._capture.release(buffer, taken)
+            drop(buffer, taken)
 
     def _result(self, norm: Tensor) -> Tensor:
         self._last_norm = norm.to(self._store.result_dtype)
         return self._last_norm
+
+
+def _listen(accumulator: FusedAccumulator, bucket_bytes: int) -> DuringBackward:
+    """Hooks that do not keep the accumulator alive."""
+    this = weakref.ref(accumulator)
+
+    def sink(bucket: list[tuple[FlatBuffer, Captured]]) -> None:
+        owner = this()
+        if owner is not None:
+            owner._add_bucket(bucket)
+
+    hooks = DuringBackward(bucket_bytes, sink)
+    hooks.listen(accumulator._store.buffers)
+    return hooks

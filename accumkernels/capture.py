@@ -1,17 +1,20 @@
 """Where gradients are taken: the one place that reads and clears `.grad`.
 
-A capture hands over, for one flat buffer, the gradients that are ready and the segments they belong to. It knows
+A capture hands over, for each flat buffer, the gradients that are ready and the segments they belong to. It knows
 nothing of windows, weights or ops.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .layout import FlatBuffer
+from .layout import FlatBuffer, Segment
 
 
 class Captured(NamedTuple):
@@ -21,43 +24,147 @@ class Captured(NamedTuple):
     grads: list[Tensor]
 
 
-class AfterBackward:
-    """Takes every `.grad` once backward has finished (`release="microbatch"`)."""
+def _checked(segment: Segment, grad: Tensor) -> Tensor:
+    """The gradient in its segment's memory order.
 
-    def take(self, buffer: FlatBuffer) -> Captured:
-        """Collect the gradients of a buffer; they stay in `.grad` until `release`, so that a failed op loses nothing.
+    Raises:
+        RuntimeError: it is sparse or has another number of elements than its segment.
+    """
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"the gradient of {segment.name!r} is sparse; only dense gradients can be accumulated")
+    if grad.numel() != segment.numel:
+        raise RuntimeError(
+            f"the gradient of {segment.name!r} has {grad.numel()} elements, its parameter had {segment.numel} "
+            "at construction"
+        )
+    return segment.in_memory_order(grad)
 
-        Raises:
-            RuntimeError: a gradient is sparse or has another number of elements than its segment.
-        """
-        indices: list[int] = []
-        grads: list[Tensor] = []
-        segments = buffer.segments
-        for index, param in enumerate(buffer.params):
-            grad = param.grad
-            if grad is None:
-                continue
-            segment = segments[index]
-            if grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"the gradient of {segment.name!r} is sparse; only dense gradients can be accumulated"
-                )
-            if grad.numel() != segment.numel:
-                raise RuntimeError(
-                    f"the gradient of {segment.name!r} has {grad.numel()} elements, its parameter had {segment.numel} "
-                    "at construction"
-                )
+
+def take(buffer: FlatBuffer) -> Captured:
+    """Collect the `.grad`s of a buffer's parameters; they stay there until `drop`, so that a failed op loses nothing.
+
+    Raises:
+        RuntimeError: a gradient is sparse or has another number of elements than its segment.
+    """
+    indices: list[int] = []
+    grads: list[Tensor] = []
+    segments = buffer.segments
+    for index, param in enumerate(buffer.params):
+        grad = param.grad
+        if grad is not None:
+            grads.append(_checked(segments[index], grad))
             indices.append(index)
-            grads.append(segment.in_memory_order(grad))
-        return Captured(indices, grads)
+    return Captured(indices, grads)
 
-    def release(self, buffer: FlatBuffer, captured: Captured) -> None:
-        """Drop the `.grad`s that `take` collected."""
-        params = buffer.params
-        for index in captured.segments:
-            params[index].grad = None
 
-    def discard(self, buffer: FlatBuffer) -> None:
-        """Drop every `.grad` of the buffer's parameters."""
-        for param in buffer.params:
+def drop(buffer: FlatBuffer, captured: Captured) -> None:
+    """Drop the `.grad`s that `take` collected."""
+    params = buffer.params
+    for index in captured.segments:
+        params[index].grad = None
+
+
+class DuringBackward:
+    """Takes each `.grad` as soon as backward has made it, and hands them over in buckets (`release="backward"`).
+
+    What is pending is less than `bucket_bytes` whenever a hook returns, so at most `bucket_bytes` and one gradient, the
+    one that fills the bucket, are alive at any moment.
+
+    Args:
+        bucket_bytes: Hand over when so many bytes are pending.
+        sink: Called with what is pending of each buffer, in backward, on the stream of the last gradient.
+
+    Attributes:
+        listening: Whether gradients are taken; else they stay in `.grad`.
+        handed_over: Whether the sink was called since the last `reset`.
+    """
+
+    def __init__(self, bucket_bytes: int, sink: Callable[[list[tuple[FlatBuffer, Captured]]], None]) -> None:
+        self.listening = True
+        self.handed_over = False
+        self._bucket_bytes = bucket_bytes
+        self._sink = sink
+        self._pending: dict[FlatBuffer, Captured] = {}
+        self._bytes = 0
+        self._streams: set[torch.cuda.Stream] = set()  # what is pending was computed on
+        self._running = False  # a backward has begun and not ended
+        self._lock = threading.RLock()  # backward over several devices runs hooks in several threads
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    def listen(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Put a hook on every parameter of new buffers."""
+        this = weakref.ref(self)
+        for buffer in buffers:
+            for index, param in enumerate(buffer.params):
+
+                def hook(param: Tensor, buffer: FlatBuffer = buffer, index: int = index) -> None:
+                    capture = this()
+                    if capture is not None and capture.listening and param.grad is not None:
+                        capture._collect(buffer, index, param)
+
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether any gradient was taken since the last `reset`."""
+        return self.handed_over or bool(self._pending)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward began and did not end: it raised."""
+        return self._running
+
+    def _collect(self, buffer: FlatBuffer, index: int, param: Tensor) -> None:
+        with self._lock, torch.no_grad():
+            if not self._running:
+                self._running = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+            pending = self._pending.get(buffer)
+            if pending is not None and index in pending.segments:  # reentrant checkpointing, or a second backward
+                self.hand_over()
+                pending = None
+            if pending is None:
+                pending = self._pending[buffer] = Captured([], [])
+            assert param.grad is not None
+            grad = _checked(buffer.segments[index], param.grad.detach())
+            pending.segments.append(index)
+            pending.grads.append(grad)
             param.grad = None
+            if grad.is_cuda:
+                self._streams.add(torch.cuda.current_stream(grad.device))
+            self._bytes += grad.nbytes
+            del grad
+            if self._bytes >= self._bucket_bytes:
+                self.hand_over()
+
+    def _ended(self) -> None:
+        self._running = False
+
+    def hand_over(self) -> None:
+        """Hand over what is pending, if anything is."""
+        with self._lock:
+            pending, streams = list(self._pending.items()), self._streams
+            self._pending, self._bytes, self._streams = {}, 0, set()
+            for stream in streams:
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+            if pending:
+                self.handed_over = True
+                self._sink(pending)
+            # The next bucket may be added on another stream: it comes after this one.
+            self._streams = {torch.cuda.current_stream(stream.device) for stream in streams}
+
+    def reset(self) -> None:
+        """Forget what is pending; the next backward begins anew."""
+        self._pending, self._bytes, self._streams = {}, 0, set()
+        self.handed_over = self._running = False
+
+    def remove(self) -> None:
+        """Take off every hook."""
+        _remove(self._handles)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

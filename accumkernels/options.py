@@ -48,10 +48,15 @@ def check_options(
     else:
         raise TypeError(f"noise_scale must be a bool or a number of windows, got {type(noise_scale).__name__}")
 
-    for name, value, accepted in (
-        ("release", release, "microbatch"),
-        ("master_weights", master_weights, False),
-    ):
+    if release == "backward" and overflow in ("microbatch", "raise"):
+        raise ValueError(
+            f"overflow={overflow!r} needs release='microbatch': whether a micro-batch is used is known only when all "
+            "of its gradients are there"
+        )
+    if release == "backward" and noise_scale is not False:
+        raise ValueError("noise_scale needs release='microbatch': in buckets a micro-batch has no norm")
+
+    for name, value, accepted in (("master_weights", master_weights, False),):
         if value != accepted:
             raise ValueError(f"{name}={value!r} is not available in this version; use {name}={accepted!r}")
     if autocast_route is True:

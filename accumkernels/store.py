@@ -99,11 +99,11 @@ class Store:
         """Where a parameter's gradient is summed; None when it is frozen, or not ours."""
         return self._places.get(id(param))
 
-    def grow(self) -> None:
-        """Give parameters that require a gradient, and have no segment, a place in new buffers."""
+    def grow(self) -> list[FlatBuffer]:
+        """Give parameters that require a gradient, and have no segment, a place in new buffers, which are returned."""
         fresh = [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
         if not fresh:
-            return
+            return []
         devices = dict.fromkeys(e.param.device for e in fresh)
         backends = {device: ops.select(self._backend, device) for device in devices}
         with torch.inference_mode(False), torch.no_grad():
@@ -115,6 +115,7 @@ class Store:
             _log.debug("%s", buffer)
             for segment in buffer.segments:
                 self._places[id(segment.param)] = (buffer, segment)
+        return buffers
 
     def check_drift(self) -> None:
         """Refuse to go on with parameters that are not what they were.

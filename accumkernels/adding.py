@@ -1,0 +1,100 @@
+"""One micro-batch's way into the flat buffers: check first where that is asked for, then add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .capture import Captured
+from .devices import move
+from .planning.noise_scale import NoiseMeter
+from .store import Store
+
+
+class Adder:
+    """Runs the kernels of micro-batches, on every device that has gradients.
+
+    Args:
+        store: The flat buffers and states.
+        overflow: As FusedAccumulator's argument.
+        noise: Asked for the sums that the noise scale needs.
+    """
+
+    def __init__(self, store: Store, overflow: str | None, noise: NoiseMeter) -> None:
+        self._store = store
+        self._overflow = overflow
+        self._noise = noise
+
+    def find_overflow(
+        self, captured: Sequence[Captured], weight: float | Tensor, tag: int
+    ) -> dict[torch.device, Tensor]:
+        """Check a micro-batch on every device before anything is added.
+
+        Returns:
+            Per device fp64 `[1]`, 1.0 where any gradient on any device, or the weight, is not finite.
+        """
+        drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
+        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
+            buffer.ops.check_finite_(
+                grads,
+                segments,
+                drops[buffer.device],
+                buffer.flags,
+                tag=tag,
+                weight_tensor=move(weight, buffer.device) if isinstance(weight, Tensor) else None,
+            )
+        if len(drops) > 1:
+            bad = torch.cat([move(drop, self._store.device) for drop in drops.values()]).amax(0, keepdim=True)
+            drops = {device: move(bad, device) for device in drops}
+        return drops
+
+    def add(
+        self,
+        captured: Sequence[Captured],
+        weight: float | Tensor,
+        loss_scale: Tensor | None,
+        tag: int,
+        *,
+        drops: dict[torch.device, Tensor] | None = None,
+        count: bool = True,
+    ) -> None:
+        """Add gradients, and mark their segments as touched.
+
+        Args:
+            captured: For each flat buffer of the store.
+            weight: Of the micro-batch; fp64 0-d where a tensor.
+            loss_scale: fp32 0-d, or None.
+            tag: What kernels store in the flags of parameters whose gradients are not finite.
+            drops: Per device, fp64 `[1]` that drops the micro-batch where it is not 0.
+            count: Whether the weight enters the window's; once per micro-batch.
+        """
+        number, tensor = (0.0, weight) if isinstance(weight, Tensor) else (weight, None)
+        first = self._store.buffers[0]
+        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
+            counts = count and buffer is first
+            if not grads and not counts:
+                continue
+            device = buffer.device
+            touched = buffer.touched
+            buffer.ops.accumulate_(
+                buffer.tensor,
+                self._store.states[device],
+                grads,
+                segments,
+                [not touched[index] for index in segments],
+                buffer.layout,
+                buffer.layout_host,
+                flags=None if self._overflow is None else buffer.flags,
+                tag=tag,
+                weight=number,
+                weight_tensor=None if tensor is None else move(tensor, device),
+                loss_scale=None if loss_scale is None else move(loss_scale, device),
+                drop=None if drops is None else drops[device],
+                sq_norm=self._noise.squares(device),
+                count=counts,
+            )
+        for buffer, (segments, _) in zip(self._store.buffers, captured, strict=True):
+            for index in segments:
+                buffer.touched[index] = True
