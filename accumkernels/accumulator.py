@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from .parameters import named_parameters
 from .planning.noise_scale import NoiseMeter, NoiseScale
 from .scalars import as_scalar
 from .scaling import LossScaler
+from .state import WindowState, check, load, save
 from .store import Store, has_accumulator
 from .verdict import Verdict, judge
 
@@ -71,7 +72,9 @@ class FusedAccumulator:
             `acc.backward`. An exception in backward breaks the window until `zero_()`.
         bucket_bytes: For `release="backward"`: pending gradient bytes at which a bucket is added. At most this much and
             one gradient are alive at any moment.
-        master_weights: Keep fp32 masters of fp16 and bf16 parameters.
+        master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
+            and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
+            of their own dtype, rounded once.
         process_group: Data parallel group; False for one process of many that is alone on purpose.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
@@ -109,7 +112,7 @@ class FusedAccumulator:
         named = named_parameters(params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
-        self._store = Store(named, backend)
+        self._store = Store(named, backend, master_weights)
         self._overflow = overflow
         self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
         self._noise.on = noise_scale is not False
@@ -129,11 +132,29 @@ class FusedAccumulator:
     @property
     def flat_buffers(self) -> list[Tensor]:
         """The flat buffers, fp32 (fp64 for fp64 parameters), one per device and dtype."""
-        return [buffer.tensor for buffer in self._store.buffers]
+        return [buffer.tensor for buffer in self._store.buffers if not buffer.released]
 
     def parameters(self) -> Iterator[Tensor]:
-        """What to build the optimizer over, in the order given, frozen parameters included."""
-        return (entry.param for entry in self._store.named)
+        """What to build the optimizer over, in the order given, frozen parameters included.
+
+        With `master_weights=True` the fp32 masters of fp16 and bf16 parameters, and all other parameters themselves.
+        """
+        return (self._store.target(entry.param) for entry in self._store.named)
+
+    def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
+        """Translate param groups over the model's parameters into groups over `parameters()`, in the same order.
+
+        Args:
+            groups: Dicts with a `params` entry, as torch.optim takes them; other entries are kept.
+        """
+        if self._store.masters is None:
+            return [dict(group) for group in groups]
+        return self._store.masters.param_groups(groups)
+
+    def refresh_masters(self) -> None:
+        """Take the model's values into the masters, after `model.load_state_dict` or another change by hand."""
+        if self._store.masters is not None:
+            self._store.masters.refresh()
 
     def main_grad(self, param: Tensor) -> Tensor:
         """A parameter's view of its flat buffer, shaped and strided like the parameter.
@@ -147,7 +168,21 @@ class FusedAccumulator:
         if place is None:
             raise ValueError("main_grad: this tensor is not one of the accumulator's trainable parameters")
         buffer, segment = place
+        if buffer.released:
+            raise RuntimeError("main_grad: release_buffers() freed the buffers; the next accumulate() makes them anew")
         return buffer.views[segment.index]
+
+    def release_buffers(self) -> None:
+        """Free the flat buffers between windows, for evaluation or generation; the next `accumulate` makes them anew.
+
+        Masters stay. `flat_buffers` is empty until then, and views taken before do not follow.
+
+        Raises:
+            RuntimeError: inside a window.
+        """
+        if self.micro_batches or self._verdict is not None or (self._hooks is not None and self._hooks.has_taken):
+            raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
+        self._store.release()
 
     @property
     def weight(self) -> Tensor:
@@ -300,6 +335,7 @@ class FusedAccumulator:
 
     def _add_bucket(self, bucket: list[tuple[FlatBuffer, Captured]]) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch."""
+        self._store.allocate()
         parts = dict(bucket)
         captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
         self._adder.add(captured, self._weight_in_backward, self._scaler.loss_scale(), self._serial + 1, count=False)
@@ -452,6 +488,58 @@ class FusedAccumulator:
         self._store.open_window()
         self._open()
 
+    # ---- checkpoints
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on bit for bit: at any moment, also inside a window.
+
+        By parameter name: the sums of the window, masters, which gradients were not finite; and weights, the last norm
+        and the noise scale. Tensors are copies, where they were; `torch.load(weights_only=True)` takes them. The
+        GradScaler, the model and the optimizer have state of their own. Saved between `finalize` and `zero_`, the
+        averages are kept, and `finalize` is to be called again. Synchronises.
+
+        Raises:
+            RuntimeError: with `release="backward"`, between a backward and its `accumulate`, or in a broken window.
+        """
+        if self._hooks is not None and (self._broken or self._hooks.interrupted or self._hooks.has_taken):
+            raise RuntimeError(
+                "state_dict() with gradients of a backward that was not counted (release='backward'): call "
+                "acc.accumulate() before, or acc.zero_()"
+            )
+        averaged = self._averaged or self._verdict is not None
+        window = WindowState(self.micro_batches, self._host_weight, self._decided_on_device, averaged, self._serial)
+        return {
+            **save(self._store, window),
+            "step_was_skipped": self.step_was_skipped,
+            "last_norm": None if self._last_norm is None else self._last_norm.clone(),
+            "noise_scale": self._noise.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken. The window that is open here is dropped.
+
+        Masters are loaded and rounded into the model. Prefixes that wrappers add to names do not count.
+
+        Raises:
+            RuntimeError: lists names that are missing, unexpected or of another shape; nothing is changed then.
+        """
+        self._store.check_drift()
+        checked = check(self._store, state_dict)
+        self.zero_()
+        self._prepare_window()
+        window = load(self._store, checked)
+        self.micro_batches = window.micro_batches
+        self._host_weight = window.host_weight
+        self._decided_on_device = window.decided_on_device
+        self._averaged = window.averaged
+        self._serial = window.serial
+        self._skipped = state_dict["step_was_skipped"]
+        norm = state_dict["last_norm"]
+        self._last_norm = None if norm is None else norm.to(self._store.device, copy=True)
+        self._noise.load_state_dict(state_dict["noise_scale"], self._store.device)
+
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
         if self._hooks is not None:
@@ -482,6 +570,7 @@ class FusedAccumulator:
         self._handout = Handout(self._store)
         self._noise.open_window()
         self._host_weight = 0.0
+        self._averaged = False  # the sums were loaded from a window that had been averaged
         self._broken = False  # by an exception in backward, after some of its gradients were added
         if self._hooks is not None:
             self._hooks.reset()
@@ -491,6 +580,7 @@ class FusedAccumulator:
     def _prepare_window(self) -> None:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
         self._store.check_drift()
+        self._store.allocate()
         grown = self._store.grow()
         if self._hooks is not None:
             self._hooks.listen(grown)
@@ -501,6 +591,10 @@ class FusedAccumulator:
         if self._verdict is not None:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
+            )
+        if self._averaged and caller in ("accumulate()", "backward()"):
+            raise RuntimeError(
+                f"{caller}: the window was loaded as finalized; call acc.finalize(optimizer) or acc.zero_()"
             )
         if self._broken or (self._hooks is not None and self._hooks.interrupted):
             raise RuntimeError(
@@ -532,7 +626,9 @@ class FusedAccumulator:
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
-        check_ownership(optimizers, ((s.name, s.param) for _, s in self._store.touched()))
+        touched = {id(s.param) for _, s in self._store.touched()}
+        named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
+        check_ownership(optimizers, named)
         for p in owned(optimizers):
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
@@ -545,6 +641,8 @@ class FusedAccumulator:
         return any(self._store.place(p) is not None for p in owned((optimizer,)))
 
     def _divisor(self, divisor: float | Tensor | None) -> Tensor | None:
+        if self._averaged:
+            return torch.ones((), dtype=torch.float64, device=self._store.device)
         if divisor is None:
             return None
         scalar = as_scalar(divisor, "divisor", self._store.device, allow_zero=False)
@@ -588,7 +686,7 @@ class FusedAccumulator:
         """
         if not self._decided_on_device and self._host_weight == 0:
             return True
-        touched = {id(segment.param) for _, segment in self._store.touched()}
+        touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in optimizers) and self.step_was_skipped
 
     def _drop_grads(self, captured: list[Captured]) -> None:

@@ -13,8 +13,8 @@ from .store import Store
 class Handout:
     """The gradients of one finished window.
 
-    Gradients of 16-bit parameters are rounded from the fp32 sums anew after each change, since torch wants `.grad` in
-    the parameter's dtype; all others are views.
+    Gradients of 16-bit parameters without masters are rounded from the fp32 sums anew after each change, since torch
+    wants `.grad` in the parameter's dtype; all others are views.
     """
 
     def __init__(self, store: Store) -> None:
@@ -60,4 +60,4 @@ class Handout:
         """Set `.grad` of every parameter that got a gradient in the window."""
         for buffer, segment in self._store.touched():
             rounded = self._rounded.get(id(segment.param))
-            segment.param.grad = buffer.views[segment.index] if rounded is None else rounded
+            self._store.target(segment.param).grad = buffer.views[segment.index] if rounded is None else rounded

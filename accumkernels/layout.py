@@ -96,8 +96,22 @@ class FlatBuffer:
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
         self.params = [s.param for s in self.segments]
-        self.tensor = torch.zeros(end, dtype=dtype, device=device)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the tensor and its views, where `release` freed them."""
+        self.tensor = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
+
+    def release(self) -> None:
+        """Free the tensor; what else belongs to the buffer stays. Views that a user kept keep their memory."""
+        self.tensor = self.tensor.new_empty(0)
+        self.views = []
+
+    @property
+    def released(self) -> bool:
+        """Whether the tensor has to be allocated before it is used."""
+        return not self.views
 
     def __str__(self) -> str:
         elements = sum(s.numel for s in self.segments)

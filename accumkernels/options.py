@@ -56,9 +56,8 @@ def check_options(
     if release == "backward" and noise_scale is not False:
         raise ValueError("noise_scale needs release='microbatch': in buckets a micro-batch has no norm")
 
-    for name, value, accepted in (("master_weights", master_weights, False),):
-        if value != accepted:
-            raise ValueError(f"{name}={value!r} is not available in this version; use {name}={accepted!r}")
+    if not isinstance(master_weights, bool):
+        raise TypeError(f"master_weights must be a bool, got {type(master_weights).__name__}")
     if autocast_route is True:
         raise ValueError("autocast_route=True is not available in this version; use 'auto' or False")
     if isinstance(params, DistributedDataParallel) or not (process_group is None or process_group is False):

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import ops
 from .devices import move
 from .layout import FlatBuffer, Segment, flat_buffers
+from .masters import Masters
 from .ops.schema import State
 from .parameters import NamedParameter
 
@@ -33,10 +34,11 @@ class Store:
     Attributes:
         named: All parameters, in the order given, frozen ones too.
         buffers: The flat buffers of those that were ever trainable.
+        masters: fp32 masters of 16-bit parameters, or None.
         states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
     """
 
-    def __init__(self, named: list[NamedParameter], backend: str) -> None:
+    def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
         self.named = named
         self.buffers: list[FlatBuffer] = []
         self.states: dict[torch.device, Tensor] = {}
@@ -44,6 +46,7 @@ class Store:
         self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
         ops.select(backend, named[0].param.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
+        self.masters = Masters(named) if master_weights else None
         self.grow()
 
     def _claim(self) -> None:
@@ -69,6 +72,8 @@ class Store:
             claim = _stores.get(entry.param)
             if claim is not None and claim() is self:
                 del _stores[entry.param]
+        if self.masters is not None:
+            self.masters.remove()
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +83,7 @@ class Store:
     @property
     def rounds(self) -> bool:
         """Whether any sum is handed out in a narrower dtype."""
-        return any(segment.dtype != buffer.dtype for buffer in self.buffers for segment in buffer.segments)
+        return self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -95,8 +100,12 @@ class Store:
             f"backend {', '.join(backends) or 'none yet'}"
         )
 
+    def target(self, param: Tensor) -> Tensor:
+        """What an optimizer steps for a parameter, and gets `.grad`: the parameter, or its master."""
+        return param if self.masters is None else self.masters.target(param)
+
     def place(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
-        """Where a parameter's gradient is summed; None when it is frozen, or not ours."""
+        """Where the gradient of a parameter or master is summed; None when it is frozen, or not ours."""
         return self._places.get(id(param))
 
     def grow(self) -> list[FlatBuffer]:
@@ -108,6 +117,8 @@ class Store:
         backends = {device: ops.select(self._backend, device) for device in devices}
         with torch.inference_mode(False), torch.no_grad():
             buffers = flat_buffers(fresh, backends)
+            if self.masters is not None:
+                self.masters.grow(buffers)
             for device in devices:
                 self.states.setdefault(device, torch.zeros(len(State), dtype=torch.float64, device=device))
         for buffer in buffers:
@@ -115,6 +126,10 @@ class Store:
             _log.debug("%s", buffer)
             for segment in buffer.segments:
                 self._places[id(segment.param)] = (buffer, segment)
+                target = self.target(segment.param)
+                if target is not segment.param:
+                    self._places[id(target)] = (buffer, segment)
+                    _stores[target] = weakref.ref(self)
         return buffers
 
     def check_drift(self) -> None:
@@ -164,6 +179,20 @@ class Store:
         """Set every `.grad` to None."""
         for entry in self.named:
             entry.param.grad = None
+            if self.masters is not None:
+                self.masters.target(entry.param).grad = None
+
+    def allocate(self) -> None:
+        """Make flat buffers anew that `release` freed."""
+        for buffer in self.buffers:
+            if buffer.released:
+                with torch.inference_mode(False), torch.no_grad():
+                    buffer.allocate()
+
+    def release(self) -> None:
+        """Free the flat buffers until `allocate`."""
+        for buffer in self.buffers:
+            buffer.release()
 
     def open_window(self) -> None:
         """Forget all sums: segments are untouched, states zero."""

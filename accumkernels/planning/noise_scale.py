@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +139,22 @@ class NoiseMeter:
         averaged = self._sums[: _Sums.WINDOWS]
         averaged.copy_(torch.where(counts, averaged * self._keep + window, averaged))
         self._sums[_Sums.WINDOWS] += counts
+
+    def state_dict(self) -> dict[str, object]:
+        """The averages, and the sums of the window that is open."""
+        parts = [squares.cpu() for squares in self._squares.values()]
+        return {
+            "on": self.on,
+            "measuring": self._measuring,
+            "averages": None if self._sums is None else self._sums.clone(),
+            "squares": torch.stack(parts).sum(0) if parts else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from a `state_dict`, with averages on `device`."""
+        self.on, self._measuring = state["on"], state["measuring"]
+        self._sums = None if state["averages"] is None else state["averages"].to(device, copy=True)
+        self._squares = {} if state["squares"] is None else {device: state["squares"].to(device, copy=True)}
 
     def read(self) -> NoiseScale:
         """A snapshot of the averages."""

@@ -1,0 +1,121 @@
+"""fp32 masters of 16-bit parameters: what optimizers step, and what the model's values are rounded from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .layout import ALIGNMENT_BYTES, FlatBuffer, Segment
+from .parameters import NamedParameter
+
+_ALIGNMENT = ALIGNMENT_BYTES // 4  # elements of fp32
+
+
+class Masters:
+    """The masters of one store. They are views of flat fp32 buffers, one for each flat buffer of gradients.
+
+    After a step of any optimizer that owns masters, their values are rounded into the model's parameters.
+
+    Args:
+        named: All parameters. Those of 16 bit get a master each; that of a frozen one has the right shape but no memory
+            of its own, until the parameter is unfrozen.
+    """
+
+    def __init__(self, named: Sequence[NamedParameter]) -> None:
+        self.flat: list[Tensor] = []
+        self._masters: dict[int, nn.Parameter] = {}  # by id of the parameter
+        self._pairs: dict[int, tuple[nn.Parameter, Tensor, ModuleType]] = {}  # by id of the master, once it has memory
+        for entry in named:
+            p = entry.param
+            if p.dtype in (torch.float16, torch.bfloat16):
+                placeholder = torch.zeros((), dtype=torch.float32, device=p.device).expand(p.shape)
+                self._masters[id(p)] = nn.Parameter(placeholder, requires_grad=p.requires_grad)
+        self._handle = register_optimizer_step_post_hook(_after_step(self))
+        weakref.finalize(self, self._handle.remove).atexit = False
+
+    def target(self, param: Tensor) -> Tensor:
+        """What an optimizer steps for a parameter: its master, or itself."""
+        return self._masters.get(id(param), param)
+
+    def grow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Give the masters of parameters that got a place in flat buffers memory, and the parameters' values."""
+        for buffer in buffers:
+            segments = [s for s in buffer.segments if id(s.param) in self._masters]
+            sizes = [-(-s.numel // _ALIGNMENT) * _ALIGNMENT for s in segments]
+            flat = torch.zeros(sum(sizes), dtype=torch.float32, device=buffer.device)
+            self.flat.append(flat)
+            offset = 0
+            for segment, size in zip(segments, sizes, strict=True):
+                self._place(segment, flat, offset, buffer.ops)
+                offset += size
+
+    def _place(self, segment: Segment, flat: Tensor, offset: int, ops: ModuleType) -> None:
+        master = self._masters[id(segment.param)]
+        master.data = flat.as_strided(segment.shape, segment.stride, offset)
+        master.requires_grad_(True)
+        self._pairs[id(master)] = (master, segment.param, ops)
+        with torch.no_grad():
+            master.copy_(segment.param)
+
+    def refresh(self) -> None:
+        """Take the model's values."""
+        with torch.no_grad():
+            for master, param, _ in self._pairs.values():
+                master.copy_(param)
+
+    def round(self, masters: Iterable[Tensor] | None = None) -> None:
+        """Round masters (None: all) into the model's parameters: one pass per device."""
+        if masters is None:
+            pairs = list(self._pairs.values())
+        else:
+            pairs = [self._pairs[id(m)] for m in masters if id(m) in self._pairs]
+        parts: dict[torch.device, tuple[ModuleType, list[Tensor], list[Tensor]]] = {}
+        for master, param, ops in pairs:
+            _, outputs, inputs = parts.setdefault(param.device, (ops, [], []))
+            if param.stride() == master.stride():
+                outputs.append(param.detach())
+                inputs.append(master.detach())
+            else:  # not dense: the op works in memory order
+                param.detach().copy_(master.detach())
+        for ops, outputs, inputs in parts.values():
+            ops.scaled_copy_(outputs, inputs)
+        # Ops do not count as in-place changes of their own accord; a backward through old values must notice.
+        torch.autograd.graph.increment_version([param for _, param, _ in pairs])
+
+    def values(self) -> dict[int, Tensor]:
+        """The masters that have memory, by id of their parameters."""
+        return {id(param): master for master, param, _ in self._pairs.values()}
+
+    def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
+        """Param groups with every parameter replaced by what an optimizer steps for it."""
+        translated = []
+        for group in groups:
+            params = group["params"]
+            params = [params] if isinstance(params, Tensor) else list(params)
+            translated.append({**group, "params": [self._translate(item) for item in params]})
+        return translated
+
+    def _translate(self, item: Any) -> Any:
+        return (item[0], self.target(item[1])) if isinstance(item, tuple) else self.target(item)
+
+    def remove(self) -> None:
+        """Stop following optimizers."""
+        self._handle.remove()
+
+
+def _after_step(masters: Masters) -> Callable[[Optimizer, Any, Any], None]:
+    this = weakref.ref(masters)
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        alive = this()
+        if alive is not None:
+            alive.round(p for group in optimizer.param_groups for p in group["params"])
+
+    return hook
