@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .adding import Adder
+from .autocast import AutocastRoute
 from .capture import Captured, DuringBackward, drop, take
 from .clipping import clip_coefficient, total_norm
 from .handout import Handout
@@ -78,7 +79,11 @@ class FusedAccumulator:
         process_group: Data parallel group; False for one process of many that is alone on purpose.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
-        autocast_route: Take 16-bit gradients of fp32 parameters before autocast's backward widens them.
+        autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
+            per element and micro-batch instead of 24, the same bits. Needs `params` to be a module. "auto" (default)
+            does so inside `acc.backward`, where nobody can miss a `.grad`, and elsewhere leaves fp32 `.grad`s as torch
+            does; True does so in every backward; False never. After `param.data.copy_` in mid-window, which torch's
+            version counters do not notice either, old values are used until the window ends.
         backend: "auto", "native", "triton" or "reference".
 
     Attributes:
@@ -120,6 +125,9 @@ class FusedAccumulator:
         self._hooks: DuringBackward | None = None
         if release == "backward":
             self._hooks = _listen(self, bucket_bytes)
+        self._route: AutocastRoute | None = None
+        if isinstance(params, nn.Module) and autocast_route is not False:
+            self._route = AutocastRoute(params, self._store, self._hooks, autocast_route is True)
         self._weight_in_backward: float | Tensor = 1.0
         self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
         self._skipped: bool | Tensor = False
@@ -229,7 +237,8 @@ class FusedAccumulator:
     def __repr__(self) -> str:
         position = "finalized" if self._verdict is not None else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._last_norm is None else f"{self._last_norm.item():.6g}"
-        return f"FusedAccumulator({self._store}, overflow={self._overflow!r}, {position}, last norm {norm})"
+        route = f", autocast route for {self._route.parameters} parameters" if self._route is not None else ""
+        return f"FusedAccumulator({self._store}{route}, overflow={self._overflow!r}, {position}, last norm {norm})"
 
     # ---- a micro-batch
 
@@ -243,10 +252,16 @@ class FusedAccumulator:
         """
         self._require_accumulating("backward()")
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        if self._hooks is None:
-            self._scaler.scale(loss).backward(**kwargs)
-        else:
-            self._run_backward(self._scaler.scale(loss), weight, kwargs)
+        if self._route is not None:
+            self._route.taking = kwargs.get("inputs") is None
+        try:
+            if self._hooks is None:
+                self._scaler.scale(loss).backward(**kwargs)
+            else:
+                self._run_backward(self._scaler.scale(loss), weight, kwargs)
+        finally:
+            if self._route is not None:
+                self._route.taking = False
         with torch.no_grad():
             self._accumulate(weight)
 
@@ -303,7 +318,8 @@ class FusedAccumulator:
         if not buffers:
             raise RuntimeError("accumulate(): no parameter requires a gradient")
         self._scaler.check_not_unscaled(self._owns_some)
-        captured = [take(buffer) for buffer in buffers]
+        stash = {} if self._route is None else self._route.stash
+        captured = [take(buffer, stash.get(buffer)) for buffer in buffers]
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale() if has_grads else None
         taken_before = self._hooks is not None and self._hooks.has_taken
@@ -353,6 +369,8 @@ class FusedAccumulator:
         if self._hooks is not None:
             self._broken |= self._hooks.handed_over or self._hooks.interrupted
             self._hooks.reset()
+        if self._route is not None:
+            self._route.clear()
         self._store.drop_grads()
 
     # ---- the end of a window
@@ -544,6 +562,8 @@ class FusedAccumulator:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
         if self._hooks is not None:
             self._hooks.remove()
+        if self._route is not None:
+            self._route.remove()
         self._store.release_claim()
 
     def __enter__(self) -> FusedAccumulator:
@@ -575,6 +595,8 @@ class FusedAccumulator:
         if self._hooks is not None:
             self._hooks.reset()
             self._hooks.listening = True
+        if self._route is not None:
+            self._route.open_window()
         self._decided_on_device = False  # by a weight or divisor that only the device knows
 
     def _prepare_window(self) -> None:
@@ -621,7 +643,7 @@ class FusedAccumulator:
                         else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
                     )
                 )
-        if self._hooks is not None and self._hooks.has_taken:
+        if (self._hooks is not None and self._hooks.has_taken) or (self._route is not None and self._route.stash):
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
@@ -671,6 +693,8 @@ class FusedAccumulator:
         self._skipped = verdict.skip
         if self._hooks is not None:
             self._hooks.listening = False  # a backward from here on adds to what was handed out
+        if self._route is not None:
+            self._route.listening = False
         if not self._withhold(optimizers):
             self._handout.give()
         for optimizer in optimizers:
@@ -692,6 +716,8 @@ class FusedAccumulator:
     def _drop_grads(self, captured: list[Captured]) -> None:
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
             drop(buffer, taken)
+        if self._route is not None:
+            self._route.clear()
 
     def _result(self, norm: Tensor) -> Tensor:
         self._last_norm = norm.to(self._store.result_dtype)

@@ -77,24 +77,27 @@ class Adder:
             if not grads and not counts:
                 continue
             device = buffer.device
-            touched = buffer.touched
-            buffer.ops.accumulate_(
-                buffer.tensor,
-                self._store.states[device],
-                grads,
-                segments,
-                [not touched[index] for index in segments],
-                buffer.layout,
-                buffer.layout_host,
-                flags=None if self._overflow is None else buffer.flags,
-                tag=tag,
-                weight=number,
-                weight_tensor=None if tensor is None else move(tensor, device),
-                loss_scale=None if loss_scale is None else move(loss_scale, device),
-                drop=None if drops is None else drops[device],
-                sq_norm=self._noise.squares(device),
-                count=counts,
-            )
+            try:
+                buffer.ops.accumulate_(
+                    buffer.tensor,
+                    self._store.states[device],
+                    grads,
+                    segments,
+                    buffer.first_touches(segments),
+                    buffer.layout,
+                    buffer.layout_host,
+                    flags=None if self._overflow is None else buffer.flags,
+                    tag=tag,
+                    weight=number,
+                    weight_tensor=None if tensor is None else move(tensor, device),
+                    loss_scale=None if loss_scale is None else move(loss_scale, device),
+                    drop=None if drops is None else drops[device],
+                    sq_norm=self._noise.squares(device),
+                    count=counts,
+                )
+            except RuntimeError:  # an op knows segments by number: where the size is wrong, say whose
+                for index, grad in zip(segments, grads, strict=True):
+                    buffer.segments[index].check_numel(grad)
+                raise
         for buffer, (segments, _) in zip(self._store.buffers, captured, strict=True):
-            for index in segments:
-                buffer.touched[index] = True
+            buffer.touch(segments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,36 +32,61 @@ def _checked(segment: Segment, grad: Tensor) -> Tensor:
     """
     if grad.layout is not torch.strided:
         raise RuntimeError(f"the gradient of {segment.name!r} is sparse; only dense gradients can be accumulated")
-    if grad.numel() != segment.numel:
-        raise RuntimeError(
-            f"the gradient of {segment.name!r} has {grad.numel()} elements, its parameter had {segment.numel} "
-            "at construction"
-        )
+    segment.check_numel(grad)
     return segment.in_memory_order(grad)
 
 
-def take(buffer: FlatBuffer) -> Captured:
+def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) -> Captured:
     """Collect the `.grad`s of a buffer's parameters; they stay there until `drop`, so that a failed op loses nothing.
 
+    Args:
+        buffer: Whose parameters.
+        stashed: By segment, gradients that never were in `.grad`.
+
     Raises:
-        RuntimeError: a gradient is sparse or has another number of elements than its segment.
+        RuntimeError: a gradient is sparse.
     """
-    indices: list[int] = []
-    grads: list[Tensor] = []
-    segments = buffer.segments
-    for index, param in enumerate(buffer.params):
-        grad = param.grad
-        if grad is not None:
-            grads.append(_checked(segments[index], grad))
-            indices.append(index)
+    found = [param.grad for param in buffer.params]
+    for index, parts in (stashed or {}).items():
+        found[index] = _joined(found[index], parts)
+    grads = [grad for grad in found if grad is not None]
+    if len(grads) == len(found):
+        indices = buffer.all_indices
+    else:
+        indices = [index for index, grad in enumerate(found) if grad is not None]
+    if not (buffer.contiguous and _all_contiguous(grads)):
+        segments = buffer.segments
+        grads = [_checked(segments[index], grad) for index, grad in zip(indices, grads, strict=True)]
     return Captured(indices, grads)
+
+
+def _joined(grad: Tensor | None, parts: list[Tensor]) -> Tensor:
+    """The sum as autograd would have made it: 16-bit parts widened, then added in fp32."""
+    if grad is None and len(parts) == 1:
+        return parts[0]
+    total = parts[0].float() if grad is None else grad.detach().add_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def _all_contiguous(grads: list[Tensor]) -> bool:
+    """Whether memory order is index order in all of them; the usual case, worth a fast answer."""
+    try:
+        return all(map(Tensor.is_contiguous, grads))
+    except RuntimeError:  # sparse tensors have no strides
+        return False
 
 
 def drop(buffer: FlatBuffer, captured: Captured) -> None:
     """Drop the `.grad`s that `take` collected."""
     params = buffer.params
-    for index in captured.segments:
-        params[index].grad = None
+    if captured.segments is buffer.all_indices:
+        for param in params:
+            param.grad = None
+    else:
+        for index in captured.segments:
+            params[index].grad = None
 
 
 class DuringBackward:
@@ -101,7 +126,8 @@ class DuringBackward:
                 def hook(param: Tensor, buffer: FlatBuffer = buffer, index: int = index) -> None:
                     capture = this()
                     if capture is not None and capture.listening and param.grad is not None:
-                        capture._collect(buffer, index, param)
+                        grad, param.grad = param.grad, None
+                        capture.collect(buffer, index, grad)
 
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
@@ -115,7 +141,8 @@ class DuringBackward:
         """Whether a backward began and did not end: it raised."""
         return self._running
 
-    def _collect(self, buffer: FlatBuffer, index: int, param: Tensor) -> None:
+    def collect(self, buffer: FlatBuffer, index: int, grad: Tensor) -> None:
+        """Take the gradient of a segment, in the backward that made it."""
         with self._lock, torch.no_grad():
             if not self._running:
                 self._running = True
@@ -126,11 +153,9 @@ class DuringBackward:
                 pending = None
             if pending is None:
                 pending = self._pending[buffer] = Captured([], [])
-            assert param.grad is not None
-            grad = _checked(buffer.segments[index], param.grad.detach())
+            grad = _checked(buffer.segments[index], grad.detach())
             pending.segments.append(index)
             pending.grads.append(grad)
-            param.grad = None
             if grad.is_cuda:
                 self._streams.add(torch.cuda.current_stream(grad.device))
             self._bytes += grad.nbytes

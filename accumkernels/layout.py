@@ -44,6 +44,18 @@ class Segment:
             return grad
         return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
+    def check_numel(self, grad: Tensor) -> None:
+        """Refuse a gradient of another size.
+
+        Raises:
+            RuntimeError: names the parameter and both sizes.
+        """
+        if grad.numel() != self.numel:
+            raise RuntimeError(
+                f"the gradient of {self.name!r} has {grad.numel()} elements, its parameter had {self.numel} at "
+                "construction"
+            )
+
     def drift(self) -> str | None:
         """What changed about the parameter since construction, in words; None when nothing did."""
         p = self.param
@@ -67,6 +79,8 @@ class FlatBuffer:
         views: `tensor`'s segments, shaped and strided like the parameters.
         layout: int64 `[segments, 2]` (offset, numel) on the device; `layout_host` the same on the CPU.
         flags: int32 `[segments]`, the serial number of the last micro-batch whose gradient was not finite.
+        all_indices: of the segments.
+        contiguous: whether all segments are in index order.
         touched: per segment, whether it holds a sum of this window.
         ops: the backend's module.
     """
@@ -96,6 +110,8 @@ class FlatBuffer:
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
         self.params = [s.param for s in self.segments]
+        self.all_indices = list(range(len(self.segments)))
+        self.contiguous = all(s.contiguous for s in self.segments)
         self.allocate()
 
     def allocate(self) -> None:
@@ -116,6 +132,23 @@ class FlatBuffer:
     def __str__(self) -> str:
         elements = sum(s.numel for s in self.segments)
         return f"flat buffer of {len(self.segments)} segments, {elements:,} elements, {self.dtype} on {self.device}"
+
+    def first_touches(self, indices: list[int]) -> list[bool]:
+        """Of segments: whether they hold no sum of this window yet."""
+        touched = self.touched
+        if not any(touched):
+            return [True] * len(indices)
+        if all(touched):
+            return [False] * len(indices)
+        return [not touched[index] for index in indices]
+
+    def touch(self, indices: list[int]) -> None:
+        """Note that segments hold a sum."""
+        if indices is self.all_indices:
+            self.touched = bytearray(b"\1") * len(indices)
+        else:
+            for index in indices:
+                self.touched[index] = True
 
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""

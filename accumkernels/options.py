@@ -58,8 +58,10 @@ def check_options(
 
     if not isinstance(master_weights, bool):
         raise TypeError(f"master_weights must be a bool, got {type(master_weights).__name__}")
-    if autocast_route is True:
-        raise ValueError("autocast_route=True is not available in this version; use 'auto' or False")
+    if autocast_route is True and not isinstance(params, torch.nn.Module):
+        raise ValueError(
+            "autocast_route=True needs params to be a module, whose forward it changes; use 'auto' or False"
+        )
     if isinstance(params, DistributedDataParallel) or not (process_group is None or process_group is False):
         raise ValueError(
             "data parallel accumulation (process_group, DistributedDataParallel) is not available in this version"

@@ -1,0 +1,404 @@
+"""The autocast route: 16-bit gradients of fp32 parameters, taken before autocast's backward widens them.
+
+Autocast casts an fp32 weight to 16 bit in every forward, and the cast's backward widens the gradient that comes back
+(6 bytes per element) before AccumulateGrad adds it (12). Here the module finds, while its forward runs, a 16-bit tensor
+in the parameter's slot: a view of a flat shadow that is rounded from the parameters once per window. In the graph it
+stands behind a function whose backward takes the 16-bit gradient to the flat buffer as it is. Bytes per element and
+micro-batch: stock 24 (6 to cast, 6 to widen, 12 to add), here 10.
+
+The function connects the shadow to its parameters, so that `torch.autograd.grad` with respect to them works as ever. It
+is one for all of them, made once per micro-batch; with gradients released in backward, one for each. Hooks on modules,
+rather than a walk over the graph or one hook on the model, also serve submodules called alone, autocast inside forward,
+and what checkpointing runs again. Which slots autocast casts is learned by watching the ops of each module's first
+forward; a slot that is also read uncast keeps its parameter. Values and gradients are bit for bit those of stock
+autocast: the cast rounds alike, and uses of one weight are summed in 16 bit, as gradients of its cached cast are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .capture import DuringBackward
+from .layout import ALIGNMENT_BYTES, FlatBuffer, Segment
+from .store import Store
+
+_HALF = (torch.float16, torch.bfloat16)
+_to_copy = torch.ops.aten._to_copy.default
+
+
+class _Shadow:
+    """A parameter's place in the 16-bit shadow, and which values of the parameter it holds."""
+
+    def __init__(self, param: nn.Parameter, dtype: torch.dtype, buffer: FlatBuffer, segment: Segment) -> None:
+        self.param = param
+        self.dtype = dtype
+        self.buffer = buffer
+        self.segment = segment
+        self.tensor: Tensor | None = None  # made, with others, at the end of the micro-batch
+        self.holds: tuple[int, int] | None = None
+
+    def current(self) -> tuple[int, int]:
+        """What changes when the parameter does: its version, or where `param.data` points."""
+        return self.param._version, self.param.data_ptr()
+
+
+class _Take(torch.autograd.Function):
+    """From parameters to their shadows; in backward, 16-bit gradients are taken, or widened where they must not be."""
+
+    @staticmethod
+    def forward(ctx: Any, route: weakref.ref[AutocastRoute], shadows: list[_Shadow], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.route, ctx.shadows = route, shadows
+        ctx.set_materialize_grads(False)
+        return tuple(shadow.tensor.detach() for shadow in shadows if shadow.tensor is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        route = ctx.route()
+        takes = route is not None and route.takes
+        results: list[Tensor | None] = [None, None]
+        for shadow, grad, needed in zip(ctx.shadows, grads, ctx.needs_input_grad[2:], strict=True):
+            if grad is None or not needed:
+                results.append(None)
+            elif takes:
+                route.take(shadow, grad)
+                results.append(None)
+            else:
+                results.append(grad.to(shadow.param.dtype))
+        return tuple(results)
+
+
+class _Slots:
+    """What is known of one module's own parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.shadows: dict[str, _Shadow] | None = None  # by slot; None until learned
+        self.learned_in = -1  # the generation; shadows are used from the next one on
+        self.watch: _Watch | None = None
+        self.unwatched: set[int] | None = None  # its parameters, while it runs without gradients inside a watched one
+        self.swapped: list[tuple[str, nn.Parameter, Tensor]] = []
+
+
+class _Watch(TorchDispatchMode):
+    """Sees which parameters a forward reads, and which of them only through a cast to 16 bit.
+
+    Args:
+        own: ids of the parameters of the module that runs.
+        others: ids of parameters whose use outside of the modules that have them is to be noted, in `elsewhere`.
+        at_home: ids of the parameters of every module that runs.
+        casts: (address, shape) of a cast that autocast may serve again from its cache: id of the parameter.
+        dtype: Of autocast.
+    """
+
+    def __init__(
+        self,
+        own: set[int],
+        others: set[int],
+        at_home: list[set[int]],
+        casts: dict[tuple[int, torch.Size], int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.cast: set[int] = set()
+        self.direct: set[int] = set()
+        self.elsewhere: set[int] = set()
+        self.own = own
+        self.dtype = dtype
+        self._others = others
+        self._at_home = at_home
+        self._casts = casts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs)):
+            if not isinstance(tensor, Tensor):
+                continue
+            param = id(tensor)
+            casts = func is _to_copy and result.dtype == self.dtype
+            if casts and (param in self.own or param in self._others):
+                self._casts[result.data_ptr(), result.shape] = param
+            elif not casts and tensor.dtype == self.dtype and tensor.numel():
+                param = self._casts.get((tensor.data_ptr(), tensor.shape), 0)
+                casts = True
+            if param in self.own:
+                (self.cast if casts else self.direct).add(param)
+            if param in self._others and not any(param in own for own in self._at_home):
+                self.elsewhere.add(param)
+        return result
+
+
+def _own(module: nn.Module) -> set[int]:
+    return {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
+
+
+def _compiles(module: nn.Module) -> bool:
+    """Whether it or a part of it runs compiled: Dynamo does not compile while a dispatch mode is active."""
+    return any(_is_compiled(m) for m in module.modules())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # By its attribute: importing Dynamo for the class takes a second.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+class AutocastRoute:
+    """Hooks on a model's modules that put 16-bit shadows in the slots of parameters which autocast casts.
+
+    Args:
+        module: The model. Nothing keeps it alive but the caller.
+        store: Where its parameters have their segments.
+        hooks: With `release="backward"`, what gradients are handed to as they come.
+        always: Whether gradients are taken in every backward; else only while `taking` is set, and otherwise they are
+            widened into `.grad`, where a loop of its own may look for them.
+
+    Attributes:
+        taking: Set while a backward runs that `accumulate` follows at once.
+        listening: False between `finalize` and the next window, where gradients are nobody's but torch's.
+        stash: Per flat buffer and segment, the 16-bit gradients taken.
+    """
+
+    def __init__(self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool) -> None:
+        self.taking = False
+        self.listening = True
+        self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
+        self._store = store
+        self._hooks = hooks
+        self._always = always
+        self._shadows: dict[int, _Shadow] = {}  # by id of the parameter
+        self._new: list[_Shadow] = []
+        self._live: dict[int, Tensor] = {}  # by id of the parameter: its shadow in this micro-batch's graph
+        self._direct: set[int] = set()  # ids of parameters that some forward reads uncast
+        self._elsewhere: set[int] = set()  # and of those that are used outside of the modules that have them
+        self._casts: dict[tuple[int, torch.Size], int] = {}
+        self._at_home: list[set[int]] = []  # of the modules that run, while any is watched
+        self._generation = 0  # micro-batches begun
+        self._root = id(module)
+        self._modules: dict[int, _Slots] = {}
+        handles: list[Any] = []
+        this = weakref.ref(self)
+        for part in module.modules():
+            if _is_compiled(part):
+                continue
+            if part is module or any(p is not None and p.dtype == torch.float32 for p in part._parameters.values()):
+                self._modules[id(part)] = _Slots(part)
+                handles.append(part.register_forward_pre_hook(_Hook(this, AutocastRoute._enter)))
+                handles.append(part.register_forward_hook(_Hook(this, AutocastRoute._leave), always_call=True))
+        self._handles = handles
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters take the route."""
+        return sum(id(s.param) not in self._elsewhere for s in self._shadows.values())
+
+    # ---- a module's forward
+
+    def _enter(self, module: nn.Module) -> None:
+        slots = self._modules.get(id(module))
+        if slots is None or slots.module() is not module or slots.watch is not None:
+            return  # a copy, or a module that calls itself
+        if not torch.is_grad_enabled():
+            if self._at_home:  # the first run of a reentrant checkpoint: its second one will tell
+                slots.unwatched = _own(module)
+                self._at_home.append(slots.unwatched)
+            return
+        shadows = slots.shadows
+        learning = shadows is None or slots.learned_in == self._generation
+        if not shadows and not learning:
+            return
+        device_type = self._store.device.type
+        if not torch.is_autocast_enabled(device_type):
+            return
+        dtype = torch.get_autocast_dtype(device_type)
+        if learning:
+            if dtype in _HALF and not _compiles(module):
+                self._watch(slots, module, dtype)
+            return
+        assert shadows is not None
+        params = module._parameters
+        for name, shadow in shadows.items():
+            param = shadow.param
+            if shadow.tensor is None or shadow.dtype is not dtype or params.get(name) is not param:
+                continue
+            if not self._may_route(param):
+                continue
+            if shadow.holds != shadow.current():
+                self._refresh()
+            live = self._live.get(id(param))
+            if live is None:
+                live = self._connect(shadow)
+            params[name] = live  # type: ignore[assignment]
+            slots.swapped.append((name, param, live))
+
+    def _connect(self, shadow: _Shadow) -> Tensor:
+        """Put the shadow into this micro-batch's graph; all of them at once, unless they are released one by one."""
+        shadows = [shadow]
+        if self._hooks is None:
+            shadows = [s for s in self._shadows.values() if s.tensor is not None and self._may_route(s.param)]
+        tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
+        for s, tensor in zip(shadows, tensors, strict=True):
+            self._live[id(s.param)] = tensor
+        return self._live[id(shadow.param)]
+
+    @property
+    def takes(self) -> bool:
+        """Whether the backward that runs gives its gradients to us."""
+        return self.listening and (self._always or self.taking)
+
+    def take(self, shadow: _Shadow, grad: Tensor) -> None:
+        """Keep a gradient for `accumulate`, or hand it over in backward."""
+        if self._hooks is not None:
+            self._hooks.collect(shadow.buffer, shadow.segment.index, grad)
+        else:
+            self.stash.setdefault(shadow.buffer, {}).setdefault(shadow.segment.index, []).append(grad)
+
+    def _watch(self, slots: _Slots, module: nn.Module, dtype: torch.dtype) -> None:
+        own = _own(module)
+        others: set[int] = set()
+        if id(module) == self._root:
+            others = {id(e.param) for e in self._store.named if e.param.dtype == torch.float32}
+        slots.watch = _Watch(own, others, self._at_home, self._casts, dtype)
+        self._at_home.append(own)
+        slots.watch.__enter__()
+
+    def _leave(self, module: nn.Module) -> None:
+        slots = self._modules.get(id(module))
+        if slots is None or slots.module() is not module:
+            return
+        params = module._parameters
+        for name, param, live in slots.swapped:
+            if params.get(name) is live:
+                params[name] = param
+        slots.swapped.clear()
+        if slots.unwatched is not None:
+            self._at_home.remove(slots.unwatched)
+            slots.unwatched = None
+        watch, slots.watch = slots.watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+            self._at_home.remove(watch.own)
+            self._learn(slots, watch)
+
+    def _may_route(self, param: nn.Parameter) -> bool:
+        """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
+        if id(param) in self._elsewhere:
+            return False  # autograd would sum what comes from there and from here in 16 bit
+        if self._hooks is not None and id(param) in self._direct:
+            return False  # its gradient comes in two parts, which "microbatch" adds up before they are accumulated
+        ours = 0 if self._hooks is None else 1
+        after = param._post_accumulate_grad_hooks
+        return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
+
+    def _learn(self, slots: _Slots, watch: _Watch) -> None:
+        module = slots.module()
+        assert module is not None
+        self._elsewhere |= watch.elsewhere
+        self._direct |= watch.direct
+        if not watch.cast and not watch.direct and watch.own:
+            return  # the forward raised, or ran nothing: look again next time
+        slots.learned_in = self._generation
+        if slots.shadows is None:
+            slots.shadows = {}
+        for name, param in module._parameters.items():
+            if param is None or id(param) not in watch.cast or id(param) in watch.direct:
+                slots.shadows.pop(name, None)
+                continue
+            place = self._store.place(param)
+            if param.dtype != torch.float32 or place is None:
+                continue
+            shadow = self._shadows.get(id(param))
+            if shadow is None:
+                shadow = self._shadows[id(param)] = _Shadow(param, watch.dtype, *place)
+                self._new.append(shadow)
+            if shadow.dtype == watch.dtype:
+                slots.shadows[name] = shadow
+
+    # ---- the shadow
+
+    def _allocate(self) -> None:
+        """Give new shadows views of one flat tensor per device and dtype."""
+        groups: dict[tuple[torch.device, torch.dtype], list[_Shadow]] = {}
+        for shadow in self._new:
+            groups.setdefault((shadow.param.device, shadow.dtype), []).append(shadow)
+        self._new.clear()
+        for (device, dtype), shadows in groups.items():
+            alignment = ALIGNMENT_BYTES // dtype.itemsize
+            sizes = [-(-shadow.segment.numel // alignment) * alignment for shadow in shadows]
+            with torch.inference_mode(False), torch.no_grad():
+                flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+                for shadow, part in zip(shadows, flat.split(sizes), strict=True):
+                    segment = shadow.segment
+                    shadow.tensor = part.as_strided(segment.shape, segment.stride, part.storage_offset())
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Round every parameter that changed: one pass per device."""
+        stale: dict[torch.device, list[_Shadow]] = {}
+        for shadow in self._shadows.values():
+            if shadow.tensor is not None and shadow.holds != shadow.current():
+                stale.setdefault(shadow.param.device, []).append(shadow)
+        for shadows in stale.values():
+            outputs = [shadow.tensor for shadow in shadows if shadow.tensor is not None]
+            inputs = [shadow.param.detach() for shadow in shadows]
+            if all(output.stride() == input.stride() for output, input in zip(outputs, inputs, strict=True)):
+                shadows[0].buffer.ops.scaled_copy_(outputs, inputs)
+            else:  # a parameter that is not dense
+                torch._foreach_copy_(outputs, inputs)
+            # A graph that still holds the old values must notice.
+            torch.autograd.graph.increment_version(outputs)
+            for shadow in shadows:
+                shadow.holds = shadow.current()
+
+    def open_window(self) -> None:
+        """Forget what was taken; the optimizer has stepped, so the shadow is rounded anew."""
+        self.clear()
+        self.listening = True
+        for shadow in self._shadows.values():
+            shadow.holds = None
+
+    def clear(self) -> None:
+        """Forget what was taken, at the end of a micro-batch; what was learned in it is used from now on."""
+        self.stash.clear()
+        self._casts.clear()
+        self._live.clear()
+        self._generation += 1
+        if self._new:
+            self._allocate()
+
+    def remove(self) -> None:
+        """Take off every hook."""
+        _remove(self._handles)
+
+
+class _Hook:
+    """A module hook that copies and pickles of the module do not take along."""
+
+    def __init__(self, route: weakref.ref[AutocastRoute], method: Callable[[AutocastRoute, nn.Module], None]) -> None:
+        self._route = route
+        self._method = method
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a compiled forward keeps autocast's casts
+        route = self._route()
+        if route is not None:
+            self._method(route, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Takes any arguments, does nothing, and needs no accumkernels where a pickle is loaded.
+        return functools.partial, (sys.audit, "accumkernels")
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
