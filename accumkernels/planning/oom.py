@@ -1,0 +1,58 @@
+"""Telling out of memory from every other failure."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+# What allocators and libraries write into a plain RuntimeError. Only texts that mean memory: others that come with it
+# at times (CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_SUPPORTED) are bugs too, which a smaller batch would hide.
+_MESSAGES = re.compile(
+    "|".join(
+        (
+            r"\b(CUDA|HIP|XPU|MPS backend) out of memory",  # torch's caching allocators
+            r"\b(CUDA|HIP) (driver )?error: out of memory",  # cudaMalloc and cuMem* outside of them, pinned memory
+            r"\bcudaErrorMemoryAllocation\b|\bhipErrorOutOfMemory\b|\bCUDA_ERROR_OUT_OF_MEMORY\b",
+            r"\b(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED\b|\bCUFFT_ALLOC_FAILED\b",
+            r"\bCUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED\b",  # cuDNN 9
+            r"\bmiopenStatusAllocFailed\b|\brocblas_status_memory_error\b",
+            r"(Cuda|HIP) failure( \d+)? '?out of memory",  # NCCL and RCCL, in the last error they append
+            r"\bTriton Error \[\w+\]: (?:\w+: )?out of memory",
+            r"\bUR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY\b",  # SYCL
+            r"\bDefaultCPUAllocator: (can't allocate|not enough) memory",
+            r"\bCannot allocate memory \(12\)",  # shared memory: mmap
+            r"\bstd::bad_alloc\b",
+        )
+    )
+)
+
+
+def _is_oom(exception: BaseException) -> bool:
+    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(exception, RuntimeError) and _MESSAGES.search(str(exception)) is not None
+
+
+def is_oom_error(exception: BaseException) -> bool:
+    """Whether an exception means that memory ran out, on the device or on the host.
+
+    `torch.OutOfMemoryError`, `MemoryError`, and every RuntimeError with the text of the caching allocators, the CUDA
+    and HIP runtimes, cuBLAS, cuDNN, NCCL, Triton, MPS or the host's allocator; also when one of these is the
+    `__cause__` of the exception, at any depth. What an exception was raised in the handling of (`__context__`) does not
+    count: the exception failed for another reason. Neither does Triton's OutOfResources: its shared memory does not
+    depend on the batch.
+
+    Raises:
+        TypeError: `exception` is no exception.
+    """
+    if not isinstance(exception, BaseException):
+        raise TypeError(f"exception must be an exception, got {type(exception).__name__}")
+    seen: set[int] = set()
+    link: BaseException | None = exception
+    while link is not None and id(link) not in seen:
+        if _is_oom(link):
+            return True
+        seen.add(id(link))
+        link = link.__cause__
+    return False
