@@ -1,0 +1,48 @@
+"""Checks of numbers that planning functions are given."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+
+def positive_int(value: Any, name: str) -> int:
+    """`value` as an int of at least 1; anything with `__index__` but bool.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    number = int(number)  # not a BatchSize
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def positive_float(value: Any, name: str) -> float:
+    """`value` as a positive finite float.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    return float(value)
+
+
+def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
+    """Check that `value` is one of `accepted`.
+
+    Raises:
+        ValueError: names the argument, its value and what is accepted.
+    """
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")

@@ -1,0 +1,83 @@
+"""Batches as trees: tensors in tuples, lists and mappings, samples along the first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _is_container(tree: Any) -> bool:
+    return isinstance(tree, Mapping | tuple | list)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree with `function` applied to its leaves; named tuples and other mappings keep their class."""
+    if isinstance(tree, Mapping):
+        mapped = {key: tree_map(function, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(tree_map(function, value) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(tree_map(function, value) for value in tree)
+    return function(tree)
+
+
+def tree_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """The leaves, each with its place, as in `batch['inputs'][0]`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from tree_leaves(value, f"{path}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for index, value in enumerate(tree):
+            yield from tree_leaves(value, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def samples(tree: Any) -> int:
+    """Number of samples in a batch: the size of the first dimension, of which all its tensors have the same.
+
+    Tensors without dimensions and other leaves do not count.
+
+    Raises:
+        ValueError: no tensor has a dimension, or they disagree; names both.
+    """
+    first: tuple[str, int] | None = None
+    for path, leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            if first is None:
+                first = path, len(leaf)
+            elif len(leaf) != first[1]:
+                raise ValueError(
+                    f"{path} has {len(leaf)} samples (its first dimension), {first[0]} has {first[1]}; all tensors of "
+                    "a batch must have the same number"
+                )
+    if first is None:
+        raise ValueError("batch has no tensor with a dimension along which its samples could be counted")
+    return first[1]
+
+
+def slice_samples(tree: Any, start: int, stop: int, count: int) -> Any:
+    """Samples `start` to `stop` of a batch of `count`: views of its tensors.
+
+    A list or tuple without tensors that has one item per sample (texts, file names) is cut as well; other leaves go
+    into every slice as they are.
+    """
+    if isinstance(tree, tuple | list) and len(tree) == count and not hasattr(tree, "_fields"):
+        if not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(tree)):
+            return tree[start:stop]
+    if isinstance(tree, Mapping):
+        cut = {key: slice_samples(value, start, stop, count) for key, value in tree.items()}
+        return cut if type(tree) is dict else type(tree)(cut)  # type: ignore[call-arg]
+    if _is_container(tree):
+        items = [slice_samples(value, start, stop, count) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree[start:stop] if isinstance(tree, Tensor) and tree.dim() > 0 else tree
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """The tree with its tensors on `device`."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
