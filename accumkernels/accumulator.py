@@ -29,6 +29,7 @@ from .optimizers import (
 )
 from .options import check_options
 from .parameters import named_parameters
+from .planning.batchnorm import warn_of_batchnorm
 from .planning.noise_scale import NoiseMeter, NoiseScale
 from .scalars import as_scalar
 from .scaling import LossScaler
@@ -115,6 +116,7 @@ class FusedAccumulator:
             params, scaler, overflow, release, bucket_bytes, master_weights, process_group, noise_scale, autocast_route
         )
         named = named_parameters(params)
+        warn_of_batchnorm(params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
         self._store = Store(named, backend, master_weights)

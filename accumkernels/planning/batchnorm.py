@@ -1,0 +1,145 @@
+"""BatchNorm and accumulation: the one layer for which micro-batches are not one big batch.
+
+In training BatchNorm normalizes with the mean and variance of the batch it sees, which is the micro-batch. Accumulation
+makes gradients equal to those of the big batch for every layer whose output depends on one sample alone; with BatchNorm
+it gives those of a model that normalizes over micro-batches ("ghost batches"; Hoffer et al. 2017, arXiv:1705.08741).
+That trains well from some 16 samples on, and badly below (Wu and He 2018, "Group Normalization", arXiv:1803.08494,
+figure 1). GroupNorm normalizes within a sample and has no such limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .checks import positive_int
+
+_log = logging.getLogger(__name__)
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def batchnorm_modules(model: nn.Module) -> list[str]:
+    """Names of a model's BatchNorm modules, SyncBatchNorm and lazy ones too, in training or not; "" for `model` itself.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    return [name for name, _ in _batchnorms(model)]
+
+
+def _batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+
+
+def uses_batch_statistics(model: nn.Module) -> list[str]:
+    """Names of the BatchNorm modules that, as they are now, normalize with the statistics of the batch."""
+    return [
+        name
+        for name, module in _batchnorms(model)
+        if module.training or (module.running_mean is None and module.running_var is None)
+    ]
+
+
+def warn_of_batchnorm(params: object) -> None:
+    """Log, once per model, that it is accumulated with BatchNorm in training; `params` may be anything."""
+    if not isinstance(params, nn.Module) or params in _warned:
+        return
+    names = uses_batch_statistics(params)
+    if names:
+        _warned.add(params)
+        _log.warning(
+            "the model has %d BatchNorm module%s in training (the first: %r), which normalize over each micro-batch, "
+            "not over the window: gradients are not those of one big batch. See accumkernels.replace_batchnorm and "
+            "accumkernels.planning.batchnorm",
+            len(names),
+            "" if len(names) == 1 else "s",
+            names[0],
+        )
+
+
+def _groups(channels: int, most: int) -> int:
+    """The largest divisor of `channels` up to `most` that leaves two channels to a group; 1 where there is none."""
+    most = min(most, channels // 2)
+    return max((groups for groups in range(1, most + 1) if channels % groups == 0), default=1)
+
+
+def _group_norm(name: str, module: _BatchNorm, most: int) -> nn.GroupNorm:
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError(f"replace_batchnorm: {name!r} is lazy: run the model once first")
+    channels = module.num_features
+    if channels == 1 and isinstance(module, nn.BatchNorm1d):
+        raise ValueError(
+            f"replace_batchnorm: {name!r} has a single channel: GroupNorm would have one value per group and return 0"
+        )
+    norm = nn.GroupNorm(_groups(channels, most), channels, eps=module.eps, affine=False)
+    if module.affine:
+        norm.affine = True
+        norm.weight, norm.bias = module.weight, module.bias
+    return norm.train(module.training)
+
+
+def replace_batchnorm(model: nn.Module, num_groups: int = 32) -> int:
+    """Replace every BatchNorm by a GroupNorm, which treats micro-batches as the big batch. Do it before training.
+
+    The affine parameters stay the same objects, with their values, dtype, device and `requires_grad`, so that an
+    optimizer may exist already. Running statistics, and hooks on the modules, are gone; a trained model needs training
+    after that. A module used in several places is replaced by one.
+
+    Args:
+        model: Changed in place.
+        num_groups: Upper bound; each layer takes the largest divisor of its channels up to it that leaves at least two
+            channels to a group, so that no group is a single value, whatever the input's size.
+
+    Returns:
+        How many were replaced.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; `model` is itself a BatchNorm; a BatchNorm is lazy, or a
+            BatchNorm1d of one channel. Nothing is replaced then.
+    """
+    most = positive_int(num_groups, "num_groups")
+    found = _batchnorms(model)
+    if isinstance(model, _BatchNorm):
+        raise ValueError("replace_batchnorm: the model is itself a BatchNorm and cannot be replaced in place")
+    norms = {id(module): _group_norm(name, module, most) for name, module in found}
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if id(child) in norms:
+                module._modules[key] = norms[id(child)]
+    return len(norms)
+
+
+def correct_batchnorm_momentum(model: nn.Module, accumulation_steps: int) -> int:
+    """Slow the running statistics down so that they move per window of K micro-batches as they did per batch.
+
+    A BatchNorm updates `running = (1 - m) running + m batch` in every forward pass: K times per window, after which
+    the old value counts `(1 - m)**K` instead of `1 - m`. With
+
+        m' = 1 - (1 - m)**(1 / K)
+
+    it counts `(1 - m')**K = 1 - m`, exactly, and the K micro-batches count m together. Among themselves they count
+    `m' (1 - m')**(K - 1 - j)`, j = 0 ... K - 1: nearly equally (for m = 0.1 the first counts 0.9 of what one after the
+    last would). Micro-batch means have the big batch's mean as their mean, and unbiased variances that of the
+    population, so for independent samples the expected running statistics are those of the big batch. What this
+    does not mend is the normalization in training itself.
+
+    Args:
+        model: Changed in place; call it once.
+        accumulation_steps: K.
+
+    Returns:
+        How many modules were changed. Those with `momentum=None` weigh all batches equally, and those that keep no
+        running statistics need nothing: they are left as they are.
+    """
+    steps = positive_int(accumulation_steps, "accumulation_steps")
+    changed = 0
+    for _, module in _batchnorms(model):
+        if module.momentum is not None and module.track_running_stats:
+            module.momentum = 1 - (1 - module.momentum) ** (1 / steps)
+            changed += 1
+    return changed
