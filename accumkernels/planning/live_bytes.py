@@ -1,0 +1,133 @@
+"""Bytes of tensors that are alive, counted op by op: memory where no allocator keeps count."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _StorageReference(weakref.ref):
+    """A weak reference that knows what is gone with its storage."""
+
+    __slots__ = ("key", "nbytes")
+
+    key: int
+    nbytes: int
+
+
+def format_bytes(nbytes: float) -> str:
+    """For people: 1,234 bytes are "1.2 KiB"."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of the tensors that ops return, once each, for as long as they live.
+
+    What an op allocates and frees inside is not seen, and neither is what compiled code allocates. Works with fake
+    tensors.
+
+    Args:
+        limit: Bytes of a device that has no more: what exceeds them raises `torch.OutOfMemoryError`; None: no limit.
+        granularity: Bytes that allocations are rounded up to.
+
+    Attributes:
+        peak: The most that were alive after any op.
+    """
+
+    def __init__(self, limit: int | None = None, granularity: int = 1) -> None:
+        super().__init__()
+        self._live = 0
+        self.peak = 0
+        self._limit = limit
+        self._granularity = granularity
+        self._storages: dict[int, _StorageReference] = {}
+        # Filled by weak references' callbacks. A callback in Python might run the handler of a Ctrl-C and, being a
+        # callback, swallow its KeyboardInterrupt; deque.append cannot.
+        self._dead: deque[_StorageReference] = deque()
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        return self._sweep()
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Count tensors that exist already; the answer is the bytes that were not counted yet."""
+        before = self._sweep()
+        for tensor in tensors:
+            self._add(tensor)
+        self._check()
+        return self.live - before
+
+    def nbytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the distinct storages of `tensors`, rounded as counted here."""
+        distinct = {storage._cdata: self._rounded(storage) for storage in map(_storage, tensors) if storage is not None}
+        return sum(distinct.values())
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        self.peak = self._sweep()
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._granularity) * self._granularity
+
+    def _sweep(self) -> int:
+        while self._dead:
+            reference = self._dead.popleft()
+            if self._storages.get(reference.key) is reference:
+                del self._storages[reference.key]
+                self._live -= reference.nbytes
+        return self._live
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is None or storage._cdata in self._storages:
+            return
+        reference = _StorageReference(storage, self._dead.append)
+        reference.key, reference.nbytes = storage._cdata, self._rounded(storage)
+        self._storages[reference.key] = reference
+        self._live += reference.nbytes
+
+    def _check(self) -> None:
+        self.peak = max(self.peak, self._live)
+        if self._limit is not None and self._live > self._limit:
+            raise torch.OutOfMemoryError(
+                f"out of the memory limit: {format_bytes(self._live)} of tensors alive, "
+                f"limit {format_bytes(self._limit)}"
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.call(func, args, kwargs or {})
+        self._sweep()
+        if isinstance(result, Tensor):
+            self._add(result)
+        elif isinstance(result, tuple | list):
+            for value in torch.utils._pytree.tree_leaves(result):
+                if isinstance(value, Tensor):
+                    self._add(value)
+        self._check()
+        return result
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op; subclasses may change how."""
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """None for tensors that have no storage of their own: sparse ones, and wrappers around others."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

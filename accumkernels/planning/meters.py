@@ -1,0 +1,148 @@
+"""The memory of a device during a trial: what it used at its peak, and a limit that stands in for a smaller device."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .live_bytes import LiveBytes, format_bytes
+
+
+class Meter(Protocol):
+    """Measures one trial after the other."""
+
+    peak: int
+    counted_steps: int | None  # steps that have to run under `counting`; None: all
+    rejected: str | None  # why the trial does not count as fitting though it came through
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Around a whole trial, with the device cleaned up before and after."""
+
+    def counting(self, existing: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Around the steps that are counted; `existing`: tensors from before, which are memory too."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished."""
+
+
+class CountingMeter:
+    """Counts tensors: for the CPU, and for devices whose allocator does not keep count."""
+
+    def __init__(self, device: torch.device, limit: int | None) -> None:
+        self.peak = 0
+        self.rejected: str | None = None
+        self._limit = limit
+        self.counted_steps = 2 if limit is None else None  # an optimizer's state is there from the second step on
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Around a whole trial."""
+        self.peak = 0
+        yield
+
+    @contextmanager
+    def counting(self, existing: Iterable[Tensor]) -> Iterator[None]:
+        """Count, and enforce the limit."""
+        live = LiveBytes(self._limit)
+        try:
+            live.add(existing)
+            with live:
+                yield
+        finally:
+            self.peak = max(self.peak, live.peak)
+
+    def synchronize(self) -> None:
+        """Nothing runs by itself here."""
+
+
+class CudaMeter:
+    """Reads the caching allocator, and lets it enforce the limit."""
+
+    def __init__(self, device: torch.device, limit: int | None, margin: float) -> None:
+        self.peak = 0
+        self.counted_steps: int | None = 0
+        self.rejected: str | None = None
+        self._device = device
+        self._limit = limit
+        self._margin = margin
+
+    def _clean(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def _retries(self) -> int:
+        return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+
+    def _fraction(self) -> float | None:
+        """Of the device's memory, what the allocator may take; None for all there is.
+
+        What other processes and this one's CUDA context hold is not the allocator's to leave free.
+        """
+        free, total = torch.cuda.mem_get_info(self._device)
+        if self._limit is not None:
+            return min(1.0, self._limit * (1 - self._margin) / total)
+        if self._margin == 0:
+            return None
+        others = total - free - torch.cuda.memory_reserved(self._device)
+        return max(0.0, (1 - self._margin) - others / total)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Clean up before, measure, clean up after."""
+        self.peak, self.rejected = 0, None
+        self._clean()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        retries = self._retries()
+        before = torch.cuda.get_per_process_memory_fraction(self._device)
+        fraction = self._fraction()
+        try:
+            if fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(min(before, fraction), self._device)
+            yield
+            torch.cuda.synchronize(self._device)
+            if self._retries() > retries:
+                self.rejected = "it fits only when cached blocks are freed again and again"
+        finally:
+            self.peak = torch.cuda.max_memory_allocated(self._device)
+            if fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(before, self._device)
+            self._clean()
+
+    @contextmanager
+    def counting(self, existing: Iterable[Tensor]) -> Iterator[None]:
+        """The allocator counts always."""
+        yield
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+
+def meter_for(device: torch.device, memory_limit: int | None, margin: float) -> Meter:
+    """The meter of a device.
+
+    Args:
+        device: Where training runs.
+        memory_limit: Bytes of a device to simulate; None for the device itself.
+        margin: Fraction of its memory that must stay free.
+    """
+    if device.type == "cuda":
+        return CudaMeter(device, memory_limit, margin)
+    limit = memory_limit
+    if limit is None and margin > 0:
+        if device.type != "cpu":
+            raise ValueError(f"margin on {device} needs memory_limit: the device's memory is not known")
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return CountingMeter(device, None if limit is None else int(limit * (1 - margin)))
+
+
+def describe_peak(nbytes: int) -> str:
+    """Exact and readable: "12,345 bytes (12.1 KiB)"."""
+    return f"{nbytes:,} bytes ({format_bytes(nbytes)})"

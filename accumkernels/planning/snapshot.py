@@ -1,0 +1,168 @@
+"""Putting a model, its optimizer's state and every random generator back as they were, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .interrupts import interrupts_later
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def random_state() -> Callable[[], None]:
+    """Remember Python's, numpy's (where it is imported), torch's and every initialised GPU's generator.
+
+    Returns:
+        What puts them back.
+    """
+    undo: list[Callable[[], None]] = []
+    python = random.getstate()
+    undo.append(lambda: random.setstate(python))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        undo.append(lambda: numpy.random.set_state(state))
+    cpu = torch.get_rng_state()
+    undo.append(lambda: torch.set_rng_state(cpu))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        cuda = torch.cuda.get_rng_state_all()
+        undo.append(lambda: torch.cuda.set_rng_state_all(cuda))
+    if torch.backends.mps.is_available():
+        mps = torch.mps.get_rng_state()
+        undo.append(lambda: torch.mps.set_rng_state(mps))
+
+    def restore() -> None:
+        for put_back in undo:
+            put_back()
+
+    return restore
+
+
+class Snapshot:
+    """What a training step may change, remembered, and put back as often as wanted.
+
+    The contents of all tensors are copied to the host, storage by storage, so that ties, views and strides stay, and a
+    device that is nearly full is no fuller. Remembered are: parameters, buffers and every other tensor reachable from
+    the modules' attributes; the attributes themselves, with the contents of lists, dicts, sets and deques (hooks,
+    counters, caches, train or eval mode); `.grad`s and hooks of parameters; torch.Generators; random generators.
+    Objects of other classes are not looked into.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._params: dict[int, tuple[Tensor, Tensor, Tensor | None, bool, list[Any]]] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._seen: dict[int, Any] = {}  # by id; kept alive, so that no id is used again
+        for module in model.modules():
+            self._remember(module.__dict__)
+        self._restore_random = random_state()
+
+    def include(self, optimizer: Optimizer) -> None:
+        """Remember an optimizer's state, groups and hooks too, as they are now."""
+        self._remember(optimizer.__dict__)
+
+    def _remember(self, root: Any) -> None:
+        """Remember a value and, without recursion, whatever containers lead to."""
+        queue = [root]
+        while queue:
+            value = queue.pop()
+            if isinstance(value, Tensor):
+                self._tensor(value)
+            elif isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
+            elif isinstance(value, dict | list | set | deque | tuple) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                if not isinstance(value, tuple):
+                    self._containers.append((value, _copy(value)))
+                queue.extend(_items(value))
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if id(tensor) in self._seen:
+            return
+        self._seen[id(tensor)] = tensor
+        if tensor.is_leaf:
+            hooks = [(name, _contents(getattr(tensor, name, None))) for name in _HOOKS]
+            data = tensor.detach()  # shares the storage, but not a later `tensor.data = other`
+            self._params[id(tensor)] = (tensor, data, tensor.grad, tensor.requires_grad, hooks)
+            if tensor.grad is not None:
+                self._content(tensor.grad)
+        self._content(tensor)
+
+    def _content(self, tensor: Tensor) -> None:
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage, storage.cpu() if storage.device.type != "cpu" else storage.clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back; a Ctrl-C meanwhile waits until it is done."""
+        with interrupts_later():
+            self._restore()
+
+    def _restore(self) -> None:
+        for container, content in self._containers:
+            _refill(container, content)
+        for tensor, data, grad, requires_grad, hooks in self._params.values():
+            if _moved(tensor, data):
+                tensor.data = data
+            if tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+            for name, content in hooks:
+                current = getattr(tensor, name, None)
+                if current is not None:
+                    _refill(current, content)
+        for storage, content in self._storages.values():
+            storage.copy_(content)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        self._restore_random()
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from (key for key in value if isinstance(key, Tensor))  # an optimizer's state
+        yield from value.values()
+    else:
+        yield from value
+
+
+def _copy(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def _contents(hooks: Any) -> Any:
+    return {} if hooks is None else dict(hooks)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its old content, in place: others hold it too."""
+    container.clear()
+    if isinstance(container, dict | set):
+        container.update(content)
+    else:
+        container.extend(content)
+
+
+def _moved(tensor: Tensor, data: Tensor) -> bool:
+    """Whether the tensor was given other memory, or looks at it otherwise."""
+    return (
+        tensor.device != data.device
+        or tensor.dtype != data.dtype
+        or tensor.shape != data.shape
+        or tensor.stride() != data.stride()
+        or (not tensor.is_meta and tensor.untyped_storage()._cdata != data.untyped_storage()._cdata)
+        or tensor.storage_offset() != data.storage_offset()
+    )

@@ -1,0 +1,164 @@
+"""Training a few steps at one batch size, to see whether it fits."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .batches import Source, training_loss
+from .interrupts import interrupts_later
+from .live_bytes import format_bytes
+from .meters import Meter
+from .oom import is_oom_error
+from .snapshot import Snapshot
+
+_log = logging.getLogger(__name__)
+
+
+class Trial(NamedTuple):
+    """What a size did.
+
+    Attributes:
+        size: Samples of a micro-batch.
+        ok: Whether it fits.
+        peak_bytes: The most memory in use at a time; of a size that does not fit, until it ran out.
+        samples_per_second: In training, after warming up; 0.0 for a size that does not fit.
+    """
+
+    size: int
+    ok: bool
+    peak_bytes: int
+    samples_per_second: float
+
+
+@dataclass
+class Training:
+    """All that a trial needs to know but the batch size."""
+
+    model: nn.Module
+    device: torch.device
+    source: Source
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer]
+    amp_dtype: torch.dtype | None
+    iterations: int
+    accumulate: int | None
+    meter: Meter
+    on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
+
+    def try_size(self, size: int, snapshot: Snapshot) -> tuple[Trial, str]:
+        """Train, and put back everything that training changes.
+
+        Args:
+            size: Samples of a micro-batch.
+            snapshot: Restored afterwards, whatever happens.
+
+        Returns:
+            What came of it, and why it does not fit, in a line ("" where it does).
+
+        Raises:
+            Whatever training raises and is not out of memory, as it is.
+        """
+        rate, failure = 0.0, ""
+        with self.meter.trial():
+            try:
+                rate = self._train(size, snapshot)
+            except BaseException as error:
+                if not is_oom_error(error):
+                    raise
+                failure = next(iter(str(error).splitlines()), "") or type(error).__name__
+                _clear_frames(error)  # they hold the activations
+            finally:
+                with interrupts_later():
+                    snapshot.restore()
+        if failure:
+            gc.collect()  # before the next size; what it held in cycles
+        failure = failure or self.meter.rejected or ""
+        trial = Trial(size, not failure, self.meter.peak, 0.0 if failure else rate)
+        if failure:
+            _log.info("batch size %d does not fit: %s", size, failure)
+        else:
+            _log.info("batch size %d fits: peak %s, %.4g samples/s", size, format_bytes(trial.peak_bytes), rate)
+        return trial, failure
+
+    def _train(self, size: int, snapshot: Snapshot) -> float:
+        """The trial itself; the answer is in samples per second."""
+        for param in self.model.parameters():
+            param.grad = None
+        self.model.to(self.device)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
+            with self.meter.counting([*self.model.parameters(), *self.model.buffers()]):
+                optimizer = self.optimizer_fn(trained)
+                snapshot.include(optimizer)  # it may be one that exists already
+                step = self._step(optimizer, self.source(size, self.device), size, stack)
+                counted = self.meter.counted_steps
+                first = self.iterations if counted is None else min(counted, self.iterations)
+                # Where counting slows every op down, two steps more are timed without.
+                total = max(self.iterations, first + 2)
+                for index in range(first):
+                    next(step)
+                    self.on_step(size, index + 1, total)
+            timed = total - first
+            if first == 0:  # nothing has warmed up yet
+                next(step)
+                timed -= 1
+            self.meter.synchronize()
+            begin = time.perf_counter()
+            for index in range(total - timed, total):
+                next(step)
+                self.on_step(size, index + 1, total)
+            self.meter.synchronize()
+            seconds = time.perf_counter() - begin
+            step.close()
+        return timed * size * (self.accumulate or 1) / max(seconds, 1e-9)
+
+    def _step(
+        self, optimizer: Optimizer, batches: Iterator[Any], size: int, stack: contextlib.ExitStack
+    ) -> Generator[None, None, None]:
+        """An optimizer step each time it is asked for the next item."""
+
+        def loss() -> Tensor:
+            enabled = self.amp_dtype is not None
+            with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled):
+                return training_loss(self.model, next(batches), self.loss_fn)
+
+        if self.accumulate is None:
+            while True:
+                # Stepped whatever the gradients are: a GradScaler would skip the first steps while it looks for its
+                # scale, and the optimizer's state, which it makes in its first step, would be missing in the measure.
+                loss().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                yield
+        from ..accumulator import FusedAccumulator
+
+        acc = stack.enter_context(FusedAccumulator(self.model, overflow=None, process_group=False))
+        while True:
+            for _ in range(self.accumulate):
+                acc.backward(loss(), weight=size)
+            acc.step(optimizer)
+            yield
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the local variables of every frame that an exception and those it is chained to went through."""
+    queue: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while queue:
+        link = queue.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        queue += [link.__cause__, link.__context__]
