@@ -1,6 +1,26 @@
 """Fused gradient accumulation for PyTorch: fp32 sums of micro-batch gradients, unscaled and checked in one pass."""
 
 from .accumulator import FusedAccumulator
+from .planning.batch_size import BatchSize, find_batch_size
+from .planning.batchnorm import batchnorm_modules, replace_batchnorm
+from .planning.learning_rate import suggest_learning_rate
+from .planning.memory import MemoryReport, memory_report
+from .planning.noise_scale import NoiseScale
+from .planning.oom import is_oom_error
+from .planning.plan import AccumulationPlan, plan
 
 __version__ = "0.1.0"
-__all__ = ["FusedAccumulator"]
+__all__ = [
+    "AccumulationPlan",
+    "BatchSize",
+    "FusedAccumulator",
+    "MemoryReport",
+    "NoiseScale",
+    "batchnorm_modules",
+    "find_batch_size",
+    "is_oom_error",
+    "memory_report",
+    "plan",
+    "replace_batchnorm",
+    "suggest_learning_rate",
+]

@@ -1,0 +1,344 @@
+"""Where the memory of a training step goes, measured in a run or predicted without the device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .batches import made_batches, training_loss
+from .checks import positive_int
+from .fakes import FakeDevice, LiveFakeBytes
+from .live_bytes import LiveBytes, format_bytes
+from .snapshot import Snapshot
+
+PARTS = ("parameters", "gradients", "accumulators", "optimizer", "activations", "workspace")
+CUDA_BLOCK = 512  # bytes: what the caching allocator rounds up to
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes at the peak of a training step; the parts add up to `total`. `str()` of it is a table.
+
+    Attributes:
+        batch_size: Samples of a micro-batch.
+        parameters: Parameters and buffers of the model.
+        gradients: Every `.grad`. All of them and the parts before and after exist when the optimizer steps.
+        accumulators: Flat buffers of a FusedAccumulator.
+        optimizer: The optimizer's state, after its first step.
+        activations: What the forward pass leaves for backward, and the batch itself; of that, what the peak has on top
+            of the parts above: gradients reuse the memory of activations that backward has freed.
+        workspace: The rest of the peak: temporaries of backward and of the optimizer's step.
+        per_sample: By how much the peak of forward and backward grows with a sample.
+        training_peak: The most in use in forward and backward; `total` is larger where the optimizer's step needs more.
+        predicted: Whether it was traced with fake tensors.
+    """
+
+    batch_size: int
+    parameters: int
+    gradients: int
+    accumulators: int
+    optimizer: int
+    activations: int
+    workspace: int
+    per_sample: float
+    training_peak: int
+    predicted: bool
+
+    @property
+    def total(self) -> int:
+        """The most bytes of tensors in use at a time."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    def predict(self, batch_size: int) -> int:
+        """`total` at another batch size, along the slope `per_sample`."""
+        grown = self.training_peak + self.per_sample * (positive_int(batch_size, "batch_size") - self.batch_size)
+        step = self.total if self.total > self.training_peak else 0
+        fixed = self.parameters + self.gradients + self.accumulators + self.optimizer
+        return max(round(grown), step, fixed)
+
+    def fits(self, nbytes: int, batch_size: int | None = None) -> bool:
+        """Whether a batch (this one, or another size along the slope) fits in a memory of `nbytes`.
+
+        A device gives less than it has: leave room for its context (some 0.5 GB under CUDA), library workspaces and
+        fragmentation; 10 % of its memory is a good margin.
+        """
+        total = self.total if batch_size is None else self.predict(batch_size)
+        return total <= positive_int(nbytes, "nbytes")
+
+    def __str__(self) -> str:
+        rows = [(part, getattr(self, part)) for part in PARTS] + [("total", self.total)]
+        width = max(len(f"{nbytes:,}") for _, nbytes in rows)
+        share = max(self.total, 1)
+        lines = [f"{name:<13} {n:>{width},}  {format_bytes(n):>10}  {n / share:>4.0%}" for name, n in rows]
+        origin = "predicted with fake tensors" if self.predicted else "measured"
+        head = f"memory in bytes at batch size {self.batch_size}, {origin}"
+        return "\n".join([head, *lines, f"per sample    {round(self.per_sample):>{width},}"])
+
+
+class _Peaks(NamedTuple):
+    """What one batch size used, in bytes."""
+
+    parameters: int
+    gradients: int
+    accumulators: int
+    optimizer: int
+    forward: int  # left by the forward pass on top of the fixed parts
+    training: int  # peak of forward and backward
+    total: int  # peak of all
+
+
+@dataclass
+class _Run:
+    """What is trained for a report; on fake or on real tensors."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    make_batch: Callable[[int], Any]
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    amp: tuple[str, torch.dtype | None]
+    accumulate: int | None
+    device: torch.device
+
+    def measure(self, size: int, live: LiveBytes) -> _Peaks:
+        """Train two steps, the second of them measured; `live` counts."""
+        parameters = live.add([*self.model.parameters(), *self.model.buffers()])
+        live.add(_state(self.optimizer))
+        batches = made_batches(self.make_batch)(size, self.device)
+        if self.accumulate is None:
+            return self._steps(batches, live, parameters, None)
+        from ..accumulator import FusedAccumulator
+
+        with FusedAccumulator(self.model, overflow=None, process_group=False) as acc:
+            return self._steps(batches, live, parameters, acc)
+
+    def _steps(self, batches: Any, live: LiveBytes, parameters: int, acc: Any) -> _Peaks:
+        accumulators = 0 if acc is None else live.nbytes(acc.flat_buffers)
+        forward = gradients = training = total = 0
+        for step in range(2):
+            for _ in range(self.accumulate or 1):
+                live.reset_peak()
+                before = live.live
+                batch = next(batches)
+                loss = self._loss(batch)
+                forward = live.live - before
+                loss.backward()
+                gradients = live.nbytes(p.grad for p in self.model.parameters() if p.grad is not None)
+                training = max(training, live.peak) if step else 0
+                total = max(total, live.peak) if step else 0
+                del loss, batch
+                if acc is not None:
+                    acc.accumulate(weight=1.0)
+            live.reset_peak()
+            if acc is None:
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+            else:
+                acc.step(self.optimizer)
+            total = max(total, live.peak) if step else 0
+        optimizer = live.nbytes(_state(self.optimizer))
+        return _Peaks(parameters, gradients, accumulators, optimizer, forward, training, total)
+
+    def _loss(self, batch: Any) -> Tensor:
+        device_type, dtype = self.amp
+        with torch.autocast(device_type, dtype=dtype, enabled=dtype is not None):
+            return training_loss(self.model, batch, self.loss_fn)
+
+
+def _state(optimizer: Optimizer) -> list[Tensor]:
+    """Every tensor in an optimizer's state."""
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)
+    ]
+
+
+def memory_report(
+    model: nn.Module,
+    optimizer: Optimizer,
+    make_batch: Callable[[int], Any],
+    batch_size: int,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    amp_dtype: torch.dtype | None = None,
+    accumulate: int | None = None,
+    device: torch.device | str | None = None,
+    fake: bool = False,
+) -> MemoryReport:
+    """Say where the memory of a training step goes at one batch size.
+
+    Two training steps are run at `batch_size`, and two at half of it for the slope; model, optimizer and random
+    generators are then as they were, bit for bit. Tensors are counted as ops return them, once per storage, so that it
+    works on every device; what an op, a library or compiled code allocates inside is not seen. On CUDA the allocator's
+    own peak is taken instead, and what it has on top is workspace.
+
+    With `fake=True` nothing is allocated or computed: copies of model and optimizer, made of fake tensors, take the
+    steps, as if on `device`. A laptop can so plan for a card that it does not have. Where torch has no CUDA, CPU
+    kernels stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator does,
+    and optimizers take the way that they take there.
+
+    Args:
+        model: On any device, the meta device too with `fake=True`.
+        optimizer: Over the model's parameters; its state may be there or not.
+        make_batch: As for `find_batch_size`.
+        batch_size: Samples of a micro-batch.
+        loss_fn: As for `find_batch_size`.
+        amp_dtype: Run under autocast to this dtype.
+        accumulate: Micro-batches per step of a FusedAccumulator, whose buffers are then part of the memory.
+        device: With `fake=True`: the device to predict for; None for the model's.
+        fake: Predict instead of measuring.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; a device is given without `fake=True` that is not the model's.
+        torch.OutOfMemoryError: the run does not fit.
+    """
+    size = positive_int(batch_size, "batch_size")
+    steps = None if accumulate is None else positive_int(accumulate, "accumulate")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not callable(make_batch):
+        raise TypeError(f"make_batch must be callable, got {type(make_batch).__name__}")
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        raise ValueError("model has no trainable parameter")
+    if not any(id(p) in owned for p in params):
+        raise ValueError("optimizer owns none of the model's trainable parameters")
+    own = params[0].device
+    target = own if device is None else torch.device(device)
+    if not fake and target.type != own.type:
+        raise ValueError(f"the model is on {own}: a report for {target} needs fake=True, or model.to({str(target)!r})")
+    if not fake and own.type == "meta":
+        raise ValueError("the model is on the meta device: a report on it needs fake=True")
+    sizes = [size, size // 2] if size > 1 else [size, 2 * size] if fake else [size]
+    run = _Run(model, optimizer, make_batch, loss_fn, (target.type, amp_dtype), steps, target)
+    measure = _predict if fake else _measure
+    peaks = [measure(run, n) for n in sizes]
+    return _report(size, peaks[0], _slope(sizes, peaks), fake)
+
+
+def _slope(sizes: list[int], peaks: list[_Peaks]) -> float:
+    if len(sizes) == 1:  # one sample, and there may not be room for two
+        return float(peaks[0].forward)
+    return max(0.0, (peaks[0].training - peaks[1].training) / (sizes[0] - sizes[1]))
+
+
+def _report(size: int, peaks: _Peaks, slope: float, predicted: bool) -> MemoryReport:
+    fixed = peaks.parameters + peaks.gradients + peaks.accumulators + peaks.optimizer
+    total = max(peaks.total, fixed)
+    activations = min(peaks.forward, total - fixed)
+    return MemoryReport(
+        batch_size=size,
+        parameters=peaks.parameters,
+        gradients=peaks.gradients,
+        accumulators=peaks.accumulators,
+        optimizer=peaks.optimizer,
+        activations=activations,
+        workspace=total - fixed - activations,
+        per_sample=slope,
+        training_peak=peaks.training,
+        predicted=predicted,
+    )
+
+
+def _measure(run: _Run, size: int) -> _Peaks:
+    snapshot = Snapshot(run.model)
+    snapshot.include(run.optimizer)
+    cuda = run.device.type == "cuda"
+    live = _LiveCudaBytes(run.device) if cuda else LiveBytes()
+    try:
+        for param in run.model.parameters():
+            param.grad = None
+        with torch.inference_mode(False), torch.enable_grad(), live:
+            return run.measure(size, live)
+    finally:
+        snapshot.restore()
+
+
+def _predict(run: _Run, size: int) -> _Peaks:
+    fakes = FakeDevice(run.device)
+    model, optimizer = fakes.copy(run.model, run.optimizer)
+    faked = _Run(
+        model, optimizer, run.make_batch, run.loss_fn, (fakes.device.type, run.amp[1]), run.accumulate, fakes.device
+    )
+    live = LiveFakeBytes(fakes.device, CUDA_BLOCK if run.device.type == "cuda" else 1)
+    with fakes.mode, torch.inference_mode(False), torch.enable_grad(), fakes.unchanged_random_state(), live:
+        return faked.measure(size, live)
+
+
+class _LiveCudaBytes(LiveBytes):
+    """Counts tensors as `LiveBytes`, and takes peaks from the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(granularity=CUDA_BLOCK)
+        self._device = device
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._foreign: int | None = None  # what lives there that is not the model's
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        added = super().add(tensors)
+        self._foreign = torch.cuda.memory_allocated(self._device) - self.live
+        return added
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    @property
+    def peak(self) -> int:
+        """The allocator's, of what is not foreign."""
+        if self._foreign is None:
+            return 0
+        return torch.cuda.max_memory_allocated(self._device) - self._foreign
+
+    @peak.setter
+    def peak(self, value: int) -> None:
+        pass
+
+
+def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | None = None) -> None:
+    """Draw reports as stacked bars over batch sizes, with a device's limit as a line; a PNG of 1080 x 600 pixels.
+
+    Args:
+        path: Where to write it.
+        reports: One for each bar.
+        limit: Bytes of the device; None for no line.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there are no reports.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('pictures need matplotlib: pip install "accumkernels[demo]"') from error
+    bars = sorted(reports, key=lambda report: report.batch_size)
+    if not bars:
+        raise ValueError("reports is empty: there is nothing to draw")
+    colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#999999")  # Okabe and Ito
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    labels = [str(report.batch_size) for report in bars]
+    bottom = [0.0] * len(bars)
+    for part, colour in zip(PARTS, colours, strict=True):
+        heights = [getattr(report, part) / 1e6 for report in bars]
+        if any(heights):
+            axes.bar(labels, heights, bottom=bottom, color=colour, label=part, width=0.7)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    if limit is not None:
+        axes.axhline(limit / 1e6, color="#D55E00", linestyle="--", label=f"limit {format_bytes(limit)}")
+    axes.set_title("Memory of a training step")
+    axes.set_xlabel("micro-batch size (samples)")
+    axes.set_ylabel("MB")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left")
+    figure.savefig(path, format="png")
