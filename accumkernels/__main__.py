@@ -1,4 +1,4 @@
-"""`python -m accumkernels`: the doctor; `python -m accumkernels demo`: the demo."""
+"""`python -m accumkernels`: the doctor; `demo`: the demo; `plan` and `fit`: choosing the batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from .planning import fit_command, plan_command
 
 
 def _positive(text: str) -> int:
@@ -35,6 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=_positive, help="windows to train (default: 80, fewer and smaller ones on a slow machine)"
     )
     demo.add_argument("--seed", type=int, default=0, help="of weights and order of the data (default: 0)")
+    plan_command.add_parser(commands)
+    fit_command.add_parser(commands)
     return parser
 
 
@@ -46,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .doctor import report
 
             return report()
+        if arguments.command in ("plan", "fit"):
+            return (plan_command if arguments.command == "plan" else fit_command).run(arguments)
         for package in ("rich", "matplotlib"):
             try:
                 importlib.import_module(package)

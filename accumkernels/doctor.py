@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from . import __version__, ops
+from .planning.fragmentation import allocator_advice
 from .selftest import self_test
 
 
@@ -42,6 +43,8 @@ def report() -> int:
             print(f"  {name}: {_verdict(cause, failure)}")
             if failure is not None:
                 problems.append(f"{name} on {device} fails its self-test")
+    for line in allocator_advice():
+        print(line)
     print("problems: " + "; ".join(problems) if problems else "no problems found")
     return 1 if problems else 0
 

@@ -1,0 +1,254 @@
+"""What find_batch_size and memory_report leave behind: nothing, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accumkernels as ak
+
+
+class Model(nn.Module):
+    """With all that training changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.5)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 3)
+        self.tied = nn.Linear(3, 4)
+        self.tied.weight = self.inner.weight
+        self.register_buffer("average", torch.randn(4), persistent=False)
+        self.register_buffer("replaced", torch.zeros(2))
+        self.plain = torch.randn(5)
+        self.history: list[Tensor] = []
+        self.counts = {"forward": 0}
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(7)
+        self.frozen.eval()
+
+    def forward(self, x):
+        """Change everything."""
+        self.calls += 1
+        self.counts["forward"] += 1
+        x = self.norm(self.inner(x) + self.tied(x)) * torch.rand(1, generator=self.generator)
+        random.random(), numpy.random.rand()
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.plain.add_(1)
+            self.frozen.weight.add_(1)
+        self.replaced = self.replaced + 1
+        self.history.append(x)
+        self.cache = x
+        if self.calls % 2:
+            self.train()
+        return self.head(self.frozen(self.dropout(x)))
+
+
+def bits(tensor):
+    """Content, exactly; nan equal to itself."""
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+def state(model, optimizer):
+    """All that must not change, in comparable form."""
+    found = {
+        "tensors": {name: (bits(t), id(t)) for name, t in [*model.named_parameters(), *model.named_buffers()]},
+        "pointers": {name: p.data_ptr() for name, p in model.named_parameters()},
+        "grads": {
+            name: p.grad if p.grad is None else (bits(p.grad), id(p.grad)) for name, p in model.named_parameters()
+        },
+        "requires": [p.requires_grad for p in model.parameters()],
+        "plain": (bits(model.plain), len(model.history), dict(model.counts), model.calls),
+        "attributes": sorted(model.__dict__),
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules()],
+        "tensor hooks": [
+            len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()
+        ],
+        "names": [sorted(module._non_persistent_buffers_set) for module in model.modules()],
+        "optimizer": [
+            [{k: bits(v) if isinstance(v, Tensor) else v for k, v in s.items()} for s in optimizer.state.values()],
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        ],
+        "torch": bits(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": [v.tobytes() if isinstance(v, numpy.ndarray) else v for v in numpy.random.get_state()],
+        "generator": bits(model.generator.get_state()),
+        "grad mode": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
+    }
+    return copy.deepcopy(found)
+
+
+def build(stepped=True):
+    """A model and an optimizer in the middle of training, with `.grad`s and hooks, a negative zero and a nan."""
+    model = Model()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    if stepped:
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        model.history.clear()
+        del model.cache
+    with torch.no_grad():
+        model.average[0], model.average[1] = -0.0, float("nan")
+    model.register_forward_hook(lambda *args: None)
+    model.head.weight.register_hook(lambda grad: grad)
+    model.head.weight.register_post_accumulate_grad_hook(lambda param: None)
+    return model, optimizer
+
+
+def fit(model, **kwargs):
+    """Try 2, 4 and 8."""
+    return ak.find_batch_size(model, "cpu", (3,), (3,), 8, num_iterations=2, **kwargs)
+
+
+def out_of_memory(output, target):
+    """Beyond 4 samples."""
+    if len(output) > 4:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize("accumulate", [None, 2])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_after_success(stepped, accumulate):
+    """Parameters, buffers, grads, hooks, attributes, optimizer, generators and modes; after out of memory as well."""
+    model, optimizer = build(stepped)
+    before = state(model, optimizer)
+    assert fit(model, loss_fn=out_of_memory, accumulate=accumulate) == 4
+    assert state(model, optimizer) == before
+    ak.FusedAccumulator(model).remove()  # nothing holds the parameters
+
+
+def test_an_optimizer_that_exists():
+    """`optimizer_fn` may return the user's own, whose state comes back."""
+    model, optimizer = build()
+    before = state(model, optimizer)
+    assert fit(model, optimizer_fn=lambda params: optimizer) == 8
+    assert state(model, optimizer) == before
+
+
+class Failure(Exception):
+    """A bug of the user's."""
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step", "make_batch"])
+@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, RuntimeError, SystemExit])
+def test_after_an_error(place, kind):
+    """Every other exception comes out as the same object, and everything is as it was."""
+    model, optimizer = build()
+    error = kind("shapes do not match")
+    seen = []
+
+    def fail():
+        seen.append(place)
+        if len(seen) == 5:
+            raise error
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            if place == "step":
+                fail()
+
+    def make_batch(n):
+        if place == "make_batch":
+            fail()
+        return torch.randn(n, 3), torch.randn(n, 3)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if place == "forward":
+                fail()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if place == "backward":
+                fail()
+            return grad
+
+    before = state(model, optimizer)
+    with pytest.raises(kind) as caught:
+        fit(
+            model,
+            make_batch=make_batch,
+            optimizer_fn=lambda params: Optimizer(params, lr=0.1),
+            loss_fn=lambda output, target: Fails.apply(output - target).square().mean(),
+        )
+    assert caught.value is error
+    assert state(model, optimizer) == before
+
+
+def test_after_a_real_interrupt():
+    """A SIGINT in the middle of a trial."""
+    model, optimizer = build()
+    before = state(model, optimizer)
+    calls = []
+
+    def loss_fn(output, target):
+        calls.append(len(output))
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return (output - target).square().mean()
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, loss_fn=loss_fn)
+    assert len(calls) == 6
+    assert state(model, optimizer) == before
+
+
+def test_no_grad_and_inference_mode():
+    """Called under no_grad or inference_mode it trains all the same."""
+    model, optimizer = build()
+    before = state(model, optimizer)
+    with torch.no_grad():
+        assert fit(model) == 8
+    with torch.inference_mode():
+        assert fit(model) == 8
+    assert state(model, optimizer) == before
+
+
+def test_a_model_elsewhere_comes_back():
+    """Parameters whose memory is replaced in the trial get their own back (as when a model is moved to a GPU)."""
+    model, optimizer = build()
+    before = state(model, optimizer)
+
+    def loss_fn(output, target):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.data = param.data.clone()
+        return (output - target).square().mean()
+
+    assert fit(model, loss_fn=loss_fn) == 8
+    assert state(model, optimizer) == before
+
+
+@pytest.mark.parametrize("fake", [True, False])
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_memory_report_leaves_no_trace(fake, accumulate):
+    """Measured or predicted."""
+    model, optimizer = build()
+    before = state(model, optimizer)
+    report = ak.memory_report(
+        model,
+        optimizer,
+        lambda n: (torch.randn(n, 3), torch.randn(n, 3)),
+        4,
+        loss_fn=nn.functional.mse_loss,
+        accumulate=accumulate,
+        fake=fake,
+    )
+    assert report.total > 0
+    assert state(model, optimizer) == before
