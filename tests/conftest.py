@@ -4,6 +4,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -12,6 +13,15 @@ if not torch.cuda.is_available():
 
 if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
     collect_ignore_glob = ["test_cuda_host*.py"]  # pybind11 needs Python's headers (Debian: python3-dev)
+
+
+@pytest.fixture
+def one_thread():
+    """For models so small that threads only wait for each other, the more the busier the machine is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_configure(config):

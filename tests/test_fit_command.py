@@ -12,6 +12,8 @@ import pytest
 from accumkernels.__main__ import main
 from accumkernels.planning.fit_command import parse_bytes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FACTORIES = """
 import torch
 from torch import nn

@@ -16,6 +16,8 @@ from torch import nn
 import accumkernels as ak
 from accumkernels.planning.search import largest_that_fits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LIMITS = (0, 1, 2, 3, 63, 64, 65, 5000, None)
 CAP = 6000
 
@@ -180,27 +182,26 @@ def test_nothing_fits_holds_nothing():
 
 
 def test_a_failed_trial_is_freed_before_the_next():
-    """Also where the exception is kept by someone, and locals refer to each other."""
-    kept, alive = [], []
+    """Also where the exception is kept by someone, and locals refer to themselves."""
+    kept, references, alive = [], [], {}
 
     class Activation:
         pass
 
     def loss_fn(output, target):
+        alive.setdefault(len(output), sum(reference() is not None for reference in references))
         local = Activation()
-        local.self = local
-        alive.append(sum(reference() is not None for reference in _activations))
-        _activations.append(weakref.ref(local))
+        local.itself = local
+        references.append(weakref.ref(local))
         if len(output) > 4:
             kept.append(torch.OutOfMemoryError("CUDA out of memory"))
             raise kept[-1]
         return output.square().mean()
 
-    _activations: list[weakref.ref] = []
-    gc.collect()
-    assert fit(Device(None), mode="binsearch", loss_fn=loss_fn, dataset_size=16) == 4
-    failed = [i for i in range(1, len(alive)) if len(kept) and alive[i] == 0]
-    assert failed  # after a failure none is left
+    assert fit(Device(None), 16, mode="binsearch", loss_fn=loss_fn) == 4
+    assert list(alive) == [1, 2, 4, 8, 6, 5]
+    assert (alive[6], alive[5]) == (0, 0)
+    assert len(kept) == 3
 
 
 def test_trials_are_whole_steps():
@@ -400,6 +401,20 @@ def test_wrong_arguments(kwargs, error, match):
     with pytest.raises(error, match=match):
         ak.find_batch_size(**{**arguments, **kwargs})
     assert _log.sizes == []
+
+
+def test_the_collector_is_as_it_was():
+    """Nothing stays set aside from garbage collection; what the program itself set aside does."""
+    assert gc.get_freeze_count() == 0
+    fit(Device(3), 8)
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        fit(Device(3), 8)
+        assert gc.get_freeze_count() >= count > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_interrupt_handler_is_put_back():

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import accumkernels as ak
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Model(nn.Module):
     """With all that training changes."""

@@ -14,6 +14,7 @@ from .agreement import Agreement
 from .batches import Source, dummy_batches, loaded_batches, made_batches
 from .batchnorm import uses_batch_statistics
 from .checks import one_of, positive_int
+from .garbage import Garbage
 from .meters import describe_peak, meter_for
 from .progress import trial_progress
 from .search import largest_that_fits
@@ -145,6 +146,7 @@ def find_batch_size(
             iterations=max(2, positive_int(num_iterations, "num_iterations")),
             accumulate=None if accumulate is None else positive_int(accumulate, "accumulate"),
             meter=meter_for(_device(device), _limit(memory_limit), _fraction(margin)),
+            garbage=Garbage(),
         )
         snapshot = Snapshot(model)
     except BaseException:
@@ -171,7 +173,9 @@ def find_batch_size(
         failures.extend(failure for _, failure in everyones if failure)
         return ok
 
-    with trial_progress(progress) as training.on_step:
+    with training.garbage, trial_progress(progress) as training.on_step:
+        if training.device.type != "cpu":
+            training.garbage.collect()
         largest = largest_that_fits(fits, start, cap, step, mode)
     if largest is None:
         sizes = "; ".join(f"batch size {t.size} ran out after {describe_peak(t.peak_bytes)}" for t in tried)

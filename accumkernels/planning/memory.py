@@ -334,7 +334,7 @@ def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | 
             axes.bar(labels, heights, bottom=bottom, color=colour, label=part, width=0.7)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     if limit is not None:
-        axes.axhline(limit / 1e6, color="#D55E00", linestyle="--", label=f"limit {format_bytes(limit)}")
+        axes.axhline(limit / 1e6, color="#D55E00", linestyle="--", label=f"limit: {limit / 1e6:,.0f} MB")
     axes.set_title("Memory of a training step")
     axes.set_xlabel("micro-batch size (samples)")
     axes.set_ylabel("MB")

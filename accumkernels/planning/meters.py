@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -73,7 +72,6 @@ class CudaMeter:
         self._margin = margin
 
     def _clean(self) -> None:
-        gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 

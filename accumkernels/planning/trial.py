@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 import traceback
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .batches import Source, training_loss
+from .garbage import Garbage
 from .interrupts import interrupts_later
 from .live_bytes import format_bytes
 from .meters import Meter
@@ -54,6 +54,7 @@ class Training:
     iterations: int
     accumulate: int | None
     meter: Meter
+    garbage: Garbage
     on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
 
     def try_size(self, size: int, snapshot: Snapshot) -> tuple[Trial, str]:
@@ -81,8 +82,8 @@ class Training:
             finally:
                 with interrupts_later():
                     snapshot.restore()
-        if failure:
-            gc.collect()  # before the next size; what it held in cycles
+        if failure or self.device.type != "cpu":
+            self.garbage.collect()  # what it held in cycles is not to be counted in the next trial
         failure = failure or self.meter.rejected or ""
         trial = Trial(size, not failure, self.meter.peak, 0.0 if failure else rate)
         if failure:

@@ -1,0 +1,31 @@
+"""Collecting what a trial leaves in reference cycles, quickly."""
+
+from __future__ import annotations
+
+import gc
+
+
+class Garbage:
+    """Collects often at little cost, inside of `with`.
+
+    A full collection looks at every object of the process, 0.1 s and more with torch and a few libraries loaded. After
+    the first one, whatever is alive is set aside (`gc.freeze`), so that later ones look at new objects only. Where the
+    program has frozen objects itself, nothing is set aside.
+    """
+
+    def __init__(self) -> None:
+        self._frozen = False
+
+    def collect(self) -> None:
+        """Collect."""
+        gc.collect()
+        if not self._frozen and gc.get_freeze_count() == 0:
+            gc.freeze()
+            self._frozen = True
+
+    def __enter__(self) -> Garbage:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._frozen:
+            gc.unfreeze()
