@@ -386,6 +386,11 @@ def test_progress_bar(capsys):
         ({"memory_limit": 0}, ValueError, "memory_limit must be at least 1, got 0"),
         ({"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0"),
         ({"device": "gpu"}, ValueError, "device: 'gpu' is no device"),
+        *(
+            ()
+            if torch.cuda.is_available()
+            else [({"device": "cuda"}, ValueError, "'cuda', but torch finds no usable GPU")]
+        ),
         ({"input_shape": "3"}, TypeError, "input_shape must be a tuple of ints, the shape of one sample, got str"),
         ({"output_shape": None}, TypeError, "output_shape must be a tuple of ints, the shape of one sample, got None"),
         ({"model": nn.LazyLinear(2)}, ValueError, "parameter 'weight' is lazy: run the model once first"),

@@ -97,7 +97,7 @@ def find_batch_size(
     run.
 
     Args:
-        model: Moved to `device` for the trials where it is elsewhere.
+        model: Moved to `device` for the trials where it is elsewhere; one that is spread over devices stays so.
         device: Where to train.
         input_shape: Of one sample, without the batch dimension, for random fp32 inputs; not used (None) with
             `make_batch` or `make_loader`.
@@ -233,9 +233,12 @@ def _device(device: Any) -> torch.device:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device: {device!r} is no device ({error})") from None
-    if chosen.type == "cuda" and chosen.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    if chosen.type != "cuda":
+        return chosen
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: {device!r}, but torch finds no usable GPU")
+    torch.cuda.init()  # so that its random generators exist, to be remembered
+    return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
 
 
 def _callable(function: Any, name: str) -> Any:

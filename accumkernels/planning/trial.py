@@ -96,7 +96,8 @@ class Training:
         """The trial itself; the answer is in samples per second."""
         for param in self.model.parameters():
             param.grad = None
-        self.model.to(self.device)
+        if len({param.device for param in self.model.parameters()}) == 1:  # else it is spread over devices on purpose
+            self.model.to(self.device)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
             with self.meter.counting([*self.model.parameters(), *self.model.buffers()]):
