@@ -420,12 +420,3 @@ def test_the_collector_is_as_it_was():
         assert gc.get_freeze_count() >= count > 0
     finally:
         gc.unfreeze()
-
-
-def test_interrupt_handler_is_put_back():
-    """Restoring defers Ctrl-C, and the process's own handler returns."""
-    import signal
-
-    before = signal.getsignal(signal.SIGINT)
-    fit(Device(3), 8)
-    assert signal.getsignal(signal.SIGINT) is before

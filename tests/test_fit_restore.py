@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import accumkernels as ak
+from accumkernels.planning.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,6 +212,23 @@ def test_after_a_real_interrupt():
     assert state(model, optimizer) == before
 
 
+def test_an_interrupt_while_restoring(monkeypatch):
+    """A Ctrl-C that comes while things are put back waits until they are, and comes out then."""
+    model, optimizer = build()
+    before = state(model, optimizer)
+    original, handler = Snapshot._restore, signal.getsignal(signal.SIGINT)
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        original(self)
+
+    monkeypatch.setattr(Snapshot, "_restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model)
+    assert state(model, optimizer) == before
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_no_grad_and_inference_mode():
     """Called under no_grad or inference_mode it trains all the same."""
     model, optimizer = build()
@@ -231,6 +249,26 @@ def test_a_model_elsewhere_comes_back():
         with torch.no_grad():
             for param in model.parameters():
                 param.data = param.data.clone()
+        return (output - target).square().mean()
+
+    assert fit(model, loss_fn=loss_fn) == 8
+    assert state(model, optimizer) == before
+
+
+def test_what_a_loss_function_may_do():
+    """Hooks that it adds, flags that it flips, and gradients from before that it overwrites."""
+    model, optimizer = build()
+    before = state(model, optimizer)
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    assert gradients
+
+    def loss_fn(output, target):
+        model.head.weight.register_hook(lambda grad: grad)
+        model.head.bias.register_hook(lambda grad: grad)
+        model.head.weight.register_post_accumulate_grad_hook(lambda param: None)
+        model.frozen.requires_grad_(True)
+        for gradient in gradients:
+            gradient.zero_()
         return (output - target).square().mean()
 
     assert fit(model, loss_fn=loss_fn) == 8

@@ -11,7 +11,7 @@ import accumkernels as ak
 from accumkernels.demo.model import GPT
 from accumkernels.planning.fragmentation import allocator_advice
 from accumkernels.planning.live_bytes import LiveBytes, format_bytes
-from accumkernels.planning.memory import draw_memory
+from accumkernels.planning.memory_picture import draw_memory
 from accumkernels.planning.trial import training_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")

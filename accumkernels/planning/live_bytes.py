@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA_BLOCK = 512  # bytes: what the caching allocator rounds up to
 
 
 class _StorageReference(weakref.ref):
@@ -131,3 +134,36 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+class LiveCudaBytes(LiveBytes):
+    """Counts tensors as `LiveBytes`, and takes peaks from the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(granularity=CUDA_BLOCK)
+        self._device = device
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._foreign: int | None = None  # what lives there that is not the model's
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """As in the base class; what else is on the device counts as foreign."""
+        added = super().add(tensors)
+        self._foreign = torch.cuda.memory_allocated(self._device) - self.live
+        return added
+
+    def reset_peak(self) -> None:
+        """Forget the peak, the allocator's too."""
+        super().reset_peak()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    @property
+    def peak(self) -> int:
+        """The allocator's, of what is not foreign."""
+        if self._foreign is None:
+            return 0
+        return torch.cuda.max_memory_allocated(self._device) - self._foreign
+
+    @peak.setter
+    def peak(self, value: int) -> None:
+        pass

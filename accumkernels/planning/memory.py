@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +13,10 @@ from torch.optim import Optimizer
 from .batches import made_batches, training_loss
 from .checks import positive_int
 from .fakes import FakeDevice, LiveFakeBytes
-from .live_bytes import LiveBytes, format_bytes
+from .live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
 from .snapshot import Snapshot
 
 PARTS = ("parameters", "gradients", "accumulators", "optimizer", "activations", "workspace")
-CUDA_BLOCK = 512  # bytes: what the caching allocator rounds up to
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,7 @@ def _measure(run: _Run, size: int) -> _Peaks:
     snapshot = Snapshot(run.model)
     snapshot.include(run.optimizer)
     cuda = run.device.type == "cuda"
-    live = _LiveCudaBytes(run.device) if cuda else LiveBytes()
+    live = LiveCudaBytes(run.device) if cuda else LiveBytes()
     try:
         for param in run.model.parameters():
             param.grad = None
@@ -271,74 +268,3 @@ def _predict(run: _Run, size: int) -> _Peaks:
     live = LiveFakeBytes(fakes.device, CUDA_BLOCK if run.device.type == "cuda" else 1)
     with fakes.mode, torch.inference_mode(False), torch.enable_grad(), fakes.unchanged_random_state(), live:
         return faked.measure(size, live)
-
-
-class _LiveCudaBytes(LiveBytes):
-    """Counts tensors as `LiveBytes`, and takes peaks from the caching allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(granularity=CUDA_BLOCK)
-        self._device = device
-        gc.collect()
-        torch.cuda.empty_cache()
-        self._foreign: int | None = None  # what lives there that is not the model's
-
-    def add(self, tensors: Iterable[Tensor]) -> int:
-        added = super().add(tensors)
-        self._foreign = torch.cuda.memory_allocated(self._device) - self.live
-        return added
-
-    def reset_peak(self) -> None:
-        super().reset_peak()
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    @property
-    def peak(self) -> int:
-        """The allocator's, of what is not foreign."""
-        if self._foreign is None:
-            return 0
-        return torch.cuda.max_memory_allocated(self._device) - self._foreign
-
-    @peak.setter
-    def peak(self, value: int) -> None:
-        pass
-
-
-def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | None = None) -> None:
-    """Draw reports as stacked bars over batch sizes, with a device's limit as a line; a PNG of 1080 x 600 pixels.
-
-    Args:
-        path: Where to write it.
-        reports: One for each bar.
-        limit: Bytes of the device; None for no line.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there are no reports.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "accumkernels[demo]"') from error
-    bars = sorted(reports, key=lambda report: report.batch_size)
-    if not bars:
-        raise ValueError("reports is empty: there is nothing to draw")
-    colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#999999")  # Okabe and Ito
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    labels = [str(report.batch_size) for report in bars]
-    bottom = [0.0] * len(bars)
-    for part, colour in zip(PARTS, colours, strict=True):
-        heights = [getattr(report, part) / 1e6 for report in bars]
-        if any(heights):
-            axes.bar(labels, heights, bottom=bottom, color=colour, label=part, width=0.7)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    if limit is not None:
-        axes.axhline(limit / 1e6, color="#D55E00", linestyle="--", label=f"limit: {limit / 1e6:,.0f} MB")
-    axes.set_title("Memory of a training step")
-    axes.set_xlabel("micro-batch size (samples)")
-    axes.set_ylabel("MB")
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper left")
-    figure.savefig(path, format="png")
