@@ -1,0 +1,207 @@
+"""Runs methods and collects seconds: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from . import compute, host, limits, other_jobs, peers, window
+from .case import DTYPES, Case
+from .measure import Flush, Timer, count_launches
+from .shapes import Shapes
+
+COLD, WRITTEN = "cold", "written"  # the caches hold something else; backward has just written the gradients
+PRODUCTS, OPTIMIZER = "matrix products of a micro-batch", "fused AdamW"
+_WARM_UP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process measures.
+
+    Attributes:
+        table: "accumulate", "window", "host", "other jobs" or "step".
+        methods: Measured in turn, so that what disturbs the machine disturbs all alike.
+        seconds: After so many per method no further repetition begins.
+        micro_batches: Lengths of windows.
+        tokens: Of a micro-batch, where there are matrix products.
+    """
+
+    table: str
+    methods: tuple[str, ...]
+    shapes: Shapes
+    dtype: str
+    device: str
+    threads: int
+    repetitions: int
+    seconds: float
+    micro_batches: tuple[int, ...] = ()
+    tokens: int = 0
+
+
+@dataclasses.dataclass
+class Measured:
+    """Seconds of a method. `gradients` is `COLD` or `WRITTEN`, empty where that makes no difference."""
+
+    table: str
+    method: str
+    gradients: str
+    micro_batches: int
+    seconds: list[float]
+    launches: int | None = None
+    unavailable: str | None = None
+
+
+def _repeat(job: Job, once: Sequence[Callable[[], float]]) -> list[list[float]]:
+    """Seconds that each of `once` answers, in turn."""
+    seconds: list[list[float]] = [[] for _ in once]
+    deadline = time.monotonic() + job.seconds * len(once)
+    for repetition in range(job.repetitions + _WARM_UP):
+        for call, found in zip(once, seconds, strict=True):
+            elapsed = call()
+            if repetition >= _WARM_UP:
+                found.append(elapsed)
+        if repetition >= _WARM_UP and time.monotonic() > deadline:
+            break
+    return seconds
+
+
+def _accumulate(job: Job, case: Case, timer: Timer) -> list[Measured]:
+    """One accumulate of each method, gradients cold and just written; with ours, the limits."""
+    prepared = {name: peers.PEERS[name](case) for name in job.methods}
+    loops = limits.limits(case) if peers.OURS in prepared else {}
+    flush = Flush(case.device)
+    launches: dict[str, int | None] = dict.fromkeys(loops, 1)
+    for name, method in prepared.items():
+        method.whole()
+        launches[name] = method.launches or count_launches(method.whole, case.device)
+
+    def interleaved(add: Callable[[int], object]) -> Callable[[], float]:
+        """Each gradient is added when it has just been written; the writing alone is subtracted."""
+
+        def both() -> None:
+            for index in reversed(range(len(case.grads))):
+                case.write_one(index)
+                add(index)
+
+        return lambda: timer(both, flush) - timer(case.write, flush)
+
+    def cold(call: Callable[[], object]) -> Callable[[], float]:
+        return lambda: timer(call, flush)
+
+    def written(call: Callable[[], object], write: Callable[[], object]) -> Callable[[], float]:
+        return lambda: timer(call, write)
+
+    names = [*loops, *prepared]
+    calls = {**{n: loop.call for n, loop in loops.items()}, **{n: method.whole for n, method in prepared.items()}}
+    once = [cold(calls[name]) for name in names]
+    for name, loop in loops.items():
+        once.append(written(loop.call, loop.write))
+    for method in prepared.values():
+        once.append(written(method.whole, case.write) if method.one is None else interleaved(method.one))
+    states = [COLD] * len(names) + [WRITTEN] * len(names)
+    return [
+        Measured(job.table, name, state, 1, seconds, launches[name])
+        for name, state, seconds in zip(names * 2, states, _repeat(job, once), strict=True)
+    ]
+
+
+def _windows(job: Job, case: Case, timer: Timer) -> list[Measured]:
+    """Windows of every length, gradients just written; with ours, the limits."""
+    found = []
+    if peers.OURS in job.methods:
+        loops = limits.limits(case)
+        once = [lambda loop=loop: timer(loop.call, loop.write) for loop in loops.values()]  # type: ignore[misc]
+        for name, seconds in zip(loops, _repeat(job, once), strict=True):
+            found.append(Measured(job.table, name, WRITTEN, 0, seconds, 1))
+        del loops, once
+    for name in job.methods:
+        method = window.WINDOWS[name](case)
+
+        def end(method: window.Window = method) -> None:
+            method.finish()
+            method.zero()
+
+        for length in job.micro_batches:
+
+            def run(length: int = length, method: window.Window = method, end: Callable[[], None] = end) -> float:
+                total = sum(timer(method.accumulate, case.write) for _ in range(length))
+                return total + timer(end)
+
+            def launch(length: int = length, method: window.Window = method, end: Callable[[], None] = end) -> None:
+                for _ in range(length):
+                    method.accumulate()
+                end()
+
+            run()
+            launches = None if name == peers.COMPILED else count_launches(launch, case.device)
+            shorter = dataclasses.replace(job, repetitions=max(1, job.repetitions * 2 // length))
+            found.append(Measured(job.table, name, WRITTEN, length, _repeat(shorter, [run])[0], launches))
+        del method, end, run, launch
+        gc.collect()
+    return found
+
+
+def _host(job: Job, case: Case) -> list[Measured]:
+    """Host time per call."""
+    found = []
+    for name in job.methods:
+        call, before = host.METHODS[name](case)
+        seconds = host.host_seconds(call, before, job.repetitions, case.device)
+        found.append(Measured(job.table, name, "", 1, seconds))
+    return found
+
+
+def _other_jobs(job: Job, case: Case, timer: Timer) -> list[Measured]:
+    """What is no peer."""
+    found = []
+    for name in job.methods:
+        try:
+            call = other_jobs.JOBS[name](case, job.tokens)
+        except (RuntimeError, NotImplementedError) as error:
+            cause = str(error).partition(".")[0]
+            found.append(Measured(job.table, name, COLD, 1, [], unavailable=cause))
+            continue
+        flush = Flush(case.device)
+        found.append(Measured(job.table, name, COLD, 1, _repeat(job, [lambda c=call: timer(c, flush)])[0]))  # type: ignore[misc]
+    return found
+
+
+def run(job: Job) -> list[Measured]:
+    """Measure a job in this process."""
+    torch.set_num_threads(job.threads)
+    device = torch.device(job.device)
+    timer, dtype = Timer(device), DTYPES[job.dtype]
+    if job.table == "step":
+        products, optimizer = compute.step_seconds(job.shapes, dtype, job.tokens, timer)
+        return [Measured("step", name, "", 1, [s]) for name, s in ((PRODUCTS, products), (OPTIMIZER, optimizer))]
+    case = Case(job.shapes, dtype, device)
+    if job.table == "accumulate":
+        return _accumulate(job, case, timer)
+    if job.table == "window":
+        return _windows(job, case, timer)
+    return _host(job, case) if job.table == "host" else _other_jobs(job, case, timer)
+
+
+def run_apart(job: Job) -> list[Measured]:
+    """Measure a job in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(run, job).result()
+
+
+def merge(measured: Sequence[Measured]) -> list[Measured]:
+    """One entry per method and circumstances, with the seconds of all processes."""
+    merged: dict[tuple[str, str, str, int], Measured] = {}
+    for m in measured:
+        key = (m.table, m.method, m.gradients, m.micro_batches)
+        if key in merged:
+            merged[key].seconds += m.seconds
+        else:
+            merged[key] = dataclasses.replace(m, seconds=list(m.seconds))
+    return list(merged.values())
