@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kSumSquares ? 3 : 4)
 }
 
 __global__ void __launch_bounds__(kFinishThreads)
-    accumulate_sq_norm_kernel(const double* partials, int64_t blocks, const AccumulateArgs __grid_constant__ args) {
+    sq_norm_finish_kernel(const double* partials, int64_t blocks, const AccumulateArgs __grid_constant__ args) {
   Squares squares;
   squares.gradient = reduce_partials<Norm::kL2>(partials, blocks);
   __syncthreads();
@@ -196,7 +196,7 @@ cudaError_t launch_accumulate(const AccumulateArgs& args, double* partials, void
         launch_kernel(accumulate_kernel<Buffer, kSumSquares>, blocks, kThreads, stream, table, per_launch, partials);
     if (kSumSquares && error == cudaSuccess) {
       const double* finished = partials;
-      error = launch_kernel(accumulate_sq_norm_kernel, 1, kFinishThreads, stream, finished, blocks, per_launch);
+      error = launch_kernel(sq_norm_finish_kernel, 1, kFinishThreads, stream, finished, blocks, per_launch);
     }
     return error;
   };
