@@ -76,7 +76,8 @@ def readable(mangled: str) -> str:
         return mangled
     name, arguments = found.group(1), (found.group(2) or "")[1:-1]
     spelled = _ARGUMENTS.get(name, {})
-    parts = [spelled.get(a, _TYPES.get(a, a)) for a in re.findall(r"L.*?\d+E|\d+\w+|[a-z]", arguments + "E" * 2)]
+    one = "|".join([r"L.*?\d+E", *sorted(_TYPES, key=len, reverse=True), "[a-z]"])
+    parts = [spelled.get(a, _TYPES.get(a, a)) for a in re.findall(one, arguments + "E")]
     shown = ",".join(part for part in parts if part)
     return f"{name}[{shown}]" if shown else name
 
@@ -148,7 +149,9 @@ def library_archs() -> list[str]:
     info = native.build_info()
     archs = [arch for arch in (info or {}).get("archs", []) if arch.startswith("sm_")]
     if not archs:
-        print(f"no CUDA kernels to report: {native.load_error or 'the library was built without CUDA'}", file=sys.stderr)
+        print(
+            f"no CUDA kernels to report: {native.load_error or 'the library was built without CUDA'}", file=sys.stderr
+        )
     return archs
 
 

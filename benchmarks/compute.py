@@ -1,8 +1,8 @@
 """What the rest of a training step costs: its matrix products and the optimizer.
 
 A window's gradient work is put in relation to a step of nothing but the three products per matrix and micro-batch
-(forward, and two backward) and one fused AdamW. Attention, activations and losses would come on top, so shares are upper
-bounds; `benchmarks.training` measures a whole model.
+(forward, and two backward) and one fused AdamW. Attention, activations and losses would come on top, so shares are
+upper bounds; `benchmarks.training` measures a whole model.
 """
 
 from __future__ import annotations

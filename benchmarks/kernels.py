@@ -3,10 +3,10 @@
     python -m benchmarks.kernels --device cpu --csv benchmarks/results/kernels_cpu.csv
     python -m benchmarks.pictures benchmarks/results/kernels_cpu.csv
 
-Four tables. `accumulate`: one micro-batch's gradients into fp32 accumulators that hold a sum, gradients cold (the caches
-hold something else) and written (backward has just left them there; methods that take parameter by parameter get each
-one at once). `window`: K times accumulate, unscale, check, norm, clip, zero. `host`: the host's time per call. `other
-jobs`: what is often called accumulation, and is not the same. peers.py and window.py say what each method does.
+Four tables. `accumulate`: one micro-batch's gradients into fp32 accumulators that hold a sum, gradients cold (the
+caches hold something else) and written (backward has just left them there; methods that take parameter by parameter
+get each one at once). `window`: K times accumulate, unscale, check, norm, clip, zero. `host`: the host's time per call.
+`other jobs`: what is often called accumulation, and is not the same. peers.py and window.py say what each method does.
 
 GB/s counts what the job needs, so that it compares across methods: one accumulate reads gradient and accumulator and
 writes the accumulator. The limits are loops that only move memory, measured in the same run; `fraction_of_limit` refers
@@ -14,8 +14,9 @@ to the fastest of them. `share_of_step` is the gradient's part of a step made of
 tokens per micro-batch, and (for windows) a fused AdamW.
 
 On the CPU each method runs in processes of its own, as a training program uses one of them: most of the time of eager
-torch is its fp32 temporaries, which glibc hands back to the system and takes anew, page by page, unless the heap happens
-to hold a free block of the size. `kept temporaries` shows what remains without that.
+torch is its fp32 temporaries, which glibc hands back to the system and takes anew, page by page, unless the heap
+happens to hold a free block of the size. `kept temporaries` shows what remains without that. With `--processes 0` they
+share one, which is quicker and on the CPU less fair: the compiled loops bring threads of their own.
 """
 
 from __future__ import annotations

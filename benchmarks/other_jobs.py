@@ -2,9 +2,9 @@
 
 * Lossy: adding 16-bit gradients in 16 bit moves 6 bytes per element instead of 10, and loses what is below half a unit
   in the last place of the sum.
-* Fused into the product: a weight gradient's matrix product that adds its fp32 result into the accumulator (`addmm` with
-  `out_dtype`) never writes a 16-bit gradient at all. Such a layer has to be written for it; biases, norms and embeddings
-  still accumulate otherwise. It is shown beside the plain product to 16 bit.
+* Fused into the product: a weight gradient's matrix product that adds its fp32 result into the accumulator (`addmm`
+  with `out_dtype`) never writes a 16-bit gradient at all. Such a layer has to be written for it; biases, norms and
+  embeddings still accumulate otherwise. It is shown beside the plain product to 16 bit.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 All add into accumulators that hold a sum already (a later micro-batch). Ours also multiplies by weight / loss_scale and
 checks for inf and nan, which the others leave to passes of their own: the table of windows counts those.
 
-Nobody pays for what need not be: casts of an autocast forward pass are made beforehand, gradients are handed to autograd
-as they are, hooks are called without autograd's overhead, and the compiled loop has tensors of its own instead of views,
-whose overlap torch would check at each call.
+Nobody pays for what need not be: casts of an autocast forward pass are made beforehand, gradients are handed to
+autograd as they are, hooks are called without autograd's overhead, and the compiled loop has tensors of its own instead
+of views, whose overlap torch would check at each call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OURS = "accumkernels"
 OURS_TRITON = "accumkernels, Triton kernels"
 MIXED, CAST = "mixed add_", "cast and add_"
 FOREACH, FOREACH_CAST = "_foreach_add_, mixed", "_foreach_add_, cast"
-KEPT, COMPILED = "_foreach_copy_, _foreach_add_, kept temporaries", "torch.compile'd _foreach_add_"
+KEPT, COMPILED = "_foreach_copy_ + add_, kept temporaries", "torch.compile'd _foreach_add_"
 STOCK = "stock .grad under autocast"
 FLAT_GRAD, GRAD_DTYPE = "grad_dtype=None, flat .grad", "grad_dtype=float32"
 MEGATRON, DEEPSPEED = "Megatron-Core main_grad", "DeepSpeed BF16_Optimizer"
@@ -197,5 +197,3 @@ def available(device: torch.device, tensors: int) -> list[str]:
     if device.type != "cuda" or triton.unavailable(device) is not None:
         left_out.append(OURS_TRITON)
     return [name for name in PEERS if name not in left_out]
-
-

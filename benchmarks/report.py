@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from . import limits, peers, run
+from . import host, limits, peers, run
 from .case import DTYPES
 from .measure import median_and_spread
 from .run import Measured
@@ -54,7 +54,9 @@ def rows(
     elements = numel(shapes)
     step = {m.method: m.seconds[0] for m in measured if m.table == "step"}
     medians = {
-        (m.table, m.gradients, m.micro_batches, m.method): median_and_spread(m.seconds)[0] for m in measured if m.seconds
+        (m.table, m.gradients, m.micro_batches, m.method): median_and_spread(m.seconds)[0]
+        for m in measured
+        if m.seconds
     }
 
     def rate(m: Measured) -> float | None:
@@ -75,7 +77,7 @@ def rows(
         if m.table == "step":
             continue
         median, p10, p90 = median_and_spread(m.seconds) if m.seconds else (None, None, None)
-        base = host_or(m)
+        base = reference(m)
         ours = medians.get((m.table, m.gradients, m.micro_batches, base))
         products = step.get(run.PRODUCTS, 0.0)
         share = None
@@ -110,10 +112,8 @@ def rows(
     return [{column: row.get(column) for column in COLUMNS} for row in found]
 
 
-def host_or(m: Measured) -> str:
+def reference(m: Measured) -> str:
     """The method that `ratio_to_ours` refers to; the jobs that are no peers have none."""
-    from . import host
-
     if m.table == "other jobs" or (m.table == "window" and m.method in limits.NAMES):
         return ""
     return host.ACCUMULATE if m.table == "host" else peers.OURS

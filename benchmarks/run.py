@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import multiprocessing
 import time
@@ -90,21 +91,17 @@ def _accumulate(job: Job, case: Case, timer: Timer) -> list[Measured]:
                 case.write_one(index)
                 add(index)
 
-        return lambda: timer(both, flush) - timer(case.write, flush)
-
-    def cold(call: Callable[[], object]) -> Callable[[], float]:
-        return lambda: timer(call, flush)
-
-    def written(call: Callable[[], object], write: Callable[[], object]) -> Callable[[], float]:
-        return lambda: timer(call, write)
+        # Of tiny lists the difference may be lost in the noise of the two.
+        return lambda: max(timer(both, flush) - timer(case.write, flush), 1e-9)
 
     names = [*loops, *prepared]
     calls = {**{n: loop.call for n, loop in loops.items()}, **{n: method.whole for n, method in prepared.items()}}
-    once = [cold(calls[name]) for name in names]
-    for name, loop in loops.items():
-        once.append(written(loop.call, loop.write))
+    once: list[Callable[[], float]] = [functools.partial(timer, calls[name], flush) for name in names]
+    for loop in loops.values():
+        once.append(functools.partial(timer, loop.call, loop.write))
     for method in prepared.values():
-        once.append(written(method.whole, case.write) if method.one is None else interleaved(method.one))
+        whole = functools.partial(timer, method.whole, case.write)
+        once.append(whole if method.one is None else interleaved(method.one))
     states = [COLD] * len(names) + [WRITTEN] * len(names)
     return [
         Measured(job.table, name, state, 1, seconds, launches[name])
@@ -117,7 +114,7 @@ def _windows(job: Job, case: Case, timer: Timer) -> list[Measured]:
     found = []
     if peers.OURS in job.methods:
         loops = limits.limits(case)
-        once = [lambda loop=loop: timer(loop.call, loop.write) for loop in loops.values()]  # type: ignore[misc]
+        once = [functools.partial(timer, loop.call, loop.write) for loop in loops.values()]
         for name, seconds in zip(loops, _repeat(job, once), strict=True):
             found.append(Measured(job.table, name, WRITTEN, 0, seconds, 1))
         del loops, once
@@ -161,6 +158,7 @@ def _host(job: Job, case: Case) -> list[Measured]:
 def _other_jobs(job: Job, case: Case, timer: Timer) -> list[Measured]:
     """What is no peer."""
     found = []
+    flush = Flush(case.device)
     for name in job.methods:
         try:
             call = other_jobs.JOBS[name](case, job.tokens)
@@ -168,8 +166,8 @@ def _other_jobs(job: Job, case: Case, timer: Timer) -> list[Measured]:
             cause = str(error).partition(".")[0]
             found.append(Measured(job.table, name, COLD, 1, [], unavailable=cause))
             continue
-        flush = Flush(case.device)
-        found.append(Measured(job.table, name, COLD, 1, _repeat(job, [lambda c=call: timer(c, flush)])[0]))  # type: ignore[misc]
+        once = functools.partial(timer, call, flush)
+        found.append(Measured(job.table, name, COLD, 1, _repeat(job, [once])[0]))
     return found
 
 

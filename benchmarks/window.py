@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,5 +184,3 @@ WINDOWS: dict[str, Callable[[Case], Window]] = {
     peers.MEGATRON: _flat(peers.MEGATRON),
     peers.DEEPSPEED: _flat(peers.DEEPSPEED),
 }
-
-

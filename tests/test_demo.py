@@ -307,7 +307,7 @@ class TestMeasures:
     def test_live_bytes(self):
         """The peak counts what is alive at a time, once per storage, and nothing from before."""
         before = torch.zeros(1000)
-        with measure._LiveBytes([before]) as live:
+        with measure.LiveBytes([before]) as live:
             a = torch.zeros(100)
             b = a[10:20].add_(before[:10])  # a view of a
             c = a + 1  # 800 bytes alive

@@ -91,7 +91,7 @@ def gradient_seconds(methods: Sequence[Method], windows: Sequence[Window]) -> li
     return [statistics.median(found) for found in seconds]
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Peak of the bytes in tensors that were made under this mode and are alive; what an op uses inside is not seen.
 
     Args:
@@ -138,6 +138,6 @@ def peak_bytes(cls: type[Method], model: nn.Module, window: Window, amp_dtype: t
         run()
         return torch.cuda.max_memory_allocated(device) - before
     known = [*model.parameters(), *(tensor for batch in batches for tensor in (batch.inputs, batch.targets))]
-    with _LiveBytes(known) as live:
+    with LiveBytes(known) as live:
         run()
     return live.peak

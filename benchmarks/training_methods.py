@@ -1,0 +1,123 @@
+"""The training loops that benchmarks.training compares, as data: what a user would write with each."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import accumkernels as ak
+
+MAX_NORM = 1.0
+Batch = tuple[Tensor, Tensor]
+
+
+class Loop(abc.ABC):
+    """A model with its optimizer, trained in bf16 or fp16 under autocast; fp16 with a GradScaler.
+
+    Args:
+        model: fp32, becomes the loop's own.
+        dtype: Of autocast.
+        low_precision: Keep the model's parameters in `dtype`.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, low_precision: bool = False) -> None:
+        self.model = model.to(dtype) if low_precision else model
+        self.device, self.dtype = next(model.parameters()).device, dtype
+        # Disabled it does nothing: bf16 has the range of fp32.
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**12, enabled=dtype == torch.float16)
+
+    def _adamw(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean loss of a micro-batch."""
+        with torch.autocast(self.device.type, dtype=self.dtype):
+            return self.model(*batch)
+
+    @abc.abstractmethod
+    def window(self, batches: list[Batch]) -> None:
+        """One optimizer step."""
+
+
+class Stock(Loop):
+    """fp32 parameters, `loss / K`, gradients added up in `.grad`."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(model, dtype)
+        self.optimizer = self._adamw(self.model.parameters())
+
+    def window(self, batches: list[Batch]) -> None:
+        """The usual recipe."""
+        for batch in batches:
+            self.scaler.scale(self.loss(batch) / len(batches)).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+class GradDtype(Loop):
+    """16-bit parameters with `grad_dtype=torch.float32`, and fp32 masters kept by hand, as AdamW wants them."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(model, dtype, low_precision=True)
+        self.params = list(self.model.parameters())
+        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
+        for param in self.params:
+            param.grad_dtype = torch.float32
+        self.optimizer = self._adamw(self.masters)
+
+    def window(self, batches: list[Batch]) -> None:
+        """As stock, on the masters."""
+        for batch in batches:
+            self.scaler.scale(self.loss(batch) / len(batches)).backward()
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad, param.grad = param.grad, None
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, self.masters)
+
+
+class Fused(Loop):
+    """FusedAccumulator with some of its options."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(model, dtype, low_precision=bool(options.get("master_weights")))
+        self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler, **options)
+        self.optimizer = self._adamw(self.accumulator.parameters())
+
+    def window(self, batches: list[Batch]) -> None:
+        """The short form."""
+        for batch in batches:
+            self.accumulator.backward(self.loss(batch))
+        self.accumulator.step(self.optimizer, max_norm=MAX_NORM)
+
+
+class Method(NamedTuple):
+    """A loop and its options."""
+
+    name: str
+    loop: Callable[..., Loop]
+    options: dict[str, object]
+
+
+STOCK = "stock accumulation"
+METHODS = (
+    Method(STOCK, Stock, {}),
+    Method("grad_dtype=float32, 16-bit model", GradDtype, {}),
+    Method("FusedAccumulator, no autocast route", Fused, {"autocast_route": False}),
+    Method("FusedAccumulator, autocast route", Fused, {"autocast_route": True}),
+    Method('FusedAccumulator, release="backward"', Fused, {"release": "backward", "autocast_route": False}),
+    Method('FusedAccumulator, release="backward", route', Fused, {"release": "backward", "autocast_route": True}),
+    Method("FusedAccumulator, masters", Fused, {"master_weights": True}),
+    Method('FusedAccumulator, masters, release="backward"', Fused, {"master_weights": True, "release": "backward"}),
+)
