@@ -25,8 +25,8 @@ test: build  ## the whole suite
 test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 	$(PY) tests/cuda_host/build.py --run $(ARGS)
 
-bench: build  ## accumulate, against eager and compiled torch and the memory's limit
-	$(PY) -m benchmarks.accumulate $(ARGS)
+bench: build  ## the kernels, against every peer and the memory's limit
+	$(PY) -m benchmarks.kernels $(ARGS)
 
 wheel: $(READY)  ## exactly one wheel in dist/
 	rm -rf dist build/lib build/bdist.*

@@ -18,7 +18,7 @@ from .compute import matrices
 from .measure import Call
 from .shapes import Shapes
 
-LOSSY = "lossy: 16-bit .grad, _foreach_add_"
+LOSSY = "lossy: 16-bit .grad, torch._foreach_add_"
 PRODUCT, FUSED_PRODUCT = "weight-gradient products to 16 bit", "addmm(out_dtype=float32) into the accumulator"
 
 

@@ -51,7 +51,8 @@ def _bars(axes: Axes, rows: Rows, column: str, title: str, label: str) -> None:
         spread = [[max(0.0, v) for v in lower], [max(0.0, v) for v in upper]]
         axes.errorbar(values, range(len(rows)), xerr=spread, fmt="none", ecolor="#333333", elinewidth=0.8)
     for index, value in enumerate(values):
-        axes.annotate(f" {value:.3g}", (value, index), va="center", fontsize=7)
+        text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        axes.annotate(f" {text}", (value, index), va="center", fontsize=7)
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.margins(x=0.15)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What only a machine with a GPU can check: `make gpu-check` calls it with the environment's Python.
-# Results go to benchmarks/results, and a copy to $OUT where that is set.
+# Results go to benchmarks/results, and a copy to $OUT where that is set. Needs no network.
+# GPU_CHECK=quick: small benchmarks, to see that everything works; their results go to build/quick instead.
 set -euo pipefail
 python=$1
 
@@ -26,8 +27,22 @@ else
     "$python" -m pytest -q -m gpu -k "native and (sizes or layouts or mixed or tiny)" tests/test_ops_*.py
 fi
 
-mkdir -p benchmarks/results
-"$python" -m benchmarks.accumulate --device cuda --csv benchmarks/results/accumulate-cuda.csv
+results=benchmarks/results
+kernels=(--shapes "gpt2,tiny,resnet50,uniform")
+training=(--dtype "bf16,fp16")
+if [[ "${GPU_CHECK:-}" == quick ]]; then
+  results=build/quick
+  kernels=(--shapes "gpt2,tiny" --elements 4000000 --repetitions 3 --micro-batches 2 --dtype bf16)
+  training=(--windows 3 --micro-batches 1,2)
+fi
+mkdir -p "$results"
+"$python" -m benchmarks.compile_report --json "$results/compile_report.json" >/dev/null
+"$python" -m benchmarks.kernels --device cuda "${kernels[@]}" --csv "$results/kernels_cuda.csv"
+"$python" -m benchmarks.training --device cuda "${training[@]}" --csv "$results/training_cuda.csv"
+for name in kernels training; do
+  "$python" -m benchmarks.pictures "$results/${name}_cuda.csv"
+done
 if [[ -n "${OUT:-}" ]]; then
-  cp benchmarks/results/*-cuda.* "$OUT"
+  # At most 8 files come back from some machines: the tables before the pictures.
+  cp "$results"/*_cuda*.csv "$results"/compile_report.json "$results"/*_cuda*.png "$OUT"
 fi

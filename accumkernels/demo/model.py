@@ -36,7 +36,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         # Padding is at the end of a sample, so the causal mask alone keeps it out of real positions.
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attention.transpose(1, 2).reshape(samples, length, WIDTH))
+        x = x + self.attention_out(attention.transpose(1, 2).reshape(samples, length, width))
         return x + self.feed_forward_out(F.gelu(self.feed_forward_in(self.norm_feed_forward(x))))
 
 
