@@ -40,7 +40,7 @@ from .run import Job, Measured
 from .shapes import NAMES, Shapes, lists
 
 TABLES = ("accumulate", "window", "host", "other jobs")
-PROCESSES = 3  # of each method on the CPU, spread over the run
+PROCESSES = 2  # of each method on the CPU, spread over the run
 DEFAULT_MICRO_BATCHES = "2,8,32"
 
 
@@ -55,9 +55,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", default=DEFAULT_MICRO_BATCHES, help="lengths of windows")
     parser.add_argument("--elements", type=int, help="for quick runs: shrink lists that have more")
     parser.add_argument("--tokens", type=int, help="of a micro-batch, for the share of a step")
-    parser.add_argument("--repetitions", type=int, default=15, help="of each method in each process")
-    parser.add_argument("--seconds", type=float, default=20.0, help="after so many per method, no more repetitions")
-    parser.add_argument("--processes", type=int, help="of each method (CPU: 3); 0: all in this one (default for CUDA)")
+    parser.add_argument("--repetitions", type=int, default=11, help="of each method in each process")
+    parser.add_argument("--seconds", type=float, default=10.0, help="after so many per method, no more repetitions")
+    parser.add_argument(
+        "--processes", type=int, help="per method of one accumulate (CPU: 2); 0: all in this one (default for CUDA)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -99,9 +101,9 @@ def jobs(arguments: argparse.Namespace, name: str, shapes: Shapes, dtype: str) -
     for _ in range(max(1, arguments.processes)):
         if "accumulate" in tables:
             found += [job("accumulate", some) for some in ([names] if together else [[n] for n in names])]
-        if "window" in tables and name != "uniform" and dtype != "fp32":
-            for some in [windows] if together else [[n] for n in windows]:
-                found.append(job("window", some, micro_batches=arguments.micro_batches))
+    if "window" in tables and name != "uniform" and dtype != "fp32":
+        for some in [windows] if together else [[n] for n in windows]:
+            found.append(job("window", some, micro_batches=arguments.micro_batches))
     if "other jobs" in tables and name not in ("uniform", "tiny") and dtype != "fp32":
         found.append(job("other jobs", tuple(other_jobs.JOBS), tokens=arguments.tokens))
     return found

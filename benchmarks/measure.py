@@ -97,12 +97,20 @@ class _CountKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_launches(call: Call, device: torch.device) -> int | None:
+def count_launches(call: Call, device: torch.device, on_cpu: int | None = None) -> int | None:
     """Kernels that `call` starts: on CUDA as the profiler saw them, on the CPU as torch dispatched them.
 
-    None where CUDA's profiler does not work.
+    Args:
+        call: What to run.
+        device: Where.
+        on_cpu: The answer on the CPU, where it is known and cannot be counted.
+
+    Returns:
+        None where CUDA's profiler does not work.
     """
     if device.type != "cuda":
+        if on_cpu is not None:
+            return on_cpu
         with _CountKernels() as mode:
             call()
         return mode.count

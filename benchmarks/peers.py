@@ -41,7 +41,7 @@ class Prepared:
         whole: Adds all gradients.
         accumulators: Where to, in the gradients' order.
         one: Adds gradient `i`; for methods that take each gradient as soon as backward has written it.
-        launches: Kernels per call where counting does not work.
+        launches: Kernels per call, where torch's dispatcher on the CPU does not see them.
     """
 
     whole: Call
@@ -113,6 +113,7 @@ def _compiled(case: Case) -> Prepared:
     def add(accumulators: list[Tensor], grads: list[Tensor]) -> None:
         torch._foreach_add_(accumulators, grads)
 
+    torch.compiler.reset()  # only so many versions of a function are kept, and every case is one
     function = torch.compile(add, fullgraph=True, dynamic=False)
     return Prepared(lambda: function(accumulators, case.grads), accumulators, launches=1)
 

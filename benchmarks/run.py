@@ -59,16 +59,16 @@ class Measured:
     unavailable: str | None = None
 
 
-def _repeat(job: Job, once: Sequence[Callable[[], float]]) -> list[list[float]]:
+def _repeat(job: Job, once: Sequence[Callable[[], float]], warm_up: int = _WARM_UP) -> list[list[float]]:
     """Seconds that each of `once` answers, in turn."""
     seconds: list[list[float]] = [[] for _ in once]
     deadline = time.monotonic() + job.seconds * len(once)
-    for repetition in range(job.repetitions + _WARM_UP):
+    for repetition in range(job.repetitions + warm_up):
         for call, found in zip(once, seconds, strict=True):
             elapsed = call()
-            if repetition >= _WARM_UP:
+            if repetition >= warm_up:
                 found.append(elapsed)
-        if repetition >= _WARM_UP and time.monotonic() > deadline:
+        if repetition >= warm_up and time.monotonic() > deadline:
             break
     return seconds
 
@@ -81,7 +81,7 @@ def _accumulate(job: Job, case: Case, timer: Timer) -> list[Measured]:
     launches: dict[str, int | None] = dict.fromkeys(loops, 1)
     for name, method in prepared.items():
         method.whole()
-        launches[name] = method.launches or count_launches(method.whole, case.device)
+        launches[name] = count_launches(method.whole, case.device, method.launches)
 
     def interleaved(add: Callable[[int], object]) -> Callable[[], float]:
         """Each gradient is added when it has just been written; the writing alone is subtracted."""
@@ -114,35 +114,49 @@ def _windows(job: Job, case: Case, timer: Timer) -> list[Measured]:
     found = []
     if peers.OURS in job.methods:
         loops = limits.limits(case)
-        once = [functools.partial(timer, loop.call, loop.write) for loop in loops.values()]
-        for name, seconds in zip(loops, _repeat(job, once), strict=True):
+        passes = [functools.partial(timer, loop.call, loop.write) for loop in loops.values()]
+        for name, seconds in zip(loops, _repeat(job, passes), strict=True):
             found.append(Measured(job.table, name, WRITTEN, 0, seconds, 1))
-        del loops, once
+        del loops, passes
     for name in job.methods:
         method = window.WINDOWS[name](case)
-
-        def end(method: window.Window = method) -> None:
-            method.finish()
-            method.zero()
-
+        launches = (
+            _window_launches(method, case.device) if name != peers.COMPILED or case.device.type == "cuda" else None
+        )
         for length in job.micro_batches:
-
-            def run(length: int = length, method: window.Window = method, end: Callable[[], None] = end) -> float:
-                total = sum(timer(method.accumulate, case.write) for _ in range(length))
-                return total + timer(end)
-
-            def launch(length: int = length, method: window.Window = method, end: Callable[[], None] = end) -> None:
-                for _ in range(length):
-                    method.accumulate()
-                end()
-
-            run()
-            launches = None if name == peers.COMPILED else count_launches(launch, case.device)
-            shorter = dataclasses.replace(job, repetitions=max(1, job.repetitions * 2 // length))
-            found.append(Measured(job.table, name, WRITTEN, length, _repeat(shorter, [run])[0], launches))
-        del method, end, run, launch
+            once = functools.partial(_one_window, method, case, timer, length)
+            once()  # warms up
+            shorter = dataclasses.replace(job, repetitions=max(3, job.repetitions * 2 // length))
+            (seconds,) = _repeat(shorter, [once], warm_up=0)
+            count = None if launches is None else launches[0] + (length - 1) * launches[1]
+            found.append(Measured(job.table, name, WRITTEN, length, seconds, count))
+        del method, once
         gc.collect()
     return found
+
+
+def _one_window(method: window.Window, case: Case, timer: Timer, micro_batches: int) -> float:
+    """Seconds of a window without what writes its gradients."""
+
+    def end() -> None:
+        method.finish()
+        method.zero()
+
+    return sum(timer(method.accumulate, case.write) for _ in range(micro_batches)) + timer(end)
+
+
+def _window_launches(method: window.Window, device: torch.device) -> tuple[int, int] | None:
+    """Kernels of a window of one micro-batch, and of each further one; None where counting does not work."""
+
+    def run(micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            method.accumulate()
+        method.finish()
+        method.zero()
+
+    run(1)
+    one, two = (count_launches(functools.partial(run, length), device) for length in (1, 2))
+    return None if one is None or two is None else (one, two - one)
 
 
 def _host(job: Job, case: Case) -> list[Measured]:
@@ -162,7 +176,7 @@ def _other_jobs(job: Job, case: Case, timer: Timer) -> list[Measured]:
     for name in job.methods:
         try:
             call = other_jobs.JOBS[name](case, job.tokens)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, TypeError) as error:
             cause = str(error).partition(".")[0]
             found.append(Measured(job.table, name, COLD, 1, [], unavailable=cause))
             continue

@@ -42,41 +42,46 @@ def relative_error(actual, expected) -> float:
     return ((a - e).norm() / e.norm()).item()
 
 
+# Accumulators are fp32; a sum of three gradients is rounded at most once per addition.
+TOLERANCE = 3 * 2.0**-24
+# fp32 sums, norms and products of some 400 terms; the 1e-6 that clipping adds to a norm of 0.02 is 5e-5 of it.
+WINDOW_TOLERANCE = 1e-4
+
+
+def check_accumulate(name: str, dtype: str, device: torch.device) -> None:
+    """See TestPeers.test_accumulate."""
+    case = Case(SHAPES, DTYPES[dtype], device)
+    method = peers.PEERS[name](case)
+    method.whole()
+    method.whole()
+    if method.one is None:
+        method.whole()
+    else:
+        for index in range(len(SHAPES)):
+            method.one(index)
+    truth = [3 * g.double() for g in case.written_from]
+    assert relative_error(method.accumulators, truth) <= TOLERANCE
+    assert all(a.dtype == torch.float32 for a in method.accumulators)
+
+
 class TestPeers:
     """No peer is broken, and none is let off a part of the job."""
-
-    # Accumulators are fp32, and sums of three multiples of what 16 bits hold are exact in it or rounded once per sum.
-    TOLERANCE = 3 * 2.0**-24
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("name", peers.available(CPU, len(SHAPES)))
     def test_accumulate(self, name, dtype):
         """Three calls add three times the gradient, whole or parameter by parameter."""
-        case = Case(SHAPES, DTYPES[dtype], CPU)
-        method = peers.PEERS[name](case)
-        method.whole()
-        method.whole()
-        if method.one is None:
-            method.whole()
-        else:
-            for index in range(len(SHAPES)):
-                method.one(index)
-        truth = [3 * g.double() for g in case.written_from]
-        assert relative_error(method.accumulators, truth) <= self.TOLERANCE
-        assert all(a.dtype == torch.float32 for a in method.accumulators)
-
-    # fp32 sums, norms and products of some 400 terms; the 1e-6 that clipping adds to a norm of 0.02 is 5e-5 of it.
-    WINDOW_TOLERANCE = 1e-4
+        check_accumulate(name, dtype, CPU)
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
     @pytest.mark.parametrize("name", [n for n in window.WINDOWS if n != peers.COMPILED])
     def test_window(self, name, dtype):
         """Two windows in a row end in the clipped gradient of each, whose micro-batches differ."""
-        check_window(name, dtype)
+        check_window(name, dtype, CPU)
 
     def test_compiled_window(self):
         """As above, once: compiling takes a while."""
-        check_window(peers.COMPILED, "bf16")
+        check_window(peers.COMPILED, "bf16", CPU)
 
     @pytest.mark.parametrize("name", [n for n in window.WINDOWS if n != peers.COMPILED])
     def test_window_checks_for_overflow(self, name):
@@ -111,9 +116,9 @@ class TestPeers:
         assert 1e-4 < relative_error(sums, [3 * g.double() for g in case.grads]) < 1e-2
 
 
-def check_window(name: str, dtype: str) -> None:
+def check_window(name: str, dtype: str, device: torch.device) -> None:
     """See TestPeers.test_window."""
-    case = Case(SHAPES, DTYPES[dtype], CPU)
+    case = Case(SHAPES, DTYPES[dtype], device)
     method = window.WINDOWS[name](case)
     for factors in ((1.0, 2.0, -0.5), (0.25, 1.0)):
         total = [torch.zeros_like(g, dtype=torch.float64) for g in case.grads]
@@ -126,7 +131,7 @@ def check_window(name: str, dtype: str) -> None:
         norm = torch.cat([t.flatten() for t in total]).norm()
         assert norm / LOSS_SCALE / len(factors) > window.MAX_NORM  # all clip
         truth = [t / norm * window.MAX_NORM for t in total]
-        assert relative_error(method.result(), truth) <= TestPeers.WINDOW_TOLERANCE
+        assert relative_error(method.result(), truth) <= WINDOW_TOLERANCE
         method.zero()
 
 
@@ -322,3 +327,40 @@ class TestCommands:
         )
         assert done.returncode == 2
         assert "'gpt5' is not one of gpt2, llama1b, resnet50, tiny, uniform" in done.stderr
+
+
+if torch.cuda.is_available():
+    CUDA = torch.device("cuda", 0)
+
+    @pytest.mark.gpu
+    class TestOnGpu:
+        """The same methods on a GPU."""
+
+        @pytest.mark.parametrize("dtype", DTYPES)
+        @pytest.mark.parametrize("name", peers.available(CUDA, len(SHAPES)))
+        def test_accumulate(self, name, dtype):
+            """As on the CPU."""
+            check_accumulate(name, dtype, CUDA)
+
+        @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+        @pytest.mark.parametrize("name", window.WINDOWS)
+        def test_window(self, name, dtype):
+            """As on the CPU."""
+            check_window(name, dtype, CUDA)
+
+        def test_measured(self):
+            """Events give times, the limits are there, and kernels are counted where the profiler works."""
+            names = (peers.OURS, peers.MIXED)
+            measured = run(Job("accumulate", names, [(4096, 64)] * 3, "fp16", "cuda", 2, 3, 5.0))
+            assert {m.method for m in measured} == {*limits.NAMES, *names}
+            assert all(s > 0 for m in measured for s in m.seconds)
+            assert {m.launches for m in measured if m.method == peers.MIXED} <= {3, None}
+
+        def test_commands(self, tmp_path):
+            """Both, at small sizes."""
+            quick = "--elements 100000 --repetitions 2 --tokens 64 --methods mixed --dtype fp16 --shapes resnet50"
+            command("kernels", "--device", "cuda", *quick.split(), "--csv", str(tmp_path / "kernels.csv"))
+            train = "--device cuda --model tiny --windows 2 --micro-batches 2 --dtype fp16 --csv"
+            command("training", *train.split(), str(tmp_path / "training.csv"))
+            assert len(pictures.draw(tmp_path / "kernels.csv", tmp_path)) == 2
+            assert len(pictures.draw(tmp_path / "training.csv", tmp_path)) == 1
