@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
+import importlib.metadata
 import os
 import platform
 import re
@@ -70,13 +70,16 @@ def commit() -> str:
     return os.environ.get("ACCUMKERNELS_COMMIT") or str((native.build_info() or {}).get("commit", ""))
 
 
+def version(package: str) -> str:
+    """Of an installed package, else empty."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def environment(device: torch.device) -> dict[str, object]:
     """Device, versions, commit and date: the same for all rows of a run."""
-    triton = ""
-    if importlib.util.find_spec("triton") is not None:
-        from importlib.metadata import version
-
-        triton = version("triton")
     cuda = device.type == "cuda"
     return {
         "device": device_name(device),
@@ -84,7 +87,8 @@ def environment(device: torch.device) -> dict[str, object]:
         "instruction_set": "cuda" if cuda else (native.cpu_instruction_set() or ""),
         "driver": driver() if cuda else "",
         "cuda": (torch.version.cuda or "") if cuda else "",
-        "triton": triton,
+        "triton": version("triton"),
+        "megatron_core": (version("megatron-core") if cuda else "") or "imitated",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),

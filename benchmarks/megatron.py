@@ -1,4 +1,4 @@
-"""Megatron-Core's gradient buffer, from the package itself."""
+"""Megatron-Core's gradient buffer, from the package itself (tried with 0.16.1). It is for GPUs only."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def prepare(case: Case) -> Prepared | None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer import TransformerConfig
     except ImportError:
+        return None
+    if case.device.type != "cuda":
         return None
     try:
         if not torch.distributed.is_initialized():

@@ -22,7 +22,7 @@ COLUMNS = (
     *("table", "shapes", "method", "device", "dtype", "gradients", "micro_batches", "tensors", "elements", "launches"),
     *("ms_median", "ms_p10", "ms_p90", "GB_per_s", "fraction_of_limit", "fraction_of_copy", "ratio_to_ours"),
     *("share_of_step", "tokens", "samples", "unavailable", "threads", "instruction_set", "driver", "cuda", "triton"),
-    *("torch", "python", "commit", "date"),
+    *("megatron_core", "torch", "python", "commit", "date"),
 )
 
 
