@@ -17,27 +17,12 @@ import torch
 from torch import Tensor
 
 from . import reference  # noqa: F401  declares the ops before the library registers its kernels for them
+from .loading import load
 from .streams import keep_until_done
 
 LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native.so"
 
-
-def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    if not LIBRARY_PATH.exists():
-        return None, f"{LIBRARY_PATH.name} is missing: accumkernels was installed without its compiled library"
-    try:
-        torch.ops.load_library(str(LIBRARY_PATH))
-        library = ctypes.CDLL(str(LIBRARY_PATH))
-        library.accumkernels_build_info.restype = ctypes.c_char_p
-        library.accumkernels_cpu_instruction_set.restype = ctypes.c_char_p
-        library.accumkernels_probe.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
-    except (OSError, RuntimeError, AttributeError) as error:
-        cause = str(error.__cause__ or error).partition("\n")[0]  # torch wraps what the loader says
-        return None, f"{LIBRARY_PATH.name} does not load with torch {torch.__version__}: {cause}"
-    return library, None
-
-
-_library, load_error = _load()
+_library, load_error = load(LIBRARY_PATH)
 
 _accumulate = torch.ops.accumkernels.accumulate_.default
 _check_finite = torch.ops.accumkernels.check_finite_.default

@@ -47,10 +47,10 @@ def _kernels() -> ModuleType:
 def _interpreted() -> tuple[bool, bool]:
     """Whether the interpreter runs our kernels, and whether it runs Triton's own functions."""
     import triton.language
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction  # the interpreter's own module needs numpy, which torch does not bring
 
     ours, theirs = _kernels().accumulate_kernel, triton.language.sum
-    return isinstance(ours, InterpretedFunction), isinstance(theirs, InterpretedFunction)
+    return not isinstance(ours, JITFunction), not isinstance(theirs, JITFunction)
 
 
 def unavailable(device: torch.device) -> str | None:
