@@ -24,6 +24,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Without a command: say what works on this machine and why; exit status 1 when something that "
         "should work does not.",
     )
+    parser.add_argument("--json", action="store_true", help="say it for programs")
     commands = parser.add_subparsers(dest="command")
     demo = commands.add_parser(
         "demo",
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             from .doctor import report
 
-            return report()
+            return report(as_json=arguments.json)
         if arguments.command in ("plan", "fit"):
             return (plan_command if arguments.command == "plan" else fit_command).run(arguments)
         for package in ("rich", "matplotlib"):

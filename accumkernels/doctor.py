@@ -1,112 +1,104 @@
-"""`python -m accumkernels`: what works on this machine, and why what does not work does not."""
+"""`python -m accumkernels`: what works on this machine, why what does not work does not, and what to do about it."""
 
 from __future__ import annotations
 
-import platform
-import re
+import json
 import warnings
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from . import __version__, ops
+from . import __version__, machine, ops
+from .advice import advice
 from .planning.fragmentation import allocator_advice
 from .selftest import self_test
 
 
-def report() -> int:
+def report(as_json: bool = False) -> int:
     """Print the report.
 
     Returns:
-        0, or 1 when something that should work does not: the library does not load, a GPU is left with plain torch, or
-        a backend fails its self-test.
+        0, or 1 when something that should work does not: the library does not load or is another version's, a GPU is
+        left unused or with plain torch, or a backend fails its self-test.
     """
-    problems: list[str] = []
-    for line in _versions():
-        print(line)
-    for line in _library():
-        print(line)
-    if ops.native.load_error is not None:
-        problems.append("the native library does not load")
-    for device in _devices():
-        print(f"{device}: {_describe(device)}")
-        chosen = _chosen(device)
-        print(f"  backend: {chosen} (the first of native, Triton on a GPU, reference that works)")
-        if device.type == "cuda" and chosen == "reference":
-            problems.append(f"neither native nor Triton kernels work on {device}")
-        for backend in (ops.native, ops.triton, ops.reference):
-            name = _name(backend)
-            cause = backend.unavailable(device) if backend is not ops.reference else None
-            failure = None if cause is not None else self_test(backend, device)
-            print(f"  {name}: {_verdict(cause, failure)}")
-            if failure is not None:
-                problems.append(f"{name} on {device} fails its self-test")
-    for line in allocator_advice():
-        print(line)
-    print("problems: " + "; ".join(problems) if problems else "no problems found")
-    return 1 if problems else 0
+    found = examine()
+    print(json.dumps(found, indent=2) if as_json else render(found))
+    return 0 if found["ok"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything the doctor knows, as `--json` prints it.
+
+    `problems` is a list of {"problem", "advice", "serious"}; "serious" is what should work and does not, the others are
+    what could be better. `ok` says that none is serious. `memory` is advice on the allocator.
+    """
+    problems: list[dict[str, Any]] = []
+
+    def note(problem: str, cause: str, serious: bool = True) -> None:
+        problems.append({"problem": problem, "advice": advice(cause), "serious": serious})
+
+    library = _library()
+    if not library["loaded"]:
+        note(f"the native library does not load: {library['error']}", library["error"])
+    elif library["version"].partition("+")[0] != __version__:
+        note(
+            f"the native library is built from version {library['version']}, the package is {__version__}", "built from"
+        )
+    unused = machine.why_no_gpu()
+    if unused is not None:
+        note(f"the NVIDIA driver {machine.driver()} is loaded, but {unused}", unused, torch.version.cuda is not None)
+
+    devices = [_examine(device) for device in machine.devices()]
+    for device in devices:
+        native, triton, _ = device["backends"]
+        if device["device"] != "cpu" and native["cause"] is not None and library["loaded"]:
+            note(f"native kernels do not work on {device['device']}: {native['cause']}", native["cause"], serious=False)
+        if device["device"] != "cpu" and device["backend"] == "reference":
+            note(f"neither native nor Triton kernels work on {device['device']}", triton["cause"])
+        for backend in device["backends"]:
+            if backend["failure"] is not None:
+                where = f"{backend['name']} on {device['device']}"
+                note(f"{where} fails its self-test: {backend['failure']}", "self-test")
+    return {
+        "ok": not any(problem["serious"] for problem in problems),
+        "versions": machine.versions(),
+        "library": library,
+        "devices": devices,
+        "problems": problems,
+        "memory": allocator_advice(),
+    }
+
+
+def _library() -> dict[str, Any]:
+    """About the native library: where it is, what it was built from and with ("version", "nvcc", "archs", ...)."""
+    info = ops.native.build_info()
+    return {
+        "path": str(ops.native.LIBRARY_PATH),
+        "loaded": info is not None,
+        "error": ops.native.load_error,
+        "cpu_instruction_set": ops.native.cpu_instruction_set(),
+        **(info or {}),
+    }
+
+
+def _examine(device: torch.device) -> dict[str, Any]:
+    """Which backend `device` gets; of each the `cause` why it is not there, or the `failure` of its self-test."""
+    backends = []
+    for module in (ops.native, ops.triton, ops.reference):
+        cause = None if module is ops.reference else module.unavailable(device)
+        failure = None if cause is not None else self_test(module, device)
+        backends.append({"name": _name(module), "cause": cause, "failure": failure})
+    return {
+        "device": str(device),
+        "description": machine.describe(device),
+        "backend": _chosen(device),
+        "backends": backends,
+    }
 
 
 def _name(module: ModuleType) -> str:
     return module.__name__.rpartition(".")[2]
-
-
-def _verdict(cause: str | None, failure: str | None) -> str:
-    if cause is not None:
-        return f"not available: {cause}"
-    return "works (self-test against float64 passed)" if failure is None else f"FAILS its self-test: {failure}"
-
-
-def _versions() -> list[str]:
-    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "not installed (serves GPUs where native kernels do not work)"
-    return [
-        f"accumkernels {__version__}",
-        f"python {platform.python_version()} on {platform.platform()}",
-        f"torch {torch.__version__}, {cuda}, {torch.get_num_threads()} threads",
-        f"triton {triton}",
-    ]
-
-
-def _library() -> list[str]:
-    """About the native library: where it is from, what is in it."""
-    info = ops.native.build_info()
-    if info is None:
-        return [f"native library: not loaded: {ops.native.load_error}"]
-    commit = f", commit {info['commit']}" if info.get("commit") else ""
-    cuda = f"CUDA {info['cuda']} kernels for {', '.join(info['archs'])}" if info["cuda"] else "no CUDA kernels"
-    return [
-        f"native library: {ops.native.LIBRARY_PATH}",
-        f"  version {info['version']}{commit}, compiled by {info['compiler']}",
-        f"  CPU kernels: {ops.native.cpu_instruction_set()}; {cuda}",
-    ]
-
-
-def _devices() -> list[torch.device]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(gpus))]
-
-
-def _describe(device: torch.device) -> str:
-    if device.type == "cpu":
-        return platform.machine()
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name}, sm_{properties.major}{properties.minor}, driver {_driver()}"
-
-
-def _driver() -> str:
-    """The NVIDIA driver's version, for instance 580.65.06."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return "unknown"
-    found = re.search(r"\b\d{3}\.[\d.]+\b", text)
-    return found.group() if found else "unknown"
 
 
 def _chosen(device: torch.device) -> str:
@@ -114,3 +106,50 @@ def _chosen(device: torch.device) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the cause is in the report
         return _name(ops.select("auto", device))
+
+
+def render(found: dict[str, Any]) -> str:
+    """The report for people."""
+    versions, library = found["versions"], found["library"]
+    cuda = f"built for CUDA {versions['torch_cuda']}" if versions["torch_cuda"] else "built without CUDA"
+    lines = [
+        f"accumkernels {versions['accumkernels']}",
+        f"python {versions['python']} on {versions['platform']}",
+        f"torch {versions['torch']}, {cuda}, {torch.get_num_threads()} threads",
+        f"triton {versions['triton'] or 'not installed (serves GPUs where native kernels do not work)'}",
+        f"NVIDIA driver {versions['driver'] or 'not loaded'}",
+        f"native library: {library['path']}",
+    ]
+    if library["loaded"]:
+        commit = f", commit {library['commit']}" if library["commit"] else ""
+        kernels = "no CUDA kernels"
+        if library["cuda"]:
+            nvcc = library.get("nvcc", "unknown")  # a library of another version may lack it
+            kernels = f"CUDA {library['cuda']} kernels by nvcc {nvcc} for {', '.join(library['archs'])}"
+        lines += [
+            f"  version {library['version']}{commit}, compiled by {library['compiler']}",
+            f"  CPU kernels: {library['cpu_instruction_set']}; {kernels}",
+        ]
+    else:
+        lines.append(f"  not loaded: {library['error']}")
+    for device in found["devices"]:
+        lines += [
+            f"{device['device']}: {device['description']}",
+            f"  backend: {device['backend']} (the first of native, Triton on a GPU, reference that works)",
+            *(f"  {backend['name']}: {_verdict(backend)}" for backend in device["backends"]),
+        ]
+    lines += found["memory"]
+    for problem in found["problems"]:
+        lines += [
+            f"{'problem' if problem['serious'] else 'note'}: {problem['problem']}",
+            f"  advice: {problem['advice']}",
+        ]
+    return "\n".join(lines if found["problems"] else [*lines, "no problems found"])
+
+
+def _verdict(backend: dict[str, Any]) -> str:
+    if backend["cause"] is not None:
+        return f"not available: {backend['cause']}"
+    if backend["failure"] is not None:
+        return f"FAILS its self-test: {backend['failure']}"
+    return "works (self-test against float64 passed)"

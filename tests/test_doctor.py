@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 import accumkernels
-from accumkernels import ops
+from accumkernels import machine, ops
 from accumkernels.__main__ import main
+from accumkernels.advice import advice
 from accumkernels.selftest import self_test
 
 CPU = torch.device("cpu")
@@ -51,27 +53,45 @@ def test_healthy(capsys):
         assert part in out
 
 
+def test_for_programs(capsys):
+    """--json prints one document with the versions, what the library was built with, and each backend's state."""
+    assert main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["problems"] == []
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"python", "platform", "torch_cuda", "triton", "driver"} <= found["versions"].keys()
+    library = found["library"]
+    assert library["loaded"] is True
+    assert Path(library["path"]) == ops.native.LIBRARY_PATH
+    assert {"version", "cuda", "nvcc", "archs", "compiler", "commit", "cpu_instruction_set"} <= library.keys()
+    cpu = found["devices"][0]
+    assert (cpu["device"], cpu["backend"]) == ("cpu", "native")
+    assert [backend["name"] for backend in cpu["backends"]] == ["native", "triton", "reference"]
+
+
 def test_missing_library(monkeypatch, capsys):
     """The cause is printed, plain torch takes over on the CPU, and the status is 1."""
     _without_library(monkeypatch)
     assert main([]) == 1
     out = capsys.readouterr().out
-    assert "native library: not loaded: _native.so is on holiday" in out
+    assert "  not loaded: _native.so is on holiday" in out
     assert "native: not available: _native.so is on holiday" in out
     assert "cpu: " in out
     assert "backend: reference" in out
-    assert "problems: the native library does not load" in out
+    assert "problem: the native library does not load: _native.so is on holiday" in out
+    assert main(["--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert found["library"]["error"] == "_native.so is on holiday"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not a library"], ids=["missing", "empty", "junk"])
-def test_library_that_does_not_load(content, tmp_path):
-    """A package whose library is missing or broken still imports, and its doctor says so with status 1."""
+def test_library_deleted_from_an_installation(tmp_path):
+    """The package still imports, and its doctor says so with status 1 and one line of advice."""
     package = tmp_path / "accumkernels"
     shutil.copytree(
         Path(accumkernels.__file__).parent, package, ignore=shutil.ignore_patterns("_native.so", "__pycache__")
     )
-    if content is not None:
-        (package / "_native.so").write_bytes(content)
     result = subprocess.run(
         [sys.executable, "-m", "accumkernels"],
         cwd=tmp_path,
@@ -81,8 +101,81 @@ def test_library_that_does_not_load(content, tmp_path):
         timeout=120,
     )
     assert result.returncode == 1, result.stderr
-    assert "native library: not loaded: _native.so" in result.stdout
+    assert "not loaded: _native.so is missing" in result.stdout
+    assert result.stdout.count("advice: reinstall the wheel") == 1
     assert "Traceback" not in result.stderr
+
+
+def test_library_of_another_version(monkeypatch, capsys):
+    """A library left behind by an older checkout is a problem, a version suffix is not."""
+    info = ops.native.build_info()
+    monkeypatch.setattr(ops.native, "build_info", lambda: {**info, "version": f"{accumkernels.__version__}+cu130"})
+    assert main([]) == 0
+    older = {key: value for key, value in info.items() if key != "nvcc"} | {"version": "0.0.1", "cuda": "12.8"}
+    monkeypatch.setattr(ops.native, "build_info", lambda: older)
+    assert main([]) == 1
+    assert "problem: the native library is built from version 0.0.1" in capsys.readouterr().out
+
+
+def test_version_is_the_projects():
+    """pyproject.toml and the package say the same."""
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'\nversion = "{accumkernels.__version__}"\n' in project
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "visible", "said", "status"),
+    [
+        (None, None, "note: the NVIDIA driver 580.65.06 is loaded, but this torch is built without CUDA", 0),
+        ("13.0", None, "problem: the NVIDIA driver 580.65.06 is loaded, but torch cannot use it: too old", 1),
+        ("13.0", "", "no problems found", 0),
+    ],
+    ids=["CPU torch", "driver too old", "hidden on purpose"],
+)
+def test_driver_without_a_gpu_in_torch(torch_cuda, visible, said, status, monkeypatch, tmp_path, capsys):
+    """A GPU that torch does not use: of no concern to a CPU torch or when hidden, else something is wrong."""
+
+    def init():
+        raise RuntimeError("too old\nmore lines")
+
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert main([]) == status
+    out = capsys.readouterr().out
+    assert "NVIDIA driver 580.65.06" in out
+    assert said in out
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("_native.so is missing: accumkernels was installed without its compiled library", "reinstall"),
+        ("_native.so is built for aarch64, and this is x86_64", "reinstall"),
+        ("_native.so is cut short: 32 bytes", "reinstall"),
+        ("_native.so does not load with torch 2.13.0: undefined symbol: aoti_torch_new", "reinstall"),
+        ("_native.so does not load with torch 2.13.0: version `GLIBC_2.38' not found", "newer Linux"),
+        ("the native library needs torch 2.10 or newer, and this is torch 2.9.1", "upgrade torch"),
+        ("the driver supports CUDA 12.8; this build needs 13.0 (driver R580 or newer)", "older CUDA toolkit"),
+        ("no NVIDIA driver found; this build needs R580 or newer", "driver"),
+        ("this build has no kernel image for sm_70 (cudaErrorNoKernelImageForDevice)", "ACCUMKERNELS_CUDA_ARCHS"),
+        ("built without CUDA", "ACCUMKERNELS_BUILD_CUDA=1"),
+        ("this torch is built without CUDA", "CUDA build of torch"),
+        ("the package triton is not installed", "pip install triton"),
+        ("TRITON_INTERPRET was changed after triton was imported", "unset TRITON_INTERPRET"),
+        ("something nobody thought of", "report"),
+    ],
+)
+def test_advice(cause, words):
+    """One line for each cause that the library, Triton and the loader can give."""
+    found = advice(cause)
+    assert words in found
+    assert "\n" not in found
 
 
 def test_backend_that_counts_wrong(monkeypatch, capsys):
@@ -96,8 +189,8 @@ def test_backend_that_counts_wrong(monkeypatch, capsys):
 
 def test_gpu_left_with_plain_torch(monkeypatch, capsys):
     """A GPU on which neither native nor Triton kernels work is a problem."""
-    monkeypatch.setattr("accumkernels.doctor._devices", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr("accumkernels.doctor._describe", lambda device: "a GPU")
+    monkeypatch.setattr("accumkernels.machine.devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr("accumkernels.machine.describe", lambda device: "a GPU")
     monkeypatch.setattr("accumkernels.doctor.self_test", lambda backend, device: None)
     monkeypatch.setattr(ops.native, "unavailable", lambda device: "the driver is too old")
     monkeypatch.setattr(ops.triton, "unavailable", lambda device: "not installed")
@@ -109,15 +202,16 @@ def test_gpu_left_with_plain_torch(monkeypatch, capsys):
 
 def test_gpu_served_by_triton(monkeypatch, capsys):
     """Where the driver is too old for the library, Triton's kernels are the documented way: no problem."""
-    monkeypatch.setattr("accumkernels.doctor._devices", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr("accumkernels.doctor._describe", lambda device: "a GPU")
+    monkeypatch.setattr("accumkernels.machine.devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr("accumkernels.machine.describe", lambda device: "a GPU")
     monkeypatch.setattr("accumkernels.doctor.self_test", lambda backend, device: None)
     monkeypatch.setattr(ops.native, "unavailable", lambda device: "the driver is too old")
     monkeypatch.setattr(ops.triton, "unavailable", lambda device: None)
     assert main([]) == 0
     out = capsys.readouterr().out
     assert "backend: triton" in out
-    assert "the driver is too old" in out
+    assert "note: native kernels do not work on cuda:0: the driver is too old" in out
+    assert "problem:" not in out
 
 
 def _backend(**replaced):

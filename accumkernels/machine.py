@@ -1,0 +1,71 @@
+"""What is installed on this machine, for the doctor: versions, the NVIDIA driver, the devices that torch finds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from . import __version__
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that has a say in which backend works; None for what is not there."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {
+        "accumkernels": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "triton": triton,
+        "driver": driver(),
+    }
+
+
+def driver() -> str | None:
+    """The NVIDIA driver's version, for instance 580.65.06; None where none is loaded."""
+    try:
+        text = _DRIVER.read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3}\.[\d.]+\b", text)
+    return found.group() if found else "unknown"
+
+
+def devices() -> list[torch.device]:
+    """The CPU and every GPU that torch can use."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(gpus))]
+
+
+def describe(device: torch.device) -> str:
+    """Processor architecture of the CPU; name and compute capability of a GPU."""
+    if device.type == "cpu":
+        return platform.machine()
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, sm_{properties.major}{properties.minor}"
+
+
+def why_no_gpu() -> str | None:
+    """Why torch uses no GPU although an NVIDIA driver is loaded; None where that is no mystery."""
+    if driver() is None or torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return None  # hidden on purpose
+    try:
+        torch.cuda.init()
+    except Exception as error:  # whatever it is, it is the answer
+        return f"torch cannot use it: {str(error).partition(chr(10))[0]}"
+    return "torch finds no device"
