@@ -14,7 +14,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(firstword $(TORCH)))
 CHECKERS := $(VENV)/.checkers
 CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-kernels bench wheel check gpu-check build clean
+.PHONY: demo test test-kernels test-source-installs test-toolkits test-torch-matrix bench wheel check gpu-check build clean
 
 demo: build  ## train a small GPT three ways
 	$(PY) -m accumkernels demo $(ARGS)
@@ -25,11 +25,20 @@ test: build  ## the whole suite
 test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 	$(PY) tests/cuda_host/build.py --run $(ARGS)
 
+test-source-installs: build  ## pip install from a folder, an sdist and in place, from the package index
+	$(PY) -m pytest -s tests/network/test_source_installs.py $(ARGS)
+
+test-toolkits: build  ## wheels built with a CUDA toolkit from the package index: TOOLKIT=13.2
+	$(PY) -m pytest -s tests/network/test_toolkits.py $(ARGS)
+
+test-torch-matrix: build  ## one wheel beside several releases of torch, GBs each: TORCHES="2.10.0 newest"
+	$(PY) -m pytest -s tests/network/test_torch_matrix.py $(ARGS)
+
 bench: build  ## the kernels, against every peer and the memory's limit
 	$(PY) -m benchmarks.kernels $(ARGS)
 
 wheel: $(READY)  ## exactly one wheel in dist/
-	rm -rf dist build/lib build/bdist.*
+	rm -rf dist build/bdist.*
 	$(PY) -W ignore setup.py -q bdist_wheel
 
 check: $(READY) $(CHECKERS)  ## style, types, formatting

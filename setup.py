@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -52,7 +53,8 @@ class Cuda(NamedTuple):
     """The toolkit that was found, and what to build with it."""
 
     nvcc: str
-    version: str
+    version: str  # "13.0"
+    build: str  # of nvcc, "13.0.88"
     root: str
     library_dir: str
     targets: dict[str, list[str]]  # {"90": ["sm_90", "compute_90"]}: architecture, images to make for it
@@ -75,15 +77,16 @@ def find_cuda() -> Cuda | None:
     wanted, home = os.environ.get("ACCUMKERNELS_BUILD_CUDA") or "auto", os.environ.get("CUDA_HOME")
     if wanted not in ("auto", "0", "1"):
         fail(f"ACCUMKERNELS_BUILD_CUDA={wanted}: expected auto, 0 or 1")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    nvcc = shutil.which("nvcc", path=os.path.abspath(f"{home}/bin") if home else None)
     if wanted == "0" or (wanted == "auto" and not home and not nvcc):
         print("accumkernels: building the CPU kernels alone:", "as asked" if wanted == "0" else "no nvcc on PATH")
         return None
     if not nvcc:
         fail(f"no nvcc in {f'CUDA_HOME={home}' if home else 'PATH'}; ACCUMKERNELS_BUILD_CUDA=0 builds without CUDA")
-    version = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version"))
-    if not version or tuple(map(int, version.groups())) < OLDEST_NVCC:
-        fail(f"{nvcc} is {version[0] if version else 'unknown'}; needed is {'.'.join(map(str, OLDEST_NVCC))} or newer")
+    version = re.search(r"release (\d+)\.(\d+)(?:, V([\d.]+))?", ask(nvcc, "--version"))
+    if not version or (int(version[1]), int(version[2])) < OLDEST_NVCC:
+        found = f"release {version[1]}.{version[2]}" if version else "unknown"
+        fail(f"{nvcc} is {found}; needed is {'.'.join(map(str, OLDEST_NVCC))} or newer")
     # nvcc may be a wrapper script, far from its toolkit: a dry run tells where that is.
     dryrun = ask(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull)
     root = re.search(r"^#\$ TOP=(.+)$", dryrun, re.MULTILINE)
@@ -91,7 +94,8 @@ def find_cuda() -> Cuda | None:
     library_dir = next((folder for folder in folders if os.path.exists(f"{folder}/libcudart_static.a")), None)
     if not root or not library_dir:
         fail(f"the toolkit of {nvcc} lacks libcudart_static.a (looked in {folders})")
-    return Cuda(nvcc, ".".join(version.groups()), os.path.normpath(root[1]), library_dir, cuda_targets(nvcc))
+    release = f"{version[1]}.{version[2]}"
+    return Cuda(nvcc, release, version[3] or release, os.path.normpath(root[1]), library_dir, cuda_targets(nvcc))
 
 
 def cuda_targets(nvcc: str) -> dict[str, list[str]]:
@@ -108,7 +112,8 @@ def cuda_targets(nvcc: str) -> dict[str, list[str]]:
         if number is None:
             valid = " ".join(known)
             fail(f"ACCUMKERNELS_CUDA_ARCHS: this nvcc does not know {entry!r}; valid, each also with +PTX: {valid}")
-        targets[number] = [f"sm_{number}"] + [f"compute_{number}"] * entry.endswith("+PTX")
+        images = [f"sm_{number}"] + [f"compute_{number}"] * entry.endswith("+PTX")
+        targets[number] = max(targets.get(number, []), images, key=len)  # an entry may come twice, once with +PTX
     return targets
 
 
@@ -124,6 +129,7 @@ def write_build_info(version: str, cuda: Cuda | None) -> None:
     info = {
         "version": version,
         "cuda": cuda.version if cuda else None,
+        "nvcc": cuda.build if cuda else None,
         "archs": list(itertools.chain.from_iterable(cuda.targets.values())) if cuda else [],
         "compiler": ask(CXX, "--version").splitlines()[0],
         "commit": commit or None,
@@ -138,12 +144,14 @@ def write_ninja(cuda: Cuda | None) -> None:
     if spec is None or not spec.submodule_search_locations:
         fail("torch 2.10 or newer must be installed to build (pip install torch), or leave build isolation on")
     torch = spec.submodule_search_locations[0]
-    # Of several that match the last wins: torch may lie in ROOT, in a virtual environment.
-    prefixes = [(ROOT, "."), *([(cuda.root, "cuda")] if cuda else []), (torch, "torch")]
+    prefixes = [(ROOT, "."), *([(cuda.root, "cuda")] if cuda else [])]
     maps = [f"-ffile-prefix-map={path}={name}" for path, name in prefixes]
 
-    cxx = [CXX, *CXX_FLAGS, *maps, "-Icsrc", f"-I{BUILD}", f"-isystem{torch}/include"]
-    compile = [("csrc/bindings.cpp", [*cxx, *(["-DACCUMKERNELS_WITH_CUDA"] if cuda else [])])]
+    # Torch's folder stands in the bindings' command alone: under build isolation it is another one each time, and the
+    # kernels need not be compiled again for that. Of several maps that match the last wins, and torch may lie in ROOT.
+    cxx = [CXX, *CXX_FLAGS, *maps, "-Icsrc"]
+    with_torch = [f"-ffile-prefix-map={torch}=torch", f"-I{BUILD}", f"-isystem{torch}/include"]
+    compile = [("csrc/bindings.cpp", [*cxx, *with_torch, *(["-DACCUMKERNELS_WITH_CUDA"] if cuda else [])])]
     for source in sorted(Path("csrc/cpu").glob("*.cpp")):
         simd = SIMD_FLAGS.get(source.stem.rpartition("_")[2], []) if platform.machine() == "x86_64" else []
         compile.append((str(source), [*cxx, *simd]))
@@ -189,6 +197,14 @@ class NativeBuildExt(build_ext):
         self.copy_file(f"{BUILD}/_native.so", self.get_ext_fullpath(ext.name))
 
 
+class FreshBuild(build):
+    """Starts from an empty folder: setuptools would put what an earlier build left there into the wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class AnyPythonWheel(bdist_wheel):
     """Tags the wheel for any Python 3 of this platform."""
 
@@ -199,6 +215,6 @@ class AnyPythonWheel(bdist_wheel):
 if __name__ == "__main__":
     setup(
         ext_modules=[Extension("accumkernels._native", sources=[])],
-        cmdclass={"build_ext": NativeBuildExt, "bdist_wheel": AnyPythonWheel},
+        cmdclass={"build": FreshBuild, "build_ext": NativeBuildExt, "bdist_wheel": AnyPythonWheel},
         options={"egg_info": {"tag_build": os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")}},
     )
