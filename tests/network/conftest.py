@@ -1,0 +1,14 @@
+"""What these tests share. They install from the package index, so they have targets of their own in the Makefile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from environments import build_wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One wheel of this checkout, for every environment the same."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
