@@ -149,20 +149,6 @@ def test_dense_layouts_in_memory_order():
     Accumulate([channels_last, transposed, ones], kwargs={"weight": 2.0}).check(NATIVE)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no library"], ids=["missing", "empty", "garbage"])
-def test_a_library_that_does_not_load(monkeypatch, tmp_path, content):
-    """Loading returns the cause in one line and never raises; `unavailable` hands it on."""
-    path = tmp_path / "_native.so"
-    if content is not None:
-        path.write_bytes(content)
-    monkeypatch.setattr(native, "LIBRARY_PATH", path)
-    library, cause = native._load()
-    assert library is None
-    assert cause.startswith("_native.so ") and "\n" not in cause
-    monkeypatch.setattr(native, "load_error", cause)
-    assert native.unavailable(torch.device("cpu")) == cause
-
-
 def test_description():
     """The library says what it is; other devices are refused by name."""
     info = native.build_info()
