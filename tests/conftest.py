@@ -1,6 +1,7 @@
 """What must happen before any test module is imported."""
 
 import os
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported: without a GPU its kernels are tested in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or tests of Ctrl-C would wait for ever
 
 if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
     collect_ignore_glob = ["test_cuda_host*.py"]  # pybind11 needs Python's headers (Debian: python3-dev)
