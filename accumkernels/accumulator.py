@@ -14,28 +14,19 @@ from torch.optim import Optimizer
 from .adding import Adder
 from .autocast import AutocastRoute
 from .capture import Captured, DuringBackward, drop, take
-from .clipping import clip_coefficient, total_norm
-from .handout import Handout
+from .ending import Ending
 from .layout import FlatBuffer
 from .ops.schema import State
-from .optimizers import (
-    check_no_closure,
-    check_optimizer,
-    check_ownership,
-    has_step_pre_hooks,
-    lacks_momentum,
-    owned,
-    steps_scaled_gradients,
-)
+from .optimizers import check_no_closure, check_optimizer, owned
 from .options import check_options
 from .parameters import named_parameters
 from .planning.batchnorm import warn_of_batchnorm
 from .planning.noise_scale import NoiseMeter, NoiseScale
 from .scalars import as_scalar
 from .scaling import LossScaler
-from .state import WindowState, check, load, save
-from .store import Store, has_accumulator
-from .verdict import Verdict, judge
+from .state import check, load, save
+from .store import Store
+from .window import Window
 
 _log = logging.getLogger(__name__)
 
@@ -87,16 +78,11 @@ class FusedAccumulator:
             version counters do not notice either, old values are used until the window ends.
         backend: "auto", "native", "triton" or "reference".
 
-    Attributes:
-        micro_batches: `accumulate` calls in this window, dropped ones too.
-
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and its value.
         RuntimeError: a parameter already has an accumulator, a forced backend does not work, or torch.distributed runs
             several ranks and `process_group` does not say what to do about it.
     """
-
-    micro_batches: int
 
     def __init__(
         self,
@@ -132,8 +118,7 @@ class FusedAccumulator:
             self._route = AutocastRoute(params, self._store, self._hooks, autocast_route is True)
         self._weight_in_backward: float | Tensor = 1.0
         self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
-        self._skipped: bool | Tensor = False
-        self._last_norm: Tensor | None = None
+        self._ending = Ending(self._store, self._scaler, overflow, self._noise)
         self._warned = False
         self._open()
 
@@ -190,9 +175,15 @@ class FusedAccumulator:
         Raises:
             RuntimeError: inside a window.
         """
-        if self.micro_batches or self._verdict is not None or (self._hooks is not None and self._hooks.has_taken):
+        taken = self._hooks is not None and self._hooks.has_taken
+        if self.micro_batches or self._window.verdict is not None or taken:
             raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
         self._store.release()
+
+    @property
+    def micro_batches(self) -> int:
+        """`accumulate` calls in this window, dropped micro-batches too."""
+        return self._window.micro_batches
 
     @property
     def weight(self) -> Tensor:
@@ -202,15 +193,14 @@ class FusedAccumulator:
     @property
     def found_inf(self) -> Tensor:
         """Whether any gradient of this window was not finite: fp32 0-d, 0.0 or 1.0, on the first device."""
-        if self._verdict is not None:
-            return self._verdict.found_inf.clone()
+        if self._window.verdict is not None:
+            return self._window.verdict.found_inf.clone()
         return self._store.state()[State.FOUND_INF].float()
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, for overflow or because the window was empty. Reading it synchronises."""
-        self._skipped = bool(self._skipped)
-        return self._skipped
+        return self._ending.was_skipped()
 
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises."""
@@ -237,8 +227,9 @@ class FusedAccumulator:
         return self._noise.read()
 
     def __repr__(self) -> str:
-        position = "finalized" if self._verdict is not None else f"{self.micro_batches} micro-batches into the window"
-        norm = "none yet" if self._last_norm is None else f"{self._last_norm.item():.6g}"
+        finalized = self._window.verdict is not None
+        position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
+        norm = "none yet" if self._ending.last_norm is None else f"{self._ending.last_norm.item():.6g}"
         route = f", autocast route for {self._route.parameters} parameters" if self._route is not None else ""
         return f"FusedAccumulator({self._store}{route}, overflow={self._overflow!r}, {position}, last norm {norm})"
 
@@ -282,7 +273,7 @@ class FusedAccumulator:
         try:
             loss.backward(**kwargs)
         except BaseException:
-            self._broken = True
+            self._window.broken = True
             raise
         finally:
             self._weight_in_backward = 1.0
@@ -343,13 +334,9 @@ class FusedAccumulator:
         self._adder.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self._serial = tag
-        self.micro_batches += 1
+        self._window.count(weight)
         if self._hooks is not None:
             self._hooks.reset()
-        if isinstance(weight, Tensor):
-            self._decided_on_device = True
-        else:
-            self._host_weight += weight
 
     def _add_bucket(self, bucket: list[tuple[FlatBuffer, Captured]]) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch."""
@@ -369,7 +356,7 @@ class FusedAccumulator:
         With `release="backward"` gradients may have been added already; then the window is broken until `zero_()`.
         """
         if self._hooks is not None:
-            self._broken |= self._hooks.handed_over or self._hooks.interrupted
+            self._window.broken |= self._hooks.handed_over or self._hooks.interrupted
             self._hooks.reset()
         if self._route is not None:
             self._route.clear()
@@ -396,8 +383,9 @@ class FusedAccumulator:
                 optimizer owns; a parameter that changed since construction; `scaler.unscale_` was called.
         """
         self._check_end("finalize()", optimizers)
-        verdict = judge(self._store.state(), self._divisor(divisor))
-        self._finish(optimizers, verdict, verdict.divisor)
+        given = self._ending.divisor(self._window, divisor)
+        self._listen_to_backward(False)  # one from here on adds to what was handed out
+        self._ending.finalize(self._window, optimizers, given)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -416,19 +404,19 @@ class FusedAccumulator:
         Raises:
             RuntimeError: before `finalize`; or the norm is not finite and that was to be an error.
         """
-        if self._verdict is None:
+        if self._window.verdict is None:
             raise RuntimeError(
                 "clip_grad_norm_() before finalize(): the order is acc.finalize(optimizer), "
                 "acc.clip_grad_norm_(max_norm), scaler.step(optimizer), scaler.update(), acc.zero_()"
             )
-        norm = total_norm(self._store.buffers, float(norm_type), self._store.device)
+        norm = self._ending.norm(float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
-        self._handout.multiply(clip_coefficient(norm, max_norm))
-        return self._result(norm)
+        self._ending.clip(norm, max_norm)
+        return self._ending.result(norm)
 
     @torch.no_grad()
     def step(
@@ -455,51 +443,15 @@ class FusedAccumulator:
         check_no_closure(optimizer)
         limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
         self._check_end("step()", (optimizer,))
-        given = self._divisor(divisor)
+        given = self._ending.divisor(self._window, divisor)
         if self.micro_batches == 0:
-            self.zero_()
-            self._skipped = True
-            return (
-                None if limit is None else self._result(torch.zeros((), dtype=torch.float64, device=self._store.device))
-            )
-
-        verdict = judge(self._store.state(), given)
-        norm, coefficient = None, None
-        if limit is not None:
-            norm = total_norm(self._store.buffers, 2.0, self._store.device) / verdict.divisor
-            coefficient = clip_coefficient(norm, limit)
-        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
-        fused = steps_scaled_gradients(optimizer)
-        folded = fused and self._can_fold(optimizer)
-        if folded:
-            verdict = self._finish((optimizer,), verdict, None)
-        elif coefficient is None or not self._store.rounds:
-            verdict = self._finish((optimizer,), verdict, divide_by)
-        else:  # the mean itself may overflow when it is rounded, clipped or not
-            verdict = self._finish((optimizer,), verdict, verdict.divisor)
-            self._handout.multiply(coefficient)
-        try:
-            if fused:
-                optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
-                optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
-            self._step(optimizer, fused, verdict)
-        except BaseException:
-            if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
-                self._handout.divide(divide_by)
-            raise
-        finally:
-            for name in ("grad_scale", "found_inf") if fused else ():
-                vars(optimizer).pop(name, None)
-        self._scaler.update(keep=verdict.empty if self._may_be_empty else None)
+            norm = None if limit is None else torch.zeros((), dtype=torch.float64, device=self._store.device)
+            self._ending.skipped = True
+        else:
+            self._listen_to_backward(False)
+            norm = self._ending.step(self._window, optimizer, given, limit)
         self.zero_()
-        return None if norm is None else self._result(norm)
-
-    def _step(self, optimizer: Optimizer, fused: bool, verdict: Verdict) -> None:
-        with torch.enable_grad():  # as where the user's own hooks would find it
-            if self._scaler.scaler is not None:
-                self._scaler.scaler.step(optimizer)
-            elif fused or not self._may_skip or not self.step_was_skipped:
-                optimizer.step()
+        return None if norm is None else self._ending.result(norm)
 
     def zero_(self) -> None:
         """Drop the window, finished or not, and open the next: every `.grad` is None afterwards."""
@@ -522,17 +474,18 @@ class FusedAccumulator:
         Raises:
             RuntimeError: with `release="backward"`, between a backward and its `accumulate`, or in a broken window.
         """
-        if self._hooks is not None and (self._broken or self._hooks.interrupted or self._hooks.has_taken):
+        if self._hooks is not None and (self._window.broken or self._hooks.interrupted or self._hooks.has_taken):
             raise RuntimeError(
                 "state_dict() with gradients of a backward that was not counted (release='backward'): call "
                 "acc.accumulate() before, or acc.zero_()"
             )
-        averaged = self._averaged or self._verdict is not None
-        window = WindowState(self.micro_batches, self._host_weight, self._decided_on_device, averaged, self._serial)
+        norm = self._ending.last_norm
         return {
-            **save(self._store, window),
+            **save(self._store),
+            "window": self._window.state_dict(),
+            "serial": self._serial,
             "step_was_skipped": self.step_was_skipped,
-            "last_norm": None if self._last_norm is None else self._last_norm.clone(),
+            "last_norm": None if norm is None else norm.clone(),
             "noise_scale": self._noise.state_dict(),
         }
 
@@ -549,15 +502,12 @@ class FusedAccumulator:
         checked = check(self._store, state_dict)
         self.zero_()
         self._prepare_window()
-        window = load(self._store, checked)
-        self.micro_batches = window.micro_batches
-        self._host_weight = window.host_weight
-        self._decided_on_device = window.decided_on_device
-        self._averaged = window.averaged
-        self._serial = window.serial
-        self._skipped = state_dict["step_was_skipped"]
+        load(self._store, checked)
+        self._window = Window.from_state_dict(state_dict["window"])
+        self._serial = state_dict["serial"]
+        self._ending.skipped = state_dict["step_was_skipped"]
         norm = state_dict["last_norm"]
-        self._last_norm = None if norm is None else norm.to(self._store.device, copy=True)
+        self._ending.last_norm = None if norm is None else norm.to(self._store.device, copy=True)
         self._noise.load_state_dict(state_dict["noise_scale"], self._store.device)
 
     def remove(self) -> None:
@@ -576,30 +526,20 @@ class FusedAccumulator:
 
     # ---- inside
 
-    @property
-    def _may_skip(self) -> bool:
-        """Whether the verdict has to be read before an optimizer that cannot skip by itself is stepped."""
-        return self._overflow is not None or self._may_be_empty
-
-    @property
-    def _may_be_empty(self) -> bool:
-        """Whether the weights may sum to zero though nothing overflowed."""
-        return self._decided_on_device or self._host_weight == 0
-
     def _open(self) -> None:
-        self.micro_batches = 0
-        self._verdict: Verdict | None = None
-        self._handout = Handout(self._store)
+        self._window = Window()
+        self._ending.open_window()
         self._noise.open_window()
-        self._host_weight = 0.0
-        self._averaged = False  # the sums were loaded from a window that had been averaged
-        self._broken = False  # by an exception in backward, after some of its gradients were added
         if self._hooks is not None:
             self._hooks.reset()
-            self._hooks.listening = True
         if self._route is not None:
             self._route.open_window()
-        self._decided_on_device = False  # by a weight or divisor that only the device knows
+        self._listen_to_backward(True)
+
+    def _listen_to_backward(self, listening: bool) -> None:
+        for listener in (self._hooks, self._route):
+            if listener is not None:
+                listener.listening = listening
 
     def _prepare_window(self) -> None:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
@@ -612,15 +552,15 @@ class FusedAccumulator:
     def _require_accumulating(self, caller: str) -> None:
         if not self._store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
-        if self._verdict is not None:
+        if self._window.verdict is not None:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
             )
-        if self._averaged and caller in ("accumulate()", "backward()"):
+        if self._window.averaged and caller in ("accumulate()", "backward()"):
             raise RuntimeError(
                 f"{caller}: the window was loaded as finalized; call acc.finalize(optimizer) or acc.zero_()"
             )
-        if self._broken or (self._hooks is not None and self._hooks.interrupted):
+        if self._window.broken or (self._hooks is not None and self._hooks.interrupted):
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
                 "(release='backward'); drop the window with acc.zero_()"
@@ -628,102 +568,21 @@ class FusedAccumulator:
 
     def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
         self._require_accumulating(caller)
-        if not optimizers:
-            raise TypeError(f"{caller} needs the optimizers that will step this window")
-        for optimizer in optimizers:
-            check_optimizer(optimizer, caller)
-        self._store.check_drift()
-        self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
-        self._scaler.check_not_stepped(optimizers)
-        for entry in self._store.named:
-            if entry.param.grad is not None:
-                raise RuntimeError(
-                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
-                    + (
-                        "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
-                        if self._store.place(entry.param) is not None
-                        else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
-                    )
-                )
+        self._ending.check(caller, optimizers)
         if (self._hooks is not None and self._hooks.has_taken) or (self._route is not None and self._route.stash):
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
-        touched = {id(s.param) for _, s in self._store.touched()}
-        named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
-        check_ownership(optimizers, named)
-        for p in owned(optimizers):
-            if p.grad is not None and not has_accumulator(p):
-                raise RuntimeError(
-                    f"{caller}: an optimizer owns a parameter of shape {tuple(p.shape)} with a .grad of its own and "
-                    "no accumulator; it would be stepped as it is, scaled and not averaged. Give all parameters of the "
-                    "optimizer to the accumulator, or build an optimizer for each"
-                )
 
     def _owns_some(self, optimizer: Optimizer) -> bool:
         return any(self._store.place(p) is not None for p in owned((optimizer,)))
-
-    def _divisor(self, divisor: float | Tensor | None) -> Tensor | None:
-        if self._averaged:
-            return torch.ones((), dtype=torch.float64, device=self._store.device)
-        if divisor is None:
-            return None
-        scalar = as_scalar(divisor, "divisor", self._store.device, allow_zero=False)
-        if isinstance(scalar, Tensor):
-            self._decided_on_device = True
-            return scalar
-        return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
-
-    def _can_fold(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's gradients are exactly this window's fp32 views."""
-        if self._store.result_dtype != torch.float32 or has_step_pre_hooks(optimizer):
-            return False  # hooks are to see the averaged gradient
-        return all(
-            p.dtype == torch.float32 and (p.grad is None or self._store.place(p) is not None)
-            for p in owned((optimizer,))
-        )
-
-    def _finish(self, optimizers: tuple[Optimizer, ...], verdict: Verdict, divisor: Tensor | None) -> Verdict:
-        """Divide (None: leave the sums), hand out `.grad`, and tell the scaler the verdict."""
-        if divisor is not None:
-            self._handout.divide(divisor)
-        overflow = self._handout.round()
-        if overflow is not None and self._overflow is not None:
-            verdict = verdict.with_overflow(overflow)
-        self._verdict = verdict
-        self._skipped = verdict.skip
-        if self._hooks is not None:
-            self._hooks.listening = False  # a backward from here on adds to what was handed out
-        if self._route is not None:
-            self._route.listening = False
-        if not self._withhold(optimizers):
-            self._handout.give()
-        for optimizer in optimizers:
-            self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
-        self._noise.end_window(self._store.state(), verdict.skip)
-        return verdict
-
-    def _withhold(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Whether no `.grad` is handed out at all, so that optimizers leave their state alone.
-
-        So where the weights are known to sum to zero, and where an overflow would leave the momentum of torch's fused
-        SGD uninitialised; that is worth a synchronisation.
-        """
-        if not self._decided_on_device and self._host_weight == 0:
-            return True
-        touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
-        return any(lacks_momentum(o, touched) for o in optimizers) and self.step_was_skipped
 
     def _drop_grads(self, captured: list[Captured]) -> None:
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
             drop(buffer, taken)
         if self._route is not None:
             self._route.clear()
-
-    def _result(self, norm: Tensor) -> Tensor:
-        self._last_norm = norm.to(self._store.result_dtype)
-        return self._last_norm
 
 
 def _listen(accumulator: FusedAccumulator, bucket_bytes: int) -> DuringBackward:

@@ -6,7 +6,6 @@ Names, not offsets: the layout may differ where the dict is loaded, in order, de
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,26 +18,7 @@ from .store import Store
 VERSION = 1
 
 
-@dataclass
-class WindowState:
-    """What the host knows of a window.
-
-    Attributes:
-        micro_batches: As the accumulator's.
-        host_weight: Sum of the weights that were numbers.
-        decided_on_device: Whether a weight or divisor was a tensor.
-        averaged: Whether the sums are averages already: saved between `finalize` and `zero_`.
-        serial: Micro-batches ever accumulated; what kernels store in flags is counted in it.
-    """
-
-    micro_batches: int
-    host_weight: float
-    decided_on_device: bool
-    averaged: bool
-    serial: int
-
-
-def save(store: Store, window: WindowState) -> dict[str, Any]:
+def save(store: Store) -> dict[str, Any]:
     """The window's sums, the masters, and which gradients were not finite; synchronises."""
     masters = {} if store.masters is None else store.masters.values()
     flags = {
@@ -50,7 +30,6 @@ def save(store: Store, window: WindowState) -> dict[str, Any]:
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
-        "window": asdict(window),
         "state": store.state().clone(),
         "sums": {segment.name: buffer.views[segment.index].clone() for buffer, segment in store.touched()},
         "masters": {e.name: masters[id(e.param)].detach().clone() for e in store.named if id(e.param) in masters},
@@ -67,7 +46,7 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: lists names that are missing, unexpected or of another shape; or says what else does not fit.
     """
-    wanted = {"version", "shapes", "window", "state", "sums", "masters", "flags"}
+    wanted = {"version", "shapes", "window", "serial", "state", "sums", "masters", "flags"}
     if not isinstance(state, Mapping) or not wanted <= set(state):
         raise RuntimeError("load_state_dict: this is not the state_dict() of a FusedAccumulator")
     if state["version"] != VERSION:
@@ -112,7 +91,7 @@ def _placed(store: Store, name: str) -> bool:
     return any(segment.name == name for buffer in store.buffers for segment in buffer.segments)
 
 
-def load(store: Store, state: Mapping[str, Any]) -> WindowState:
+def load(store: Store, state: Mapping[str, Any]) -> None:
     """Put a checked state into an open, empty window."""
     for buffer in store.buffers:
         for segment in buffer.segments:
@@ -134,4 +113,3 @@ def load(store: Store, state: Mapping[str, Any]) -> WindowState:
             if id(entry.param) in masters:
                 masters[id(entry.param)].copy_(state["masters"][entry.name])
         store.masters.round()
-    return WindowState(**state["window"])

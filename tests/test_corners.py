@@ -275,7 +275,7 @@ def test_fused_sgd_with_a_frozen_parameter_reads_nothing_back():
     for _ in range(2):
         acc.backward(mse_loss(model(x), y))
         acc.step(optimizer)
-    assert isinstance(acc._skipped, torch.Tensor)  # never turned into a bool
+    assert isinstance(acc._ending.skipped, torch.Tensor)  # never turned into a bool
 
 
 def test_accumulate_without_gradients_warns_once(caplog):
@@ -303,11 +303,11 @@ def test_no_reference_cycles_with_the_scaler():
     try:
         acc.backward(mse_loss(model(x), y))
         acc.finalize(optimizer)
-        skip = weakref.ref(acc._verdict.skip)
+        skip = weakref.ref(acc._window.verdict.skip)
         scaler.step(optimizer)
         scaler.update()
         acc.zero_()
-        acc._skipped = False
+        acc._ending.skipped = False
         assert skip() is None
     finally:
         gc.enable()

@@ -1,0 +1,207 @@
+"""The end of a window: judge it, divide, hand the result to optimizers and to the scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .clipping import clip_coefficient, total_norm
+from .handout import Handout
+from .optimizers import (
+    check_optimizer,
+    check_ownership,
+    has_step_pre_hooks,
+    lacks_momentum,
+    owned,
+    steps_scaled_gradients,
+)
+from .planning.noise_scale import NoiseMeter
+from .scalars import as_scalar
+from .scaling import LossScaler
+from .store import Store, has_accumulator
+from .verdict import Verdict, judge
+from .window import Window
+
+
+class Ending:
+    """Ends windows of one accumulator.
+
+    Args:
+        store: Flat buffers and states.
+        scaler: Gets the verdict.
+        overflow: As FusedAccumulator's argument.
+        noise: Is told of every window.
+
+    Attributes:
+        skipped: Whether the last step was skipped; on the device until somebody reads it.
+        last_norm: The last norm that was computed.
+    """
+
+    def __init__(self, store: Store, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+        self.skipped: bool | Tensor = False
+        self.last_norm: Tensor | None = None
+        self._store = store
+        self._scaler = scaler
+        self._overflow = overflow
+        self._noise = noise
+        self.open_window()
+
+    def open_window(self) -> None:
+        """Forget what was handed out."""
+        self._handout = Handout(self._store)
+
+    def was_skipped(self) -> bool:
+        """`skipped`, read from the device at most once."""
+        self.skipped = bool(self.skipped)
+        return self.skipped
+
+    def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse to end a window whose gradients would be wrong, lost or stepped by nobody.
+
+        Args:
+            caller: The method's name, for messages.
+            optimizers: All that step this window.
+
+        Raises:
+            TypeError: an optimizer is none, or wrapped by a trainer.
+            RuntimeError: says what is out of order, and names the parameter.
+        """
+        if not optimizers:
+            raise TypeError(f"{caller} needs the optimizers that will step this window")
+        for optimizer in optimizers:
+            check_optimizer(optimizer, caller)
+        self._store.check_drift()
+        self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
+        self._scaler.check_not_stepped(optimizers)
+        for entry in self._store.named:
+            if entry.param.grad is not None:
+                raise RuntimeError(
+                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
+                    + (
+                        "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
+                        if self._store.place(entry.param) is not None
+                        else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
+                    )
+                )
+        touched = {id(s.param) for _, s in self._store.touched()}
+        named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
+        check_ownership(optimizers, named)
+        for p in owned(optimizers):
+            if p.grad is not None and not has_accumulator(p):
+                raise RuntimeError(
+                    f"{caller}: an optimizer owns a parameter of shape {tuple(p.shape)} with a .grad of its own and "
+                    "no accumulator; it would be stepped as it is, scaled and not averaged. Give all parameters of the "
+                    "optimizer to the accumulator, or build an optimizer for each"
+                )
+
+    def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
+        """Check what the user wants to divide by; fp64 0-d on the first device, None for the sum of weights."""
+        if window.averaged:
+            return torch.ones((), dtype=torch.float64, device=self._store.device)
+        if given is None:
+            return None
+        scalar = as_scalar(given, "divisor", self._store.device, allow_zero=False)
+        if isinstance(scalar, Tensor):
+            window.decided_on_device = True
+            return scalar
+        return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
+
+    def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
+        """Average and hand out."""
+        verdict = judge(self._store.state(), divisor)
+        self._finish(window, optimizers, verdict, verdict.divisor)
+
+    def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
+        """Multiply what was handed out, which has the norm `norm`, so that its norm is at most `max_norm`."""
+        self._handout.multiply(clip_coefficient(norm, max_norm))
+
+    def norm(self, norm_type: float) -> Tensor:
+        """The norm of the sums as they are, fp64 0-d."""
+        return total_norm(self._store.buffers, norm_type, self._store.device)
+
+    def result(self, norm: Tensor) -> Tensor:
+        """A norm as the user gets it."""
+        self.last_norm = norm.to(self._store.result_dtype)
+        return self.last_norm
+
+    def step(
+        self, window: Window, optimizer: Optimizer, divisor: Tensor | None, max_norm: float | Tensor | None
+    ) -> Tensor | None:
+        """Average, clip, step and update the scale; returns the norm where `max_norm` is given."""
+        verdict = judge(self._store.state(), divisor)
+        norm, coefficient = None, None
+        if max_norm is not None:
+            norm = self.norm(2.0) / verdict.divisor
+            coefficient = clip_coefficient(norm, max_norm)
+        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
+        fused = steps_scaled_gradients(optimizer)
+        folded = fused and self._can_fold(optimizer)
+        if folded:
+            verdict = self._finish(window, (optimizer,), verdict, None)
+        elif coefficient is None or not self._store.rounds:
+            verdict = self._finish(window, (optimizer,), verdict, divide_by)
+        else:  # the mean itself may overflow when it is rounded, clipped or not
+            verdict = self._finish(window, (optimizer,), verdict, verdict.divisor)
+            self._handout.multiply(coefficient)
+        try:
+            if fused:
+                optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
+                optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
+            self._step_optimizer(optimizer, may_skip=not fused and (self._overflow is not None or window.may_be_empty))
+        except BaseException:
+            if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
+                self._handout.divide(divide_by)
+            raise
+        finally:
+            for name in ("grad_scale", "found_inf") if fused else ():
+                vars(optimizer).pop(name, None)
+        self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
+        return norm
+
+    def _step_optimizer(self, optimizer: Optimizer, may_skip: bool) -> None:
+        with torch.enable_grad():  # as where the user's own hooks would find it
+            if self._scaler.scaler is not None:
+                self._scaler.scaler.step(optimizer)
+            elif not may_skip or not self.was_skipped():
+                optimizer.step()
+
+    def _can_fold(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's gradients are exactly this window's fp32 views."""
+        if self._store.result_dtype != torch.float32 or has_step_pre_hooks(optimizer):
+            return False  # hooks are to see the averaged gradient
+        return all(
+            p.dtype == torch.float32 and (p.grad is None or self._store.place(p) is not None)
+            for p in owned((optimizer,))
+        )
+
+    def _finish(
+        self, window: Window, optimizers: Sequence[Optimizer], verdict: Verdict, divisor: Tensor | None
+    ) -> Verdict:
+        """Divide (None: leave the sums), hand out `.grad`, and tell the scaler the verdict."""
+        if divisor is not None:
+            self._handout.divide(divisor)
+        overflow = self._handout.round()
+        if overflow is not None and self._overflow is not None:
+            verdict = verdict.with_overflow(overflow)
+        window.verdict = verdict
+        self.skipped = verdict.skip
+        if not self._withhold(window, optimizers):
+            self._handout.give()
+        for optimizer in optimizers:
+            self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
+        self._noise.end_window(self._store.state(), verdict.skip)
+        return verdict
+
+    def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether no `.grad` is handed out at all, so that optimizers leave their state alone.
+
+        So where the weights are known to sum to zero, and where an overflow would leave the momentum of torch's fused
+        SGD uninitialised; that is worth a synchronisation.
+        """
+        if not window.decided_on_device and window.host_weight == 0:
+            return True
+        touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
+        return any(lacks_momentum(o, touched) for o in optimizers) and self.was_skipped()
