@@ -24,9 +24,9 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
-from accumkernels.demo.measure import LiveBytes
 from accumkernels.demo.model import GPT
 from accumkernels.ops import native
+from accumkernels.planning.live_bytes import LiveBytes
 
 from .case import DTYPES
 from .machine import environment
@@ -103,9 +103,11 @@ def peak_bytes(method: Method, size: Size, dtype: torch.dtype, device: torch.dev
 
     gc.collect()
     if device.type != "cuda":  # the storages alive after each op are added up
-        with LiveBytes([tensor for batch in data for tensor in batch]) as live:
+        live = LiveBytes()
+        before = live.add(tensor for batch in data for tensor in batch)
+        with live:
             train()
-        return live.peak
+        return live.peak - before
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)

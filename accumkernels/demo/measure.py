@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import statistics
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..planning.live_bytes import LiveBytes
 from .data import Window
 from .methods import Method
 
@@ -91,32 +90,6 @@ def gradient_seconds(methods: Sequence[Method], windows: Sequence[Window]) -> li
     return [statistics.median(found) for found in seconds]
 
 
-class LiveBytes(TorchDispatchMode):
-    """Peak of the bytes in tensors that were made under this mode and are alive; what an op uses inside is not seen.
-
-    Args:
-        known: Tensors from before, which do not count.
-    """
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Weak references are looked at after each op: a callback of theirs would swallow a Ctrl-C.
-        self._live = {key: entry for key, entry in self._live.items() if entry[0]() is not None}
-        for value in torch.utils._pytree.tree_leaves(result):
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in self._known:
-                    self._live[storage.data_ptr()] = (weakref.ref(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
-        return result
-
-
 def peak_bytes(cls: type[Method], model: nn.Module, window: Window, amp_dtype: torch.dtype | None) -> int:
     """Peak bytes of tensors while `cls` trains a copy of `model` for two windows; the batches themselves do not count.
 
@@ -138,6 +111,8 @@ def peak_bytes(cls: type[Method], model: nn.Module, window: Window, amp_dtype: t
         run()
         return torch.cuda.max_memory_allocated(device) - before
     known = [*model.parameters(), *(tensor for batch in batches for tensor in (batch.inputs, batch.targets))]
-    with LiveBytes(known) as live:
+    live = LiveBytes()
+    before = live.add(known)
+    with live:
         run()
-    return live.peak
+    return live.peak - before
