@@ -4,7 +4,7 @@
 
 Of a file of benchmarks.kernels: `NAME-accumulate.png` and `NAME-window.png` with a bar per method, `NAME-size.png` with
 GB/s against size and the limit, where the file has several sizes of equal tensors. Of one of benchmarks.training:
-`NAME.png`, tokens per second and peak memory.
+`NAME.png`, tokens per second and peak memory. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from . import memory_pictures
 from .report import read_csv
 
 Rows = list[dict[str, str]]
@@ -161,7 +162,9 @@ def draw(csv: Path, out: Path) -> list[Path]:
     """Draw what a file has; the answer is the pictures."""
     rows = read_csv(csv)
     out.mkdir(parents=True, exist_ok=True)
-    if rows and "tokens_per_second" in rows[0]:
+    if rows and "point" in rows[0]:
+        drawn: list[Path | None] = [memory_pictures.timeline(rows, out / f"{csv.stem}.png", _machine(rows[0]))]
+    elif rows and "tokens_per_second" in rows[0]:
         drawn = [training(rows, out / f"{csv.stem}.png")]
     else:
         drawn = [

@@ -22,13 +22,16 @@ class Loop(abc.ABC):
         model: fp32, becomes the loop's own.
         dtype: Of autocast.
         low_precision: Keep the model's parameters in `dtype`.
+        scale_loss: Use a GradScaler; None: for fp16, since bf16 has the range of fp32.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, low_precision: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, low_precision: bool = False, scale_loss: bool | None = None
+    ) -> None:
         self.model = model.to(dtype) if low_precision else model
         self.device, self.dtype = next(model.parameters()).device, dtype
-        # Disabled it does nothing: bf16 has the range of fp32.
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**12, enabled=dtype == torch.float16)
+        enabled = dtype == torch.float16 if scale_loss is None else scale_loss
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**12, enabled=enabled)
 
     def _adamw(self, params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-4, fused=True)
@@ -46,8 +49,8 @@ class Loop(abc.ABC):
 class Stock(Loop):
     """fp32 parameters, `loss / K`, gradients added up in `.grad`."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(model, dtype)
+    def __init__(self, model: nn.Module, dtype: torch.dtype, scale_loss: bool | None = None) -> None:
+        super().__init__(model, dtype, scale_loss=scale_loss)
         self.optimizer = self._adamw(self.model.parameters())
 
     def window(self, batches: list[Batch]) -> None:
@@ -90,8 +93,8 @@ class GradDtype(Loop):
 class Fused(Loop):
     """FusedAccumulator with some of its options."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, **options: Any) -> None:
-        super().__init__(model, dtype, low_precision=bool(options.get("master_weights")))
+    def __init__(self, model: nn.Module, dtype: torch.dtype, scale_loss: bool | None = None, **options: Any) -> None:
+        super().__init__(model, dtype, bool(options.get("master_weights")), scale_loss)
         self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler, **options)
         self.optimizer = self._adamw(self.accumulator.parameters())
 
