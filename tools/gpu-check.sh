@@ -30,16 +30,26 @@ fi
 results=benchmarks/results
 kernels=(--shapes "gpt2,tiny,resnet50,uniform")
 training=(--dtype "bf16,fp16")
+autocast=()
+buckets=(--dtype "bf16,fp16")
+memory=()
 if [[ "${GPU_CHECK:-}" == quick ]]; then
   results=build/quick
   kernels=(--shapes "gpt2,tiny" --elements 4000000 --repetitions 3 --micro-batches 2 --dtype bf16)
   training=(--windows 3 --micro-batches 1,2)
+  autocast=(--windows 3 --micro-batches 2)
+  buckets=(--elements 4000000 --repetitions 3)
+  memory=(--models "demo GPT")
 fi
 mkdir -p "$results"
 "$python" -m benchmarks.compile_report --json "$results/compile_report.json" >/dev/null
 "$python" -m benchmarks.kernels --device cuda "${kernels[@]}" --csv "$results/kernels_cuda.csv"
 "$python" -m benchmarks.training --device cuda "${training[@]}" --csv "$results/training_cuda.csv"
-for name in kernels training; do
+"$python" -m benchmarks.autocast --device cuda "${autocast[@]}" --csv "$results/autocast_cuda.csv"
+"$python" -m benchmarks.buckets --device cuda "${buckets[@]}" --csv "$results/buckets_cuda.csv"
+"$python" -m benchmarks.memory --device cuda "${memory[@]}" --csv "$results/memory_cuda.csv" \
+  --timeline "$results/timeline_cuda.csv"
+for name in kernels training timeline; do
   "$python" -m benchmarks.pictures "$results/${name}_cuda.csv"
 done
 if [[ -n "${OUT:-}" ]]; then
