@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .layout import FlatBuffer, Segment
+from .ops.schema import State
 
 
 class Captured(NamedTuple):
@@ -48,7 +49,7 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
     """
     found = [param.grad for param in buffer.params]
     for index, parts in (stashed or {}).items():
-        found[index] = _joined(found[index], parts)
+        found[index] = _joined(buffer, index, found[index], parts)
     grads = [grad for grad in found if grad is not None]
     if len(grads) == len(found):
         indices = buffer.all_indices
@@ -60,13 +61,19 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
     return Captured(indices, grads)
 
 
-def _joined(grad: Tensor | None, parts: list[Tensor]) -> Tensor:
+def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Tensor]) -> Tensor:
     """The sum as autograd would have made it: 16-bit parts widened, then added in fp32."""
     if grad is None and len(parts) == 1:
         return parts[0]
-    total = parts[0].float() if grad is None else grad.detach().add_(parts[0])
-    for part in parts[1:]:
-        total.add_(part)
+    segment = buffer.segments[index]
+    total = _checked(segment, parts[0].float() if grad is None else grad.detach())
+    # By the op, since torch's add_ would first widen the part to memory of its own.
+    layout, layout_host = buffer.layout_alone(index)
+    flat = total.as_strided((segment.numel,), (1,))
+    for part in parts[1:] if grad is None else parts:
+        scratch = torch.zeros(len(State), dtype=torch.float64, device=buffer.device)
+        added = [_checked(segment, part)]
+        buffer.ops.accumulate_(flat, scratch, added, [0], [False], layout, layout_host, count=False)
     return total
 
 

@@ -170,6 +170,12 @@ class FlatBuffer:
             previous = s.index
         return [self.tensor[start:end] for start, end in ranges]
 
+    def layout_alone(self, index: int) -> tuple[Tensor, Tensor]:
+        """`layout` and `layout_host` for a tensor that holds one segment and nothing else."""
+        device, host = self.layout[index : index + 1].clone(), self.layout_host[index : index + 1].clone()
+        device[:, 0] = host[:, 0] = 0
+        return device, host
+
     def divide(self, divisor: Tensor) -> None:
         """Divide the touched segments by a 0-d tensor; a true division, as `grad / K` would be."""
         for piece in self.touched_ranges():
