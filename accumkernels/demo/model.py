@@ -60,6 +60,8 @@ class GPT(nn.Module):
         self.position = nn.Parameter(torch.empty(context, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.position, std=0.02)
         for name, parameter in self.blocks.named_parameters():
@@ -73,5 +75,5 @@ class GPT(nn.Module):
         x = self.embedding(inputs) + self.position[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.embedding.weight)
+        logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
