@@ -12,9 +12,11 @@ BOOTSTRAP := $(PYTHON) tools/bootstrap.py --venv '$(VENV)' --torch '$(TORCH)' \
 # One environment holds one torch: its name is part of the stamp's.
 READY := $(VENV)/.ready-$(subst /,_,$(firstword $(TORCH)))
 CHECKERS := $(VENV)/.checkers
+DOCS := $(VENV)/.docs
 CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-kernels test-source-installs test-toolkits test-torch-matrix bench wheel check gpu-check build clean
+.PHONY: demo test test-kernels test-source-installs test-toolkits test-torch-matrix bench wheel check docs gpu-check build \
+	clean
 
 demo: build  ## train a small GPT three ways
 	$(PY) -m accumkernels demo $(ARGS)
@@ -47,6 +49,9 @@ check: $(READY) $(CHECKERS)  ## style, types, formatting
 	$(PY) -m mypy
 	$(PY) -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror $(CXX_SOURCES)
 
+docs: $(READY) $(DOCS)  ## the guides and the reference as a site, build/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs -q build --strict
+
 gpu-check: $(READY)  ## on a machine with a GPU: build, tests, compute-sanitizer, benchmarks
 	bash tools/gpu-check.sh $(PY)
 
@@ -63,3 +68,6 @@ $(READY): pyproject.toml tools/bootstrap.py
 
 $(CHECKERS): $(READY)
 	$(BOOTSTRAP) --stamp '$@' check
+
+$(DOCS): $(READY)
+	$(BOOTSTRAP) --stamp '$@' docs

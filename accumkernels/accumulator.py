@@ -36,7 +36,7 @@ class FusedAccumulator:
 
     A window is the micro-batches between two optimizer steps. Its gradient is the weighted mean
     `sum_i w_i * g_i / sum_i w_i` over the micro-batches that really ran, so unequal micro-batches and a short last
-    window are right without a `loss / accumulation_steps`::
+    window are right without a `loss / accumulation_steps`:
 
         acc = FusedAccumulator(model, scaler=scaler)
         optimizer = torch.optim.AdamW(acc.parameters(), lr=3e-4, fused=True)
