@@ -246,7 +246,7 @@ class FusedAccumulator:
         self._require_accumulating("backward()")
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         if self._route is not None:
-            self._route.taking = kwargs.get("inputs") is None
+            self._route.taking = True
         try:
             if self._hooks is None:
                 self._scaler.scale(loss).backward(**kwargs)

@@ -65,15 +65,27 @@ class _Take(torch.autograd.Function):
         route = ctx.route()
         takes = route is not None and route.takes
         results: list[Tensor | None] = [None, None]
-        for shadow, grad, needed in zip(ctx.shadows, grads, ctx.needs_input_grad[2:], strict=True):
+        wanted = ctx.needs_input_grad[2:]
+        for shadow, grad, needed, (leaf, _) in zip(ctx.shadows, grads, wanted, ctx.next_functions, strict=True):
             if grad is None or not needed:
                 results.append(None)
-            elif takes:
+            elif takes and _fills_grad(leaf):
                 route.take(shadow, grad)
                 results.append(None)
             else:
                 results.append(grad.to(shadow.param.dtype))
         return tuple(results)
+
+
+def _fills_grad(leaf: Any) -> bool:
+    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
+
+    `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
+        return False
 
 
 class _Slots:
@@ -375,7 +387,8 @@ class AutocastRoute:
             self._allocate()
 
     def remove(self) -> None:
-        """Take off every hook."""
+        """Take off every hook; graphs that are left give their gradients to `.grad`."""
+        self.listening = False
         _remove(self._handles)
 
 
