@@ -292,3 +292,20 @@ def test_memory_report_leaves_no_trace(fake, accumulate):
     )
     assert report.total > 0
     assert state(model, optimizer) == before
+
+
+@pytest.mark.parametrize("release", ["microbatch", "backward"])
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_a_model_that_is_being_accumulated_is_refused(accumulate, release):
+    """Its window would get the gradients of the trials, and `accumulate` would need the parameters; it stays intact."""
+    model, optimizer = build()
+    acc = ak.FusedAccumulator(model, release=release)
+    before = state(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"find_batch_size: 'inner.weight' has a FusedAccumulator.*remove\(\)"):
+        fit(model, accumulate=accumulate)
+    with pytest.raises(RuntimeError, match=r"memory_report: 'inner.weight' has a FusedAccumulator.*remove\(\)"):
+        ak.memory_report(model, optimizer, lambda n: (torch.ones(n, 3), torch.ones(n, 3)), 4, accumulate=accumulate)
+    assert state(model, optimizer) == before
+    assert acc.micro_batches == 0
+    acc.remove()
+    assert fit(model, accumulate=accumulate) == 8

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .agreement import Agreement
 from .batches import Source, dummy_batches, loaded_batches, made_batches
 from .batchnorm import uses_batch_statistics
-from .checks import one_of, positive_int
+from .checks import no_accumulator, one_of, positive_int
 from .garbage import Garbage
 from .meters import describe_peak, meter_for
 from .progress import trial_progress
@@ -126,7 +126,8 @@ def find_batch_size(
 
     Raises:
         TypeError, ValueError: an argument is wrong: named with its value. A cap of 1 with BatchNorm in training.
-        RuntimeError: nothing fits: with the bytes of each size tried; or another rank failed.
+        RuntimeError: nothing fits: with the bytes of each size tried; the model has a FusedAccumulator; or another rank
+            failed.
     """
     agreement = Agreement(process_group)
     try:
@@ -135,6 +136,7 @@ def find_batch_size(
         cap, bound = _cap(dataset_size, max_batch_size)
         step = positive_int(multiple_of, "multiple_of")
         start = _start(model, cap, step)
+        no_accumulator(model, "find_batch_size")
         one_of(mode, "mode", MODES)
         training = Training(
             model=model,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 from typing import Any
+
+from torch import nn
+
+from ..store import has_accumulator
 
 
 def positive_int(value: Any, name: str) -> int:
@@ -46,3 +51,23 @@ def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
     """
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+
+
+def no_accumulator(model: nn.Module, caller: str) -> None:
+    """Check that no FusedAccumulator is at work on a model that is about to train on trial.
+
+    Its hooks would take the trial's gradients into its window, and its buffers would be in the measure.
+
+    Raises:
+        RuntimeError: names the first parameter that has one.
+    """
+    for collected in (False, True):
+        name = next((name for name, param in model.named_parameters() if has_accumulator(param)), None)
+        if name is None:
+            return
+        if not collected:
+            gc.collect()  # it may be dead already, in a cycle of a trainer or a notebook
+    raise RuntimeError(
+        f"{caller}: {name!r} has a FusedAccumulator, which would accumulate gradients of the trial: call this before "
+        "the accumulator is built, or after its remove()"
+    )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .batches import made_batches, training_loss
-from .checks import positive_int
+from .checks import no_accumulator, positive_int
 from .fakes import FakeDevice, LiveFakeBytes
 from .live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
 from .snapshot import Snapshot
@@ -192,6 +192,7 @@ def memory_report(
 
     Raises:
         TypeError, ValueError: an argument is wrong; a device is given without `fake=True` that is not the model's.
+        RuntimeError: the model has a FusedAccumulator, and `fake` is not set.
         torch.OutOfMemoryError: the run does not fit.
     """
     size = positive_int(batch_size, "batch_size")
@@ -214,6 +215,8 @@ def memory_report(
         raise ValueError(f"the model is on {own}: a report for {target} needs fake=True, or model.to({str(target)!r})")
     if not fake and own.type == "meta":
         raise ValueError("the model is on the meta device: a report on it needs fake=True")
+    if not fake:
+        no_accumulator(model, "memory_report")
     sizes = [size, size // 2] if size > 1 else [size, 2 * size] if fake else [size]
     run = _Run(model, optimizer, make_batch, loss_fn, (target.type, amp_dtype), steps, target)
     measure = _predict if fake else _measure
