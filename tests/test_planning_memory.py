@@ -136,6 +136,22 @@ def test_slope(fake):
         at[16].fits(0)
 
 
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_batchnorm_never_sees_one_sample(size, fake):
+    """Half of a batch of 2 or 3 would be one, of which BatchNorm has no statistics."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 3))
+    found = ak.memory_report(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: (torch.randn(n, 64), torch.randn(n, 3)),
+        size,
+        loss_fn=nn.functional.mse_loss,
+        fake=fake,
+    )
+    assert 256 * 4 <= found.per_sample < 8 * 256 * 4  # two outputs of 256 floats, their gradients; not all at the peak
+
+
 def test_for_a_card_that_is_not_there():
     """From the meta device, for CUDA, under autocast, with an optimizer that has state; nothing is computed."""
     with torch.device("meta"):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .batches import made_batches, training_loss
+from .batchnorm import uses_batch_statistics
 from .checks import no_accumulator, positive_int
 from .fakes import FakeDevice, LiveFakeBytes
 from .live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
@@ -217,7 +218,8 @@ def memory_report(
         raise ValueError("the model is on the meta device: a report on it needs fake=True")
     if not fake:
         no_accumulator(model, "memory_report")
-    sizes = [size, size // 2] if size > 1 else [size, 2 * size] if fake else [size]
+    smallest = 2 if uses_batch_statistics(model) else 1  # one sample has no variance
+    sizes = [size, size // 2] if size // 2 >= smallest else [size, 2 * size] if fake else [size]
     run = _Run(model, optimizer, make_batch, loss_fn, (target.type, amp_dtype), steps, target)
     measure = _predict if fake else _measure
     peaks = [measure(run, n) for n in sizes]
@@ -225,8 +227,8 @@ def memory_report(
 
 
 def _slope(sizes: list[int], peaks: list[_Peaks]) -> float:
-    if len(sizes) == 1:  # one sample, and there may not be room for two
-        return float(peaks[0].forward)
+    if len(sizes) == 1:  # the smallest there is, and there may not be room for more
+        return peaks[0].forward / sizes[0]
     return max(0.0, (peaks[0].training - peaks[1].training) / (sizes[0] - sizes[1]))
 
 
