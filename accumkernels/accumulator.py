@@ -19,7 +19,7 @@ from .layout import FlatBuffer
 from .ops.schema import State
 from .optimizers import check_no_closure, check_optimizer, owned
 from .options import check_options
-from .parameters import named_parameters
+from .parameters import check_group, named_parameters
 from .planning.batchnorm import warn_of_batchnorm
 from .planning.noise_scale import NoiseMeter, NoiseScale
 from .scalars import as_scalar
@@ -141,7 +141,13 @@ class FusedAccumulator:
 
         Args:
             groups: Dicts with a `params` entry, as torch.optim takes them; other entries are kept.
+
+        Raises:
+            TypeError, ValueError: a group is no dict, or has no `params`.
         """
+        groups = list(groups)
+        for index, group in enumerate(groups):
+            check_group(group, index)
         if self._store.masters is None:
             return [dict(group) for group in groups]
         return self._store.masters.param_groups(groups)

@@ -49,12 +49,23 @@ def _from_module(module: nn.Module) -> list[NamedParameter]:
     return list(named.values())
 
 
+def check_group(group: Any, index: int) -> None:
+    """Refuse what torch.optim would not take as a param group.
+
+    Raises:
+        TypeError, ValueError: says which group it is.
+    """
+    if not isinstance(group, dict):
+        raise TypeError(f"params: group {index} must be a dict, got {type(group).__name__}")
+    if "params" not in group:
+        raise ValueError(f"params: group {index} has no 'params' key")
+
+
 def _from_items(items: Iterable[Any], prefix: str = "") -> list[NamedParameter]:
     named: list[NamedParameter] = []
     for i, item in enumerate(items):
         if isinstance(item, dict):
-            if "params" not in item:
-                raise ValueError(f"params: group {i} has no 'params' key")
+            check_group(item, i)
             group = item["params"]
             named += _from_items([group] if isinstance(group, Tensor) else group, f"group{i}.")
         elif isinstance(item, Tensor):

@@ -216,6 +216,18 @@ def test_param_groups():
     assert plain.param_groups([group]) == [group]
 
 
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_wrong_param_groups(master_weights):
+    """Named by their number, with masters and without."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=master_weights)
+    good = {"params": [model[0].weight]}
+    with pytest.raises(ValueError, match="group 1 has no 'params' key"):
+        acc.param_groups([good, {"lr": 0.1}])
+    with pytest.raises(TypeError, match="group 0 must be a dict, got Parameter"):
+        acc.param_groups(model.parameters())
+
+
 def test_two_optimizers_round_what_they_own():
     """Each optimizer's step rounds its masters, and no other's."""
     model = mlp().bfloat16()
