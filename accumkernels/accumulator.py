@@ -504,6 +504,8 @@ class FusedAccumulator:
         Raises:
             RuntimeError: lists names that are missing, unexpected or of another shape; nothing is changed then.
         """
+        if self._route is not None:
+            self._route.settle()
         self._store.check_drift()
         checked = check(self._store, state_dict)
         self.zero_()
@@ -556,6 +558,8 @@ class FusedAccumulator:
             self._hooks.listen(grown)
 
     def _require_accumulating(self, caller: str) -> None:
+        if self._route is not None:
+            self._route.settle()
         if not self._store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
         if self._window.verdict is not None:

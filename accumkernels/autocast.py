@@ -192,6 +192,7 @@ class AutocastRoute:
         self._elsewhere: set[int] = set()  # and of those that are used outside of the modules that have them
         self._casts: dict[tuple[int, torch.Size], int] = {}
         self._at_home: list[set[int]] = []  # of the modules that run, while any is watched
+        self._swapped: list[_Slots] = []  # modules with a shadow in a slot: those that run
         self._generation = 0  # micro-batches begun
         self._root = id(module)
         self._modules: dict[int, _Slots] = {}
@@ -204,6 +205,7 @@ class AutocastRoute:
                 self._modules[id(part)] = _Slots(part)
                 handles.append(part.register_forward_pre_hook(_Hook(this, AutocastRoute._enter)))
                 handles.append(part.register_forward_hook(_Hook(this, AutocastRoute._leave), always_call=True))
+                handles.append(part.register_state_dict_pre_hook(_Hook(this, AutocastRoute._settle_module)))
         self._handles = handles
         weakref.finalize(self, _remove, handles).atexit = False
 
@@ -218,6 +220,7 @@ class AutocastRoute:
         slots = self._modules.get(id(module))
         if slots is None or slots.module() is not module or slots.watch is not None:
             return  # a copy, or a module that calls itself
+        self._put_back(slots)
         if not torch.is_grad_enabled():
             if self._at_home:  # the first run of a reentrant checkpoint: its second one will tell
                 slots.unwatched = _own(module)
@@ -250,6 +253,8 @@ class AutocastRoute:
                 live = self._connect(shadow)
             params[name] = live  # type: ignore[assignment]
             slots.swapped.append((name, param, live))
+        if slots.swapped:
+            self._swapped.append(slots)
 
     def _connect(self, shadow: _Shadow) -> Tensor:
         """Put the shadow into this micro-batch's graph; all of them at once, unless they are released one by one."""
@@ -286,11 +291,7 @@ class AutocastRoute:
         slots = self._modules.get(id(module))
         if slots is None or slots.module() is not module:
             return
-        params = module._parameters
-        for name, param, live in slots.swapped:
-            if params.get(name) is live:
-                params[name] = param
-        slots.swapped.clear()
+        self._put_back(slots)
         if slots.unwatched is not None:
             self._at_home.remove(slots.unwatched)
             slots.unwatched = None
@@ -299,6 +300,27 @@ class AutocastRoute:
             watch.__exit__(None, None, None)
             self._at_home.remove(watch.own)
             self._learn(slots, watch)
+
+    def _put_back(self, slots: _Slots) -> None:
+        module = slots.module()
+        if module is None or not slots.swapped:
+            return
+        for name, param, live in slots.swapped:
+            if module._parameters.get(name) is live:
+                module._parameters[name] = param
+        slots.swapped.clear()
+        self._swapped.remove(slots)
+
+    def _settle_module(self, module: nn.Module) -> None:
+        """Before its state_dict is made, which may be in its forward."""
+        slots = self._modules.get(id(module))
+        if slots is not None and slots.module() is module:
+            self._put_back(slots)
+
+    def settle(self) -> None:
+        """Put back every parameter: forward hooks do not run after a Ctrl-C."""
+        for slots in list(self._swapped):
+            self._put_back(slots)
 
     def _may_route(self, param: nn.Parameter) -> bool:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
@@ -379,6 +401,7 @@ class AutocastRoute:
 
     def clear(self) -> None:
         """Forget what was taken, at the end of a micro-batch; what was learned in it is used from now on."""
+        self.settle()
         self.stash.clear()
         self._casts.clear()
         self._live.clear()
@@ -389,6 +412,7 @@ class AutocastRoute:
     def remove(self) -> None:
         """Take off every hook; graphs that are left give their gradients to `.grad`."""
         self.listening = False
+        self.settle()
         _remove(self._handles)
 
 
