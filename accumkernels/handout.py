@@ -14,7 +14,7 @@ class Handout:
     """The gradients of one finished window.
 
     Gradients of 16-bit parameters without masters are rounded from the fp32 sums anew after each change, since torch
-    wants `.grad` in the parameter's dtype; all others are views.
+    wants `.grad` in the parameter's dtype, unless its `grad_dtype` says otherwise; all others are views.
     """
 
     def __init__(self, store: Store) -> None:
@@ -47,7 +47,9 @@ class Handout:
 
     def _round(self, buffer: FlatBuffer) -> Tensor:
         overflow = torch.zeros(1, dtype=torch.float64, device=buffer.device)
-        segments = [s for s in buffer.touched_segments() if s.dtype != buffer.dtype]
+        segments = [
+            s for s in buffer.touched_segments() if buffer.dtype not in (s.dtype, getattr(s.param, "grad_dtype", None))
+        ]
         for s in segments:
             if id(s.param) not in self._rounded:
                 self._rounded[id(s.param)] = torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device)

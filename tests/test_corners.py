@@ -251,6 +251,23 @@ def test_a_16_bit_mean_overflows_in_both_forms():
             assert acc.step_was_skipped
 
 
+def test_grad_dtype_of_16_bit_parameters():
+    """A parameter that wants its `.grad` in fp32 gets the sums unrounded; the others round."""
+    model = mlp(torch.bfloat16)
+    model[0].weight.grad_dtype = torch.float32
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1, foreach=False)
+    x, y = batch(3, torch.bfloat16)
+    for _ in range(3):
+        acc.backward(mse_loss(model(x), y))
+    acc.finalize(optimizer)
+    acc.clip_grad_norm_(1e-3)
+    weight = model[0].weight
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.data_ptr() == acc.main_grad(weight).data_ptr()
+    assert torch.equal(model[2].weight.grad, acc.main_grad(model[2].weight).bfloat16())
+
+
 @pytest.mark.parametrize("weight", [1e-50, 1e300])
 def test_weights_beyond_fp32_never_make_nan(weight):
     """A sum of weights that fp32 cannot hold skips the step."""
