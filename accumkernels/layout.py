@@ -156,7 +156,7 @@ class FlatBuffer:
 
     def touched_views(self) -> list[Tensor]:
         """Their views."""
-        return [v for v, touched in zip(self.views, self.touched, strict=True) if touched]
+        return [self.views[s.index] for s in self.touched_segments()]
 
     def touched_ranges(self) -> list[Tensor]:
         """The fewest 1-d slices of `tensor` that cover all touched segments and no untouched one."""

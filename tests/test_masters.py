@@ -359,6 +359,7 @@ def test_release_buffers():
             other.step(twin_optimizer)
         acc.step(optimizer)  # an empty window needs none
         acc.finalize(optimizer)
+        assert acc.clip_grad_norm_(1.0) == 0
         acc.zero_()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q)
