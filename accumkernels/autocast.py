@@ -221,6 +221,8 @@ class AutocastRoute:
         if slots is None or slots.module() is not module or slots.watch is not None:
             return  # a copy, or a module that calls itself
         self._put_back(slots)
+        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+            return  # neither can take a function of ours into its graph
         if not torch.is_grad_enabled():
             if self._at_home:  # the first run of a reentrant checkpoint: its second one will tell
                 slots.unwatched = _own(module)

@@ -115,3 +115,25 @@ def test_a_graph_that_outlives_remove(release, route):
     loss.backward()
     for p, expected in zip(model.parameters(), stock(1), strict=True):
         assert torch.equal(p.grad, expected)
+
+
+@pytest.mark.parametrize("what", ["jvp", "jacrev", "vmap", "trace", "export"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_transforms_and_traces_run_the_model_itself(release, what):
+    """torch.func and torch.jit.trace take no function of ours, and get what they get without an accumulator."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+
+    def run(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if what == "jvp":
+                return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+            if what == "jacrev":
+                return torch.func.jacrev(model)(x)
+            if what == "vmap":
+                return torch.vmap(model)(x)
+            if what == "trace":
+                return torch.jit.trace(model, x, check_trace=False)(x)
+            return torch.export.export(model, (x,)).module()(x)
+
+    model, _ = on_the_route(release, True)
+    assert torch.equal(run(model), run(net()))
