@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from .capture import DuringBackward
@@ -193,6 +193,7 @@ class AutocastRoute:
         self._casts: dict[tuple[int, torch.Size], int] = {}
         self._at_home: list[set[int]] = []  # of the modules that run, while any is watched
         self._swapped: list[_Slots] = []  # modules with a shadow in a slot: those that run
+        self._watches: list[_Watch] = []  # of modules that run, the innermost last
         self._generation = 0  # micro-batches begun
         self._root = id(module)
         self._modules: dict[int, _Slots] = {}
@@ -208,6 +209,7 @@ class AutocastRoute:
                 handles.append(part.register_state_dict_pre_hook(_Hook(this, AutocastRoute._settle_module)))
         self._handles = handles
         weakref.finalize(self, _remove, handles).atexit = False
+        weakref.finalize(self, _stop, self._watches).atexit = False
 
     @property
     def parameters(self) -> int:
@@ -288,6 +290,7 @@ class AutocastRoute:
         slots.watch = _Watch(own, others, self._at_home, self._casts, dtype)
         self._at_home.append(own)
         slots.watch.__enter__()
+        self._watches.append(slots.watch)
 
     def _leave(self, module: nn.Module) -> None:
         slots = self._modules.get(id(module))
@@ -300,6 +303,7 @@ class AutocastRoute:
         watch, slots.watch = slots.watch, None
         if watch is not None:
             watch.__exit__(None, None, None)
+            self._watches.remove(watch)
             self._at_home.remove(watch.own)
             self._learn(slots, watch)
 
@@ -415,6 +419,7 @@ class AutocastRoute:
         """Take off every hook; graphs that are left give their gradients to `.grad`."""
         self.listening = False
         self.settle()
+        _stop(self._watches)
         _remove(self._handles)
 
 
@@ -441,3 +446,9 @@ def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+def _stop(watches: list[_Watch]) -> None:
+    """End what a Ctrl-C in a module's first forward left on: every op of the thread would go on passing through it."""
+    while watches and _get_current_dispatch_mode() is watches[-1]:
+        watches.pop().__exit__(None, None, None)

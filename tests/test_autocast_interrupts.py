@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import accumkernels as ak
 
@@ -117,3 +119,15 @@ def test_a_forward_after_an_interrupt_reads_the_parameters(grad):
         p.data.copy_(q)
     with torch.set_grad_enabled(grad):
         assert torch.equal(loss_of(model), loss_of(twin))
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_an_interrupted_first_forward_leaves_no_mode(removed):
+    """Once the accumulator is gone, removed or collected, ops are no longer watched."""
+    model, acc = on_the_route(micro_batches=0)
+    interrupt(model)
+    if removed:
+        acc.remove()
+    del acc
+    gc.collect()
+    assert _get_current_dispatch_mode() is None
