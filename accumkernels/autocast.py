@@ -24,15 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .autocast_watch import Watch
 from .capture import DuringBackward
 from .layout import ALIGNMENT_BYTES, FlatBuffer, Segment
 from .store import Store
 
 _HALF = (torch.float16, torch.bfloat16)
-_to_copy = torch.ops.aten._to_copy.default
 
 
 class _Shadow:
@@ -95,57 +94,9 @@ class _Slots:
         self.module = weakref.ref(module)
         self.shadows: dict[str, _Shadow] | None = None  # by slot; None until learned
         self.learned_in = -1  # the generation; shadows are used from the next one on
-        self.watch: _Watch | None = None
+        self.watch: Watch | None = None
         self.unwatched: set[int] | None = None  # its parameters, while it runs without gradients inside a watched one
         self.swapped: list[tuple[str, nn.Parameter, Tensor]] = []
-
-
-class _Watch(TorchDispatchMode):
-    """Sees which parameters a forward reads, and which of them only through a cast to 16 bit.
-
-    Args:
-        own: ids of the parameters of the module that runs.
-        others: ids of parameters whose use outside of the modules that have them is to be noted, in `elsewhere`.
-        at_home: ids of the parameters of every module that runs.
-        casts: (address, shape) of a cast that autocast may serve again from its cache: id of the parameter.
-        dtype: Of autocast.
-    """
-
-    def __init__(
-        self,
-        own: set[int],
-        others: set[int],
-        at_home: list[set[int]],
-        casts: dict[tuple[int, torch.Size], int],
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.cast: set[int] = set()
-        self.direct: set[int] = set()
-        self.elsewhere: set[int] = set()
-        self.own = own
-        self.dtype = dtype
-        self._others = others
-        self._at_home = at_home
-        self._casts = casts
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs)):
-            if not isinstance(tensor, Tensor):
-                continue
-            param = id(tensor)
-            casts = func is _to_copy and result.dtype == self.dtype
-            if casts and (param in self.own or param in self._others):
-                self._casts[result.data_ptr(), result.shape] = param
-            elif not casts and tensor.dtype == self.dtype and tensor.numel():
-                param = self._casts.get((tensor.data_ptr(), tensor.shape), 0)
-                casts = True
-            if param in self.own:
-                (self.cast if casts else self.direct).add(param)
-            if param in self._others and not any(param in own for own in self._at_home):
-                self.elsewhere.add(param)
-        return result
 
 
 def _own(module: nn.Module) -> set[int]:
@@ -193,7 +144,7 @@ class AutocastRoute:
         self._casts: dict[tuple[int, torch.Size], int] = {}
         self._at_home: list[set[int]] = []  # of the modules that run, while any is watched
         self._swapped: list[_Slots] = []  # modules with a shadow in a slot: those that run
-        self._watches: list[_Watch] = []  # of modules that run, the innermost last
+        self._watches: list[Watch] = []  # of modules that run, the innermost last
         self._generation = 0  # micro-batches begun
         self._root = id(module)
         self._modules: dict[int, _Slots] = {}
@@ -287,7 +238,7 @@ class AutocastRoute:
         others: set[int] = set()
         if id(module) == self._root:
             others = {id(e.param) for e in self._store.named if e.param.dtype == torch.float32}
-        slots.watch = _Watch(own, others, self._at_home, self._casts, dtype)
+        slots.watch = Watch(own, others, self._at_home, self._casts, dtype)
         self._at_home.append(own)
         slots.watch.__enter__()
         self._watches.append(slots.watch)
@@ -338,7 +289,7 @@ class AutocastRoute:
         after = param._post_accumulate_grad_hooks
         return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
 
-    def _learn(self, slots: _Slots, watch: _Watch) -> None:
+    def _learn(self, slots: _Slots, watch: Watch) -> None:
         module = slots.module()
         assert module is not None
         self._elsewhere |= watch.elsewhere
@@ -448,7 +399,7 @@ def _remove(handles: list[Any]) -> None:
     handles.clear()
 
 
-def _stop(watches: list[_Watch]) -> None:
+def _stop(watches: list[Watch]) -> None:
     """End what a Ctrl-C in a module's first forward left on: every op of the thread would go on passing through it."""
     while watches and _get_current_dispatch_mode() is watches[-1]:
         watches.pop().__exit__(None, None, None)
