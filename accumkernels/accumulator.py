@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from .adding import Adder
 from .autocast import AutocastRoute
 from .capture import Captured, DuringBackward, drop, take
+from .data_parallel import Silence, choose_group, module_buffers, refuse_wrapped
+from .distributed import Ranks, Reduction
 from .ending import Ending
 from .layout import FlatBuffer
 from .ops.schema import State
@@ -53,8 +56,8 @@ class FusedAccumulator:
     `acc.finalize(optimizer)`, `acc.clip_grad_norm_(1.0)`, `scaler.step(optimizer)`, `scaler.update()`, `acc.zero_()`.
 
     Args:
-        params: A module, or an iterable of parameters, of (name, parameter) pairs, or of param groups. Frozen
-            parameters take no memory until they are unfrozen.
+        params: A module, also in DistributedDataParallel, or an iterable of parameters, of (name, parameter) pairs, or
+            of param groups. Frozen parameters take no memory until they are unfrozen.
         scaler: A `torch.amp.GradScaler`; a disabled one means the same as None. Gradients are unscaled while they are
             accumulated; do not call `scaler.unscale_`.
         overflow: What a gradient with inf or nan does. "window" (default): the step is skipped and the scale backs off.
@@ -68,7 +71,11 @@ class FusedAccumulator:
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
-        process_group: Data parallel group; False for one process of many that is alone on purpose.
+        process_group: The ranks of data parallel training; False for one process of many that is alone on purpose. Not
+            needed where `params` is a DistributedDataParallel module: that has a group. Parameters and module buffers
+            become those of the group's rank 0 now, and buffers again after every window. Micro-batches communicate
+            nothing (a DistributedDataParallel module is kept silent); `finalize` and `step` are collective, also on a
+            rank that ran no micro-batch: see `finalize`.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
@@ -77,11 +84,14 @@ class FusedAccumulator:
             does; True does so in every backward; False never. After `param.data.copy_` in mid-window, which torch's
             version counters do not notice either, old values are used until the window ends.
         backend: "auto", "native", "triton" or "reference".
+        comm_dtype: What fp32 sums are reduced in over ranks. torch.bfloat16 halves the bytes; every rank's sum is
+            rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an element
+            is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and its value.
-        RuntimeError: a parameter already has an accumulator, a forced backend does not work, or torch.distributed runs
-            several ranks and `process_group` does not say what to do about it.
+        RuntimeError: a parameter already has an accumulator, a forced backend does not work, torch.distributed runs
+            several ranks and `process_group` does not say what to do about it, or ranks differ in their parameters.
     """
 
     def __init__(
@@ -97,14 +107,25 @@ class FusedAccumulator:
         noise_scale: bool | float = False,
         autocast_route: str | bool = "auto",
         backend: str = "auto",
+        comm_dtype: torch.dtype = torch.float32,
     ) -> None:
         check_options(
-            params, scaler, overflow, release, bucket_bytes, master_weights, process_group, noise_scale, autocast_route
+            params, scaler, overflow, release, bucket_bytes, master_weights, noise_scale, autocast_route, comm_dtype
         )
+        params, group, ddp = choose_group(params, process_group)
         named = named_parameters(params)
         warn_of_batchnorm(params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
+        self._ranks: Ranks | None = None
+        if group is not None:
+            if ddp is None:
+                refuse_wrapped([(entry.name, entry.param) for entry in named])
+            self._ranks = Ranks(group, comm_dtype, functools.partial(module_buffers, params, ddp))
+            self._ranks.check_alike(named, overflow=overflow, release=release, master_weights=master_weights)
+            if ddp is None:  # whose constructor has done that
+                self._ranks.broadcast(entry.param for entry in named)
+                self._ranks.share()
         self._store = Store(named, backend, master_weights)
         self._overflow = overflow
         self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
@@ -116,9 +137,14 @@ class FusedAccumulator:
         self._route: AutocastRoute | None = None
         if isinstance(params, nn.Module) and autocast_route is not False:
             self._route = AutocastRoute(params, self._store, self._hooks, autocast_route is True)
+        self._silence = None if ddp is None else Silence(ddp)
+        self._reduction: Reduction | None = None
+        if self._ranks is not None:
+            self._reduction = Reduction(self._ranks, self._store, early=self._hooks is not None)
         self._weight_in_backward: float | Tensor = 1.0
+        self._sends_in_backward = False
         self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
-        self._ending = Ending(self._store, self._scaler, overflow, self._noise)
+        self._ending = Ending(self._store, self._scaler, overflow, self._noise, self._reduction)
         self._warned = False
         self._open()
 
@@ -193,7 +219,10 @@ class FusedAccumulator:
 
     @property
     def weight(self) -> Tensor:
-        """Sum of the weights of the window's micro-batches, dropped ones not counted; fp64 0-d, on the first device."""
+        """Sum of the weights of the window's micro-batches, dropped ones not counted; fp64 0-d, on the first device.
+
+        This rank's until `finalize`, afterwards that of all ranks; so is `found_inf`.
+        """
         return self._store.state()[State.WEIGHT].clone()
 
     @property
@@ -237,19 +266,25 @@ class FusedAccumulator:
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._ending.last_norm is None else f"{self._ending.last_norm.item():.6g}"
         route = f", autocast route for {self._route.parameters} parameters" if self._route is not None else ""
-        return f"FusedAccumulator({self._store}{route}, overflow={self._overflow!r}, {position}, last norm {norm})"
+        ranks = f", {self._ranks}" if self._ranks is not None else ""
+        return (
+            f"FusedAccumulator({self._store}{route}{ranks}, overflow={self._overflow!r}, {position}, last norm {norm})"
+        )
 
     # ---- a micro-batch
 
-    def backward(self, loss: Tensor, weight: float | Tensor = 1.0, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = False, **kwargs: Any) -> None:
         """`scaler.scale(loss).backward(**kwargs)`, then `accumulate(weight)`.
 
         Args:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
             weight: See `accumulate`.
+            last: This is the window's last micro-batch on this rank: with `release="backward"` and a process group,
+                sums are sent while backward completes them. Other ranks may do without. The result is the same.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
+        self._check_last(last)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         if self._route is not None:
             self._route.taking = True
@@ -257,14 +292,14 @@ class FusedAccumulator:
             if self._hooks is None:
                 self._scaler.scale(loss).backward(**kwargs)
             else:
-                self._run_backward(self._scaler.scale(loss), weight, kwargs)
+                self._run_backward(self._scaler.scale(loss), weight, last, kwargs)
         finally:
             if self._route is not None:
                 self._route.taking = False
         with torch.no_grad():
-            self._accumulate(weight)
+            self._accumulate(weight, last)
 
-    def _run_backward(self, loss: Tensor, weight: float | Tensor, kwargs: dict[str, Any]) -> None:
+    def _run_backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> None:
         """A backward whose gradients are added, with their weight, while it runs."""
         assert self._hooks is not None
         if self._hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
@@ -276,6 +311,8 @@ class FusedAccumulator:
             with torch.no_grad():
                 self._prepare_window()
         self._weight_in_backward = weight
+        # Of an earlier backward in this micro-batch, gradients may be pending for what this one completes.
+        self._sends_in_backward = last and not self._hooks.has_taken
         try:
             loss.backward(**kwargs)
         except BaseException:
@@ -283,9 +320,10 @@ class FusedAccumulator:
             raise
         finally:
             self._weight_in_backward = 1.0
+            self._sends_in_backward = False
 
     @torch.no_grad()
-    def accumulate(self, weight: float | Tensor = 1.0) -> None:
+    def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False) -> None:
         """Add the gradients in `.grad` to the window, multiplied by `weight / loss_scale`, and free them.
 
         Nothing waits for the device (except with `overflow="raise"`).
@@ -294,23 +332,29 @@ class FusedAccumulator:
             weight: What this micro-batch counts in the weighted mean: 1 for a mean over micro-batches, the number of
                 samples or tokens that a mean-reduced loss averaged over. Non-negative and finite; int, float or 0-d
                 tensor. One on the device is checked there, and counts as overflow when it is not.
+            last: As of `backward`; sums are sent now.
 
         Raises:
             TypeError, ValueError: `weight` is wrong.
-            RuntimeError: the window is finalized; a parameter changed since construction; a gradient is sparse;
-                `scaler.unscale_` was called.
+            RuntimeError: the window is finalized, or its last micro-batch was; a parameter changed since construction;
+                a gradient is sparse; `scaler.unscale_` was called.
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
+        self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if self._hooks is not None and self._hooks.has_taken and (isinstance(scalar, Tensor) or scalar != 1):
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        self._accumulate(scalar)
+        self._accumulate(scalar, last)
 
-    def _accumulate(self, weight: float | Tensor) -> None:
+    def _check_last(self, last: bool) -> None:
+        if last and self._ranks is not None and self._hooks is None:
+            raise ValueError("last=True needs release='backward': otherwise there is no backward to send sums in")
+
+    def _accumulate(self, weight: float | Tensor, last: bool) -> None:
         if self.micro_batches == 0:
             self._prepare_window()
         buffers = self._store.buffers
@@ -343,27 +387,48 @@ class FusedAccumulator:
         self._window.count(weight)
         if self._hooks is not None:
             self._hooks.reset()
+        if last and self._reduction is not None:
+            self._reduction.send_all()
 
     def _add_bucket(self, bucket: list[tuple[FlatBuffer, Captured]]) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch."""
         self._store.allocate()
         parts = dict(bucket)
+        if self._reduction is not None:
+            for buffer, (segments, _) in bucket:
+                late = self._reduction.sent(buffer, segments)
+                if late is not None:
+                    self._window.broken = True
+                    raise RuntimeError(
+                        f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a "
+                        "parameter may get one only (reentrant checkpointing makes more)"
+                    )
         captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
         self._adder.add(captured, self._weight_in_backward, self._scaler.loss_scale(), self._serial + 1, count=False)
+        if self._sends_in_backward and self._reduction is not None:
+            for buffer, (segments, _) in bucket:
+                self._reduction.extend(buffer, segments)
 
     def _raise_overflow(self) -> None:
         last, names = self._store.flagged()
         what = f"gradients of {', '.join(names)}" if last == self._serial else "the weight"
         raise FloatingPointError(f"micro-batch {self.micro_batches} of the window dropped: not finite: {what}")
 
-    def discard(self) -> None:
+    def discard(self, *, window: bool = False) -> None:
         """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception.
 
-        With `release="backward"` gradients may have been added already; then the window is broken until `zero_()`.
+        The rest of the window is used, on this and on other ranks. With `release="backward"` gradients may have been
+        added already; then the window is broken until `zero_()`, or with a process group dropped as a whole.
+
+        Args:
+            window: Drop the whole window, on all ranks: nothing is communicated now, but `finalize` and `step`, which
+                all ranks go on to, then skip the step and leave the loss scale alone. More micro-batches may come.
         """
         if self._hooks is not None:
             self._window.broken |= self._hooks.handed_over or self._hooks.interrupted
             self._hooks.reset()
+        if window or (self._window.broken and self._ranks is not None):
+            self._window.dropped, self._window.broken = True, False
         if self._route is not None:
             self._route.clear()
         self._store.drop_grads()
@@ -378,9 +443,15 @@ class FusedAccumulator:
         copy rounded once); of every other parameter it is None. `scaler.step` knows that gradients are unscaled, and
         skips on overflow.
 
+        With a process group this is collective, and the window is that of all ranks: the sum of weighted gradients over
+        the sum of weights, `.grad` of a parameter that got a gradient on any rank, the step skipped by all for an
+        overflow or a `discard(window=True)` on any. Checks of this rank's own come before it communicates: where it
+        raises one, or dies, the others get torch.distributed's error, at the latest after the group's timeout.
+
         Args:
             *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one.
-            divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses.
+            divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
+                several ranks that of them all, the same number on each.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -390,6 +461,7 @@ class FusedAccumulator:
         """
         self._check_end("finalize()", optimizers)
         given = self._ending.divisor(self._window, divisor)
+        self._prepare_empty_window()
         self._listen_to_backward(False)  # one from here on adds to what was handed out
         self._ending.finalize(self._window, optimizers, given)
 
@@ -432,7 +504,8 @@ class FusedAccumulator:
 
         With torch's fused optimizers over fp32 parameters, average and clip are folded into the optimizer's own pass
         (`optimizer.grad_scale`, `optimizer.found_inf`), and nothing waits for the device; otherwise one read of
-        found_inf does. A window without weight is a no-op that leaves the scale alone.
+        found_inf does. A window without weight is a no-op that leaves the scale alone. With a process group this is
+        collective, as `finalize` is; on a GPU, a rank where a parameter got no gradient reads whether others have one.
 
         Args:
             optimizer: Owns every accumulated parameter.
@@ -450,17 +523,30 @@ class FusedAccumulator:
         limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
         self._check_end("step()", (optimizer,))
         given = self._ending.divisor(self._window, divisor)
-        if self.micro_batches == 0:
+        if self.micro_batches == 0 and self._ranks is None:
             norm = None if limit is None else torch.zeros((), dtype=torch.float64, device=self._store.device)
             self._ending.skipped = True
         else:
+            self._prepare_empty_window()
             self._listen_to_backward(False)
             norm = self._ending.step(self._window, optimizer, given, limit)
         self.zero_()
         return None if norm is None else self._ending.result(norm)
 
     def zero_(self) -> None:
-        """Drop the window, finished or not, and open the next: every `.grad` is None afterwards."""
+        """Drop the window, finished or not, and open the next: every `.grad` is None afterwards.
+
+        With a process group only this rank's part is dropped; `discard(window=True)` is for all.
+
+        Raises:
+            RuntimeError: parts of the window were sent to other ranks, which wait for the rest.
+        """
+        sent = self._reduction is not None and self._reduction.begun
+        if sent and self._window.verdict is None and not self._window.reducing:
+            raise RuntimeError(
+                "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
+                "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
+            )
         self._scaler.forget()
         self._store.drop_grads()
         self._store.open_window()
@@ -478,8 +564,13 @@ class FusedAccumulator:
         averages are kept, and `finalize` is to be called again. Synchronises.
 
         Raises:
-            RuntimeError: with `release="backward"`, between a backward and its `accumulate`, or in a broken window.
+            RuntimeError: with `release="backward"`, between a backward and its `accumulate`, in a broken window, or
+                between the micro-batch with `last=True` and `finalize`.
         """
+        if self._reduction is not None and self._reduction.begun and self._window.verdict is None:
+            raise RuntimeError(
+                "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
+            )
         if self._hooks is not None and (self._window.broken or self._hooks.interrupted or self._hooks.has_taken):
             raise RuntimeError(
                 "state_dict() with gradients of a backward that was not counted (release='backward'): call "
@@ -524,6 +615,8 @@ class FusedAccumulator:
             self._hooks.remove()
         if self._route is not None:
             self._route.remove()
+        if self._silence is not None:
+            self._silence.remove()
         self._store.release_claim()
 
     def __enter__(self) -> FusedAccumulator:
@@ -538,6 +631,8 @@ class FusedAccumulator:
         self._window = Window()
         self._ending.open_window()
         self._noise.open_window()
+        if self._reduction is not None:
+            self._reduction.open_window()
         if self._hooks is not None:
             self._hooks.reset()
         if self._route is not None:
@@ -557,6 +652,11 @@ class FusedAccumulator:
         if self._hooks is not None:
             self._hooks.listen(grown)
 
+    def _prepare_empty_window(self) -> None:
+        """What the first micro-batch would have done, where there was none and other ranks may have had one."""
+        if self._ranks is not None and self.micro_batches == 0:
+            self._prepare_window()
+
     def _require_accumulating(self, caller: str) -> None:
         if self._route is not None:
             self._route.settle()
@@ -570,11 +670,19 @@ class FusedAccumulator:
             raise RuntimeError(
                 f"{caller}: the window was loaded as finalized; call acc.finalize(optimizer) or acc.zero_()"
             )
+        if self._window.reducing:
+            raise RuntimeError(
+                f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
+            )
         if self._window.broken or (self._hooks is not None and self._hooks.interrupted):
+            out = "acc.zero_()" if self._ranks is None else "acc.discard(), on all ranks at their finalize() or step()"
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
-                "(release='backward'); drop the window with acc.zero_()"
+                f"(release='backward'); drop the window with {out}"
             )
+        begun = self._reduction is not None and self._reduction.begun
+        if begun and caller in ("accumulate()", "backward()"):
+            raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
     def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
         self._require_accumulating(caller)

@@ -9,7 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .clipping import clip_coefficient, total_norm
+from .devices import move
+from .distributed import Reduction
 from .handout import Handout
+from .layout import FlatBuffer
 from .optimizers import (
     check_optimizer,
     check_ownership,
@@ -34,24 +37,35 @@ class Ending:
         scaler: Gets the verdict.
         overflow: As FusedAccumulator's argument.
         noise: Is told of every window.
+        reduction: Sums windows over ranks; None for a process alone.
 
     Attributes:
         skipped: Whether the last step was skipped; on the device until somebody reads it.
         last_norm: The last norm that was computed.
     """
 
-    def __init__(self, store: Store, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        scaler: LossScaler,
+        overflow: str | None,
+        noise: NoiseMeter,
+        reduction: Reduction | None = None,
+    ) -> None:
         self.skipped: bool | Tensor = False
         self.last_norm: Tensor | None = None
         self._store = store
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._reduction = reduction
         self.open_window()
 
     def open_window(self) -> None:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
+        self._norm: Tensor | None = None  # of the sums over all ranks, fp64 0-d
+        self._noise_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
         """`skipped`, read from the device at most once."""
@@ -86,9 +100,7 @@ class Ending:
                         else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
                     )
                 )
-        touched = {id(s.param) for _, s in self._store.touched()}
-        named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
-        check_ownership(optimizers, named)
+        self._check_ownership(optimizers)
         for p in owned(optimizers):
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
@@ -96,6 +108,11 @@ class Ending:
                     "no accumulator; it would be stepped as it is, scaled and not averaged. Give all parameters of the "
                     "optimizer to the accumulator, or build an optimizer for each"
                 )
+
+    def _check_ownership(self, optimizers: Sequence[Optimizer]) -> None:
+        touched = {id(s.param) for _, s in self._store.touched()}
+        named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
+        check_ownership(optimizers, named)
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
         """Check what the user wants to divide by; fp64 0-d on the first device, None for the sum of weights."""
@@ -111,8 +128,8 @@ class Ending:
 
     def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
         """Average and hand out."""
-        verdict = judge(self._store.state(), divisor)
-        self._finish(window, optimizers, verdict, verdict.divisor)
+        verdict, divided = self._judge(window, optimizers, divisor, divides=True)
+        self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Multiply what was handed out, which has the norm `norm`, so that its norm is at most `max_norm`."""
@@ -131,21 +148,22 @@ class Ending:
         self, window: Window, optimizer: Optimizer, divisor: Tensor | None, max_norm: float | Tensor | None
     ) -> Tensor | None:
         """Average, clip, step and update the scale; returns the norm where `max_norm` is given."""
-        verdict = judge(self._store.state(), divisor)
-        norm, coefficient = None, None
-        if max_norm is not None:
-            norm = self.norm(2.0) / verdict.divisor
-            coefficient = clip_coefficient(norm, max_norm)
-        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
         fused = steps_scaled_gradients(optimizer)
         folded = fused and self._can_fold(optimizer)
-        if folded:
-            verdict = self._finish(window, (optimizer,), verdict, None)
-        elif coefficient is None or not self._store.rounds:
-            verdict = self._finish(window, (optimizer,), verdict, divide_by)
-        else:  # the mean itself may overflow when it is rounded, clipped or not
-            verdict = self._finish(window, (optimizer,), verdict, verdict.divisor)
-            self._handout.multiply(coefficient)
+        # What is clipped is divided once, by both; but the mean itself may overflow when it is rounded, clipped or not.
+        averages = not folded and (max_norm is None or self._store.rounds)
+        verdict, divided = self._judge(window, (optimizer,), divisor, divides=averages, needs_norm=max_norm is not None)
+        norm, coefficient = None, None
+        if max_norm is not None:
+            norm = (self.norm(2.0) if self._norm is None else self._norm) / verdict.divisor
+            coefficient = clip_coefficient(norm, max_norm)
+        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
+        if averages:
+            verdict = self._finish(window, (optimizer,), verdict, None if divided else verdict.divisor)
+            if coefficient is not None:
+                self._handout.multiply(coefficient)
+        else:
+            verdict = self._finish(window, (optimizer,), verdict, None if folded else divide_by)
         try:
             if fused:
                 optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
@@ -160,6 +178,61 @@ class Ending:
                 vars(optimizer).pop(name, None)
         self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
         return norm
+
+    def _judge(
+        self,
+        window: Window,
+        optimizers: Sequence[Optimizer],
+        divisor: Tensor | None,
+        *,
+        divides: bool,
+        needs_norm: bool = False,
+    ) -> tuple[Verdict, bool]:
+        """Judge the window, with several ranks that of all; then sum it over ranks.
+
+        Args:
+            window: What ends.
+            optimizers: That step it.
+            divisor: See `divisor()`.
+            divides: Whether sums that are reduced are to be divided at once.
+            needs_norm: Whether their norm will be asked for.
+
+        Returns:
+            The verdict, and whether sums were divided.
+        """
+        state = self._store.state()
+        self._noise_sums = self._noise.sums(self._store.device)
+        if self._reduction is None or window.averaged:
+            return judge(torch.zeros_like(state) if window.dropped else state, divisor), False
+        window.reducing = True
+        squares = None if self._noise_sums is None else self._noise_sums[0]
+        reduced = self._reduction.agree(window, squares, divisor)
+        verdict = reduced.verdict
+        measures = needs_norm or self._overflow is not None or self._noise_sums is not None
+        sums = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
+
+        def look(buffer: FlatBuffer, parts: list[Tensor]) -> None:
+            if measures:
+                buffer.ops.norm_(sums[buffer.device], parts)
+            if divides:
+                by = move(verdict.divisor, buffer.device, buffer.dtype)
+                for part in parts:
+                    part.div_(by)
+
+        self._reduction.finish(look)
+        of_sum = sum((move(s, self._store.device) for s in sums.values()), torch.zeros_like(state[:1]))[0]
+        if measures:
+            self._norm = of_sum.sqrt()
+        if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
+            verdict = verdict.with_overflow(~torch.isfinite(of_sum))
+        if self._noise_sums is not None:
+            self._noise_sums = torch.stack([reduced.of_micro_batches, of_sum])
+            self._noise_sums = torch.where(reduced.all_measure, self._noise_sums, torch.nan)  # does not count
+        if reduced.error is not None:
+            raise RuntimeError(reduced.error)
+        self._check_ownership(optimizers)  # of what other ranks touched
+        window.reducing = False
+        return verdict, divides
 
     def _step_optimizer(self, optimizer: Optimizer, may_skip: bool) -> None:
         with torch.enable_grad():  # as where the user's own hooks would find it
@@ -192,16 +265,16 @@ class Ending:
             self._handout.give()
         for optimizer in optimizers:
             self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
-        self._noise.end_window(self._store.state(), verdict.skip)
+        self._noise.end_window(self._store.state(), verdict.skip, self._noise_sums)
         return verdict
 
     def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:
         """Whether no `.grad` is handed out at all, so that optimizers leave their state alone.
 
-        So where the weights are known to sum to zero, and where an overflow would leave the momentum of torch's fused
-        SGD uninitialised; that is worth a synchronisation.
+        So where the weights are known to sum to zero or the window to be dropped, and where an overflow would leave the
+        momentum of torch's fused SGD uninitialised; that is worth a synchronisation.
         """
-        if not window.decided_on_device and window.host_weight == 0:
+        if window.dropped or (not window.decided_on_device and window.host_weight == 0):
             return True
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in optimizers) and self.was_skipped()

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 OVERFLOW = (None, "window", "microbatch", "raise")
 RELEASE = ("microbatch", "backward")
+COMM_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_options(
@@ -19,15 +19,14 @@ def check_options(
     release: Any,
     bucket_bytes: Any,
     master_weights: Any,
-    process_group: Any,
     noise_scale: Any,
     autocast_route: Any,
+    comm_dtype: Any,
 ) -> None:
     """Check what does not depend on the parameters themselves.
 
     Raises:
         TypeError, ValueError: names the argument, its value and what is accepted.
-        RuntimeError: several ranks, and nothing says what to do about them.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
@@ -62,17 +61,5 @@ def check_options(
         raise ValueError(
             "autocast_route=True needs params to be a module, whose forward it changes; use 'auto' or False"
         )
-    if isinstance(params, DistributedDataParallel) or not (process_group is None or process_group is False):
-        raise ValueError(
-            "data parallel accumulation (process_group, DistributedDataParallel) is not available in this version"
-        )
-    if process_group is None and _world_size() > 1:
-        raise RuntimeError(
-            f"torch.distributed runs {_world_size()} ranks, and nothing says how their gradients are combined: pass "
-            "process_group=False if this rank is alone on purpose"
-        )
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if comm_dtype not in COMM_DTYPES:
+        raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, got {comm_dtype!r}")

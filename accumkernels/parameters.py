@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .data_parallel import refuse_sharded
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -111,6 +113,7 @@ def named_parameters(params: Any) -> list[NamedParameter]:
             raise ValueError(f"params: {name!r} and {seen[id(p)]!r} are the same parameter, given twice")
         if name in names:
             raise ValueError(f"params: two parameters are called {name!r}")
+        refuse_sharded(name, p)
         seen[id(p)] = name
         names.add(name)
         if p.layout is not torch.strided:

@@ -27,8 +27,8 @@ class Verdict(NamedTuple):
     empty: Tensor
 
     def with_overflow(self, overflow: Tensor) -> Verdict:
-        """Add an overflow (one element, 0 or 1) that only rounding to 16 bit showed."""
-        more = overflow.reshape(()).float()
+        """Add an overflow (one element, 0 or 1) that the sums showed later; in an empty window it is none."""
+        more = torch.where(self.empty, 0.0, overflow.reshape(()).float())
         return self._replace(skip=self.skip.maximum(more), found_inf=self.found_inf.maximum(more))
 
 

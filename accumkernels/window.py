@@ -20,6 +20,8 @@ class Window:
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
         averaged: Whether the sums are averages already: loaded from a window saved between `finalize` and `zero_`.
         broken: By an exception in backward, after some of its gradients were added.
+        dropped: By `discard`: it ends as if it were empty, on all ranks where there are several.
+        reducing: Whether its sums are being added up over ranks; still set afterwards when that failed.
         verdict: Of `finalize`; None while the window is open.
     """
 
@@ -28,12 +30,14 @@ class Window:
     decided_on_device: bool = False
     averaged: bool = False
     broken: bool = False
+    dropped: bool = False
+    reducing: bool = False
     verdict: Verdict | None = None
 
     @property
     def may_be_empty(self) -> bool:
         """Whether the weights may sum to zero though nothing overflowed."""
-        return self.decided_on_device or self.host_weight == 0
+        return self.decided_on_device or self.dropped or self.host_weight == 0
 
     def count(self, weight: float | Tensor) -> None:
         """Count a micro-batch."""
@@ -50,6 +54,7 @@ class Window:
             "host_weight": self.host_weight,
             "decided_on_device": self.decided_on_device,
             "averaged": self.averaged or self.verdict is not None,
+            "dropped": self.dropped,
         }
 
     @classmethod

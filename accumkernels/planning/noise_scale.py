@@ -118,18 +118,25 @@ class NoiseMeter:
             self._squares[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._squares[device]
 
-    def end_window(self, state: Tensor, skip: Tensor) -> None:
+    def sums(self, device: torch.device) -> Tensor | None:
+        """fp64 `[2]`: `sum w_i |g_i|^2` of the window and the squared norm of its sum; None where nothing measures."""
+        if not self._measuring:
+            return None
+        parts = [move(squares, device) for squares in self._squares.values()]
+        return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
+
+    def end_window(self, state: Tensor, skip: Tensor, sums: Tensor | None) -> None:
         """Take in a window that ends, if it is not skipped and has two or more micro-batches with weight.
 
         Args:
             state: The accumulator's state, fp64 `[4]`.
             skip: 0-d, 1.0 where the step does not happen.
+            sums: As `sums()` gives them, or those of all ranks together.
         """
-        if not self._squares or not self._measuring:
+        if sums is None:
             return
         weight, used = state[State.WEIGHT], state[State.USED]
-        parts = [move(squares, state.device) for squares in self._squares.values()]
-        of_micro_batches, of_sum = torch.stack(parts).sum(0)
+        of_micro_batches, of_sum = sums
         of_mean = of_sum / weight.square()
         trace = (of_micro_batches - weight * of_mean) / (used - 1)
         window = torch.stack([of_mean - trace / weight, trace, torch.ones_like(trace)])

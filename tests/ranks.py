@@ -1,0 +1,68 @@
+"""Runs scenarios on several gloo ranks, each a process: many in one start, since starting takes seconds."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+import accumkernels.distributed
+
+Scenario = Callable[[int, int], Any]
+CHUNK_BYTES = 512  # small, so that buffers of small models have many chunks, and segments lie in several
+
+
+def _rank(rank: int, size: int, port: int, folder: str, scenarios: Sequence[Scenario]) -> None:
+    torch.set_num_threads(1)
+    accumkernels.distributed.CHUNK_BYTES = CHUNK_BYTES
+    torch.distributed.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size=size, rank=rank
+    )
+    found = {}
+    for scenario in scenarios:
+        try:
+            found[scenario.__name__] = scenario(rank, size)
+        except Exception:
+            found[scenario.__name__] = traceback.format_exc()
+        Path(folder, f"{size}.{rank}").write_bytes(pickle.dumps(found))  # now: the next one may end this process
+        if isinstance(found[scenario.__name__], str):
+            break  # the others wait for this rank, or are ahead of it: nothing after is worth anything
+    torch.distributed.destroy_process_group()
+
+
+def run(size: int, folder: Path, scenarios: Sequence[Scenario]) -> dict[str, list[Any]]:
+    """What each scenario returned, by rank; the traceback where it raised.
+
+    Args:
+        size: How many ranks.
+        folder: For what they find.
+        scenarios: Functions of a module, called with rank and size, in this order.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, (size, port, str(folder), list(scenarios)), nprocs=size)
+    files = [folder / f"{size}.{rank}" for rank in range(size)]
+    by_rank = [pickle.loads(file.read_bytes()) for file in files]
+    return {s.__name__: [found.get(s.__name__, "not reached") for found in by_rank] for s in scenarios}
+
+
+def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The class and text of what a call raises."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def parameters(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of the parameters' values."""
+    return [p.detach().clone() for p in module.parameters()]
