@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compute, host, limits, machine, measure, other_jobs, peers, pictures, report, shapes, window
+from benchmarks import (
+    compute,
+    host,
+    limits,
+    machine,
+    measure,
+    other_jobs,
+    peers,
+    pictures,
+    ranks,
+    report,
+    shapes,
+    window,
+)
 from benchmarks.case import DTYPES, LOSS_SCALE, Case
 from benchmarks.run import COLD, WRITTEN, Job, Measured, merge, run
 from benchmarks.training_methods import METHODS, STOCK
@@ -364,3 +377,21 @@ if torch.cuda.is_available():
             command("training", *train.split(), str(tmp_path / "training.csv"))
             assert len(pictures.draw(tmp_path / "kernels.csv", tmp_path)) == 2
             assert len(pictures.draw(tmp_path / "training.csv", tmp_path)) == 1
+
+
+def test_ranks(tmp_path):
+    """On two gloo ranks all methods train alike, and silence in micro-batches shows in the bytes."""
+    path = tmp_path / "ranks.csv"
+    out = command(
+        "ranks", "--ranks", "2", "--model", "tiny", "--micro-batches", "3", "--windows", "2", "--csv", str(path)
+    )
+    assert "2 ranks (gloo), tiny" in out
+    rows = {row["method"]: row for row in report.read_csv(path)}
+    assert set(rows) == set(ranks.METHODS)
+    assert tuple(next(iter(rows.values()))) == ranks.COLUMNS
+    for name, row in rows.items():
+        # bf16 rounds each of two terms and their sum; what is fp32 differs by rounding alone.
+        assert float(row["difference"]) < (2e-2 if "bf" in name else 1e-5), name
+    if ranks._sent() is not None:
+        often, once = (float(rows[name]["sent_MB"]) for name in ("DDP, every micro-batch", "FusedAccumulator"))
+        assert once < 0.6 * often

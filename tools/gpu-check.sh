@@ -33,6 +33,7 @@ training=(--dtype "bf16,fp16")
 autocast=()
 buckets=(--dtype "bf16,fp16")
 memory=()
+ranks=()
 if [[ "${GPU_CHECK:-}" == quick ]]; then
   results=build/quick
   kernels=(--shapes "gpt2,tiny" --elements 4000000 --repetitions 3 --micro-batches 2 --dtype bf16)
@@ -40,6 +41,7 @@ if [[ "${GPU_CHECK:-}" == quick ]]; then
   autocast=(--windows 3 --micro-batches 2)
   buckets=(--elements 4000000 --repetitions 3)
   memory=(--models "demo GPT")
+  ranks=(--windows 3 --micro-batches 2)
 fi
 mkdir -p "$results"
 "$python" -m benchmarks.compile_report --json "$results/compile_report.json" >/dev/null
@@ -47,6 +49,9 @@ mkdir -p "$results"
 "$python" -m benchmarks.training --device cuda "${training[@]}" --csv "$results/training_cuda.csv"
 "$python" -m benchmarks.autocast --device cuda "${autocast[@]}" --csv "$results/autocast_cuda.csv"
 "$python" -m benchmarks.buckets --device cuda "${buckets[@]}" --csv "$results/buckets_cuda.csv"
+if "$python" -c "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"; then
+  "$python" -m benchmarks.ranks --device cuda "${ranks[@]}" --csv "$results/ranks_cuda.csv"
+fi
 "$python" -m benchmarks.memory --device cuda "${memory[@]}" --csv "$results/memory_cuda.csv" \
   --timeline "$results/timeline_cuda.csv"
 for name in kernels training timeline; do
