@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .adding import Adder
 from .autocast import AutocastRoute
+from .boundary import opaque, profiled
 from .capture import Captured, DuringBackward, drop, take
 from .data_parallel import Silence, choose_group, module_buffers, refuse_wrapped
 from .distributed import Ranks, Reduction
@@ -261,6 +262,26 @@ class FusedAccumulator:
                 self._noise.open_window()
         return self._noise.read()
 
+    def metrics(self) -> dict[str, float | Tensor]:
+        """A snapshot of the last finished window for a logger: numbers and 0-d tensors, none of them read back.
+
+        A logger that wants numbers takes `float(value)` of each, which waits for the device: best every so many
+        windows. A window is finished by `step` or `finalize`. Keys that do not apply are absent:
+
+        * `micro_batches`: `accumulate` calls; `micro_batches_used`: those not dropped, of positive weight;
+        * `weight`: sum of their weights; `grad_norm`: the norm before clipping, where one was computed;
+        * `found_inf`, `step_skipped`: 1.0 where it was so, else 0.0;
+        * `windows`, `windows_skipped`: how many have ended since construction, and how many of them without a step;
+        * `loss_scale`: of the GradScaler, as it is now; `noise_scale`: the critical batch size, where it is measured.
+        """
+        metrics = self._ending.metrics.read()
+        loss_scale = self._scaler.current_scale()
+        if loss_scale is not None:
+            metrics["loss_scale"] = loss_scale
+        if self._noise.on:
+            metrics["noise_scale"] = self._noise.read().tensor()
+        return metrics
+
     def __repr__(self) -> str:
         finalized = self._window.verdict is not None
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
@@ -273,6 +294,7 @@ class FusedAccumulator:
 
     # ---- a micro-batch
 
+    @opaque
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = False, **kwargs: Any) -> None:
         """`scaler.scale(loss).backward(**kwargs)`, then `accumulate(weight)`.
 
@@ -322,6 +344,7 @@ class FusedAccumulator:
             self._weight_in_backward = 1.0
             self._sends_in_backward = False
 
+    @opaque
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False) -> None:
         """Add the gradients in `.grad` to the window, multiplied by `weight / loss_scale`, and free them.
@@ -354,6 +377,7 @@ class FusedAccumulator:
         if last and self._ranks is not None and self._hooks is None:
             raise ValueError("last=True needs release='backward': otherwise there is no backward to send sums in")
 
+    @profiled
     def _accumulate(self, weight: float | Tensor, last: bool) -> None:
         if self.micro_batches == 0:
             self._prepare_window()
@@ -414,6 +438,7 @@ class FusedAccumulator:
         what = f"gradients of {', '.join(names)}" if last == self._serial else "the weight"
         raise FloatingPointError(f"micro-batch {self.micro_batches} of the window dropped: not finite: {what}")
 
+    @opaque
     def discard(self, *, window: bool = False) -> None:
         """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception.
 
@@ -435,7 +460,9 @@ class FusedAccumulator:
 
     # ---- the end of a window
 
+    @opaque
     @torch.no_grad()
+    @profiled
     def finalize(self, *optimizers: Optimizer, divisor: float | Tensor | None = None) -> None:
         """Average the window and hand the result out as `.grad`.
 
@@ -465,7 +492,9 @@ class FusedAccumulator:
         self._listen_to_backward(False)  # one from here on adds to what was handed out
         self._ending.finalize(self._window, optimizers, given)
 
+    @opaque
     @torch.no_grad()
+    @profiled
     def clip_grad_norm_(
         self, max_norm: float | Tensor, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -496,7 +525,9 @@ class FusedAccumulator:
         self._ending.clip(norm, max_norm)
         return self._ending.result(norm)
 
+    @opaque
     @torch.no_grad()
+    @profiled
     def step(
         self, optimizer: Optimizer, *, max_norm: float | Tensor | None = None, divisor: float | Tensor | None = None
     ) -> Tensor | None:
@@ -526,6 +557,7 @@ class FusedAccumulator:
         if self.micro_batches == 0 and self._ranks is None:
             norm = None if limit is None else torch.zeros((), dtype=torch.float64, device=self._store.device)
             self._ending.skipped = True
+            self._ending.metrics.end_empty_window()
         else:
             self._prepare_empty_window()
             self._listen_to_backward(False)
@@ -533,6 +565,7 @@ class FusedAccumulator:
         self.zero_()
         return None if norm is None else self._ending.result(norm)
 
+    @opaque
     def zero_(self) -> None:
         """Drop the window, finished or not, and open the next: every `.grad` is None afterwards.
 

@@ -6,6 +6,7 @@ nothing of windows, weights or ops.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .boundary import opaque
 from .layout import FlatBuffer, Segment
 from .ops.schema import State
 
@@ -145,13 +147,14 @@ class DuringBackward:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a backward began and did not end: it raised."""
+        """Whether a backward began and did not end: it raised. Never known under compiled autograd."""
         return self._running
 
+    @opaque
     def collect(self, buffer: FlatBuffer, index: int, grad: Tensor) -> None:
         """Take the gradient of a segment, in the backward that made it."""
         with self._lock, torch.no_grad():
-            if not self._running:
+            if not self._running and not _in_compiled_autograd():
                 self._running = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._ended)
             pending = self._pending.get(buffer)
@@ -194,6 +197,12 @@ class DuringBackward:
     def remove(self) -> None:
         """Take off every hook."""
         _remove(self._handles)
+
+
+def _in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs this backward: it forgets what is to be called at the end."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and getattr(module, "in_compiled_autograd_region", False)
 
 
 def _remove(handles: list[Any]) -> None:

@@ -13,6 +13,7 @@ from .devices import move
 from .distributed import Reduction
 from .handout import Handout
 from .layout import FlatBuffer
+from .metrics import Metrics
 from .optimizers import (
     check_optimizer,
     check_ownership,
@@ -42,6 +43,7 @@ class Ending:
     Attributes:
         skipped: Whether the last step was skipped; on the device until somebody reads it.
         last_norm: The last norm that was computed.
+        metrics: Of the last window that ended.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Ending:
     ) -> None:
         self.skipped: bool | Tensor = False
         self.last_norm: Tensor | None = None
+        self.metrics = Metrics(store.device)
+        self._captured = False  # whether `skipped` belongs to a CUDA graph, and changes with every replay
         self._store = store
         self._scaler = scaler
         self._overflow = overflow
@@ -68,9 +72,16 @@ class Ending:
         self._noise_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
-        """`skipped`, read from the device at most once."""
-        self.skipped = bool(self.skipped)
-        return self.skipped
+        """`skipped`, read from the device at most once (of a CUDA graph, each time: a replay changes it)."""
+        if _is_capturing(self.skipped):
+            raise RuntimeError(
+                "whether to step must be read from the device, which the capture of a CUDA graph does not allow: "
+                "use one of torch's fused optimizers (fused=True, capturable=True), after a warm-up window"
+            )
+        skipped = bool(self.skipped)
+        if not self._captured:
+            self.skipped = skipped
+        return skipped
 
     def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
         """Refuse to end a window whose gradients would be wrong, lost or stepped by nobody.
@@ -142,6 +153,7 @@ class Ending:
     def result(self, norm: Tensor) -> Tensor:
         """A norm as the user gets it."""
         self.last_norm = norm.to(self._store.result_dtype)
+        self.metrics.see_norm(self.last_norm)
         return self.last_norm
 
     def step(
@@ -260,7 +272,8 @@ class Ending:
         if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(overflow)
         window.verdict = verdict
-        self.skipped = verdict.skip
+        self.skipped, self._captured = verdict.skip, _is_capturing(verdict.skip)
+        self.metrics.end_window(window.micro_batches, self._store.state(), verdict.skip, verdict.found_inf)
         if not self._withhold(window, optimizers):
             self._handout.give()
         for optimizer in optimizers:
@@ -278,3 +291,7 @@ class Ending:
             return True
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in optimizers) and self.was_skipped()
+
+
+def _is_capturing(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda and torch.cuda.is_current_stream_capturing()

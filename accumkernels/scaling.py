@@ -82,6 +82,11 @@ class LossScaler:
             )
         return self.scaler._scale
 
+    def current_scale(self) -> Tensor | None:
+        """A copy of the scale, fp32 0-d; None where there is none yet."""
+        scale = None if self.scaler is None else self.scaler._scale
+        return None if scale is None else scale.reshape(()).clone()
+
     def check_not_unscaled(self, ours: Callable[[Optimizer], bool]) -> None:
         """Refuse gradients that `scaler.unscale_` has already divided by the scale.
 

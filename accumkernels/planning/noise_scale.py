@@ -76,6 +76,10 @@ class NoiseScale:
         """Windows measured: stepped ones with at least two micro-batches of positive weight."""
         return int(self._values()[_Sums.WINDOWS])
 
+    def tensor(self) -> Tensor:
+        """`float()` of it as a 0-d fp64 tensor, without reading it."""
+        return self._averages[_Sums.TRACE] / self._averages[_Sums.GRAD]
+
     def __float__(self) -> float:
         square = self.grad_squared_norm
         return self.trace / square if square else math.nan
