@@ -168,7 +168,7 @@ def overflow_in_step(rank, size):
     found = {}
     for make_optimizer in (adamw, sgd):
         model = mlp()
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD, scaler=scaler)
         optimizer = make_optimizer(acc.parameters())
         skipped = []
@@ -313,6 +313,24 @@ def masters(rank, size):
         mlp(torch.bfloat16, seed=rank), master_weights=True, process_group=torch.distributed.group.WORLD
     )
     return *found, [p.detach().clone() for p in other.parameters()]
+
+
+def autocast_route(rank, size):
+    """bf16 autocast in DistributedDataParallel, with the route and without; how many parameters took it."""
+    found = {}
+    for route in (False, True):
+        model = DistributedDataParallel(mlp(seed=rank))
+        acc = ak.FusedAccumulator(model, autocast_route=route)
+        optimizer = sgd(acc.parameters())
+        for window in range(WINDOWS):
+            for x, y in micro_batches(window, rank):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = nn.functional.mse_loss(model(x).float(), y)
+                acc.backward(loss, weight=len(x))
+            acc.step(optimizer)
+        found[route] = parameters(model.module), repr(acc)
+        acc.remove()
+    return found
 
 
 class Fails(torch.autograd.Function):
@@ -494,6 +512,7 @@ SCENARIOS = [
     overflow,
     module_buffers,
     masters,
+    autocast_route,
     failures,
     noise,
     last_is_last,

@@ -16,6 +16,7 @@ from rank_scenarios import (
     WINDOWS,
     Heads,
     adamw,
+    autocast_route,
     bf16_communication,
     distributed_data_parallel,
     empty,
@@ -168,7 +169,7 @@ def test_overflow_in_step(any_size):
     for result in of(any_size, overflow_in_step):
         for skipped, scale in result.values():
             assert skipped == [(False, False), (True, True), (True, True), (False, False)]
-            assert scale == 1.0
+            assert scale == 0.25
 
 
 def test_unused(any_size):
@@ -228,7 +229,7 @@ def test_bf16_communication(any_size):
             for actual, exact, bound in zip(*result[release], strict=True):
                 error = (actual - exact).abs()
                 assert (error <= ((1 + 2.0**-8) ** len(results) - 1) * bound + 1e-5 * bound).all()
-                assert error.max() > 0
+                assert (error > 1e-4 * bound).any()  # fp32 would be nearer
         assert_same([result[release][0] for result in results])
 
 
@@ -241,6 +242,13 @@ def test_masters(found):
     assert all(map(torch.equal, [v.bfloat16() for v in values], rounded))
     assert all(map(torch.equal, fresh, [p.float() for p in mlp(torch.bfloat16).parameters()]))
     assert not torch.equal(values[0], fresh[0])
+
+
+def test_autocast_route(found):
+    """Gradients are taken inside DistributedDataParallel as they are without it: the same bits by either way."""
+    results = of(found, autocast_route)
+    assert_same([result[route][0] for result in results for route in (False, True)])
+    assert "autocast route for 6 parameters" in results[0][True][1]
 
 
 def test_failures(found):
