@@ -170,6 +170,8 @@ class AutocastRoute:
     # ---- a module's forward
 
     def _enter(self, module: nn.Module) -> None:
+        if not self.listening:
+            return  # the optimizer may have stepped by now, and torch's fused ones do not count as in-place changes
         slots = self._modules.get(id(module))
         if slots is None or slots.module() is not module or slots.watch is not None:
             return  # a copy, or a module that calls itself

@@ -420,6 +420,23 @@ def test_backward_after_finalize_is_torchs():
         assert torch.equal(p.grad, e + q.grad)
 
 
+def test_a_forward_between_step_and_zero_sees_the_step():
+    """Torch's fused optimizers do not count as in-place changes; a loop may clear gradients right before backward."""
+    model, acc, _ = trained()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    acc.backward(forward(model))
+    acc.finalize(optimizer)
+    optimizer.step()
+    twin = copy.deepcopy(model)
+    loss, expected = forward(model), forward(twin)
+    assert torch.equal(loss, expected)
+    acc.zero_()
+    acc.backward(loss)
+    expected.backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(acc.main_grad(p), q.grad)
+
+
 def test_copies_and_pickles_of_the_model():
     """They run, know nothing of the accumulator, and need no accumkernels to load."""
     model, acc, _ = trained()
