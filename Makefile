@@ -13,10 +13,11 @@ BOOTSTRAP := $(PYTHON) tools/bootstrap.py --venv '$(VENV)' --torch '$(TORCH)' \
 READY := $(VENV)/.ready-$(subst /,_,$(firstword $(TORCH)))
 CHECKERS := $(VENV)/.checkers
 DOCS := $(VENV)/.docs
+TRAINERS := $(VENV)/.trainers
 CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-kernels test-source-installs test-toolkits test-torch-matrix bench wheel check docs gpu-check build \
-	clean
+.PHONY: demo test test-kernels test-integrations test-source-installs test-toolkits test-torch-matrix bench wheel check \
+	docs gpu-check build clean
 
 demo: build  ## train a small GPT three ways
 	$(PY) -m accumkernels demo $(ARGS)
@@ -26,6 +27,9 @@ test: build  ## the whole suite
 
 test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 	$(PY) tests/cuda_host/build.py --run $(ARGS)
+
+test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs
+	$(PY) -m pytest -m integrations $(ARGS)
 
 test-source-installs: build  ## pip install from a folder, an sdist and in place, from the package index
 	$(PY) -m pytest -s tests/network/test_source_installs.py $(ARGS)
@@ -71,3 +75,6 @@ $(CHECKERS): $(READY)
 
 $(DOCS): $(READY)
 	$(BOOTSTRAP) --stamp '$@' docs
+
+$(TRAINERS): $(READY)
+	$(BOOTSTRAP) --stamp '$@' accelerate lightning transformers

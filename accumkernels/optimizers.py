@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-# Wrappers that step on their own terms: name of the package, what to hand to FusedAccumulator instead.
+_UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
+# Wrappers that step on their own terms: name of the package, what to do instead.
 _TRAINERS = {
-    "accelerate": "pass the optimizer it wraps (`optimizer.optimizer`)",
-    "lightning": "pass the optimizer it wraps (`optimizer.optimizer`)",
+    "accelerate": f"let accumkernels.integrations.accelerate.Accelerator prepare it, {_UNWRAP}",
+    "lightning": f"give the Trainer accumkernels.integrations.lightning.FusedAccumulation, {_UNWRAP}",
     "lightning_fabric": "pass the optimizer it wraps (`optimizer.optimizer`)",
-    "pytorch_lightning": "pass the optimizer it wraps (`optimizer.optimizer`)",
+    "pytorch_lightning": (
+        f"with `lightning`, give the Trainer accumkernels.integrations.lightning.FusedAccumulation, {_UNWRAP}"
+    ),
     "deepspeed": "DeepSpeed accumulates gradients itself and cannot be combined with FusedAccumulator",
 }
 
