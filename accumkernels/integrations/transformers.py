@@ -1,0 +1,131 @@
+"""transformers' `Trainer`, with FusedAccumulator in it: change the import, keep the arguments.
+
+    from accumkernels.integrations.transformers import Trainer
+
+    args = TrainingArguments(gradient_accumulation_steps=8, bf16=True, ...)
+    Trainer(model=model, args=args, train_dataset=dataset).train()
+
+A subclass of `transformers.Trainer` (also of other packages) takes `FusedAccumulationMixin` before it among its bases.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accumulator import FusedAccumulator
+from .window import missing
+
+try:
+    import transformers
+except ImportError as error:
+    raise missing("transformers") from error
+
+from .accelerate import fuse
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+ACCUMULATOR_NAME = "accumulator.pt"  # in a checkpoint's folder
+IGNORED = -100  # label of positions that have no loss
+
+
+class FusedAccumulationMixin(Base):
+    """Lets FusedAccumulator accumulate in a `transformers.Trainer`.
+
+    Where the loss is normalized by `num_items_in_batch`, the gradient is the Trainer's own. Where the model or the loss
+    function does not take `num_items_in_batch`, the Trainer averages the micro-batches' mean losses; here each counts
+    as many labels as its mean was taken over (`micro_batch_weight`). One process, one GPU.
+
+    Args:
+        *args: Of the Trainer.
+        accumulator_options: Of FusedAccumulator, as `{"release": "backward"}`.
+        **kwargs: Of the Trainer.
+    """
+
+    def __init__(self, *args: Any, accumulator_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._accumulator_options = dict(accumulator_options or {})
+        super().__init__(*args, **kwargs)
+
+    @property
+    def accumulator(self) -> FusedAccumulator:
+        """The accumulator, while `train()` runs."""
+        return self.accelerator.accumulator
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; the accelerator gets an accumulator when the model and the optimizer are prepared."""
+        super().create_accelerator_and_postprocess()
+        fuse(self.accelerator, **self._accumulator_options)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; afterwards the model is free for another one.
+
+        Raises:
+            ValueError: several GPUs in one process (`torch.nn.DataParallel`).
+        """
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} GPUs in one process: data parallel accumulation is not available in this version; "
+                "show it one with CUDA_VISIBLE_DEVICES"
+            )
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.accelerator.release_accumulator()
+
+    def micro_batch_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
+        """How many samples or tokens a mean loss is the mean of; override it where it is not over the labels.
+
+        Args:
+            inputs: Of the model, a micro-batch.
+
+        Returns:
+            The number of labels that are not -100, those that a causal model predicts where `labels` are shifted; 1
+            without labels. Nothing is read back from the device.
+        """
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, Tensor):
+            return 1.0
+        if self._loss_shifts_labels and "shift_labels" not in inputs:
+            labels = labels[..., 1:]
+        return labels.ne(IGNORED).sum()
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """As the Trainer's, which divides the loss by the number of micro-batches unless it is scaled already."""
+        self.accelerator.open_window()
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
+        # Scaled losses add up to the window's, so that dividing by the number of micro-batches is to be undone.
+        self.accelerator.micro_batch_weight = 1.0 if scaled else self.micro_batch_weight(inputs)
+        self.accelerator.loss_divided_by = self.current_gradient_accumulation_steps
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    # ---- checkpoints: only masters outlive a window
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save and self._accumulator_options.get("master_weights"):
+            self.accelerator.open_window()
+            torch.save(self.accumulator.state_dict(), os.path.join(output_dir, ACCUMULATOR_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not self._accumulator_options.get("master_weights"):
+            return
+        path = os.path.join(checkpoint, ACCUMULATOR_NAME)
+        if os.path.isfile(path):  # else it is another Trainer's, and masters have the model's values
+            self.accumulator.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+class Trainer(FusedAccumulationMixin, transformers.Trainer):
+    """`transformers.Trainer`, where FusedAccumulator accumulates."""
