@@ -31,6 +31,9 @@ test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs
 	$(PY) -m pytest -m integrations $(ARGS)
 
+example-%: build $(TRAINERS)  ## examples/%.py, as make example-accelerate_loop
+	$(PY) examples/$*.py $(ARGS)
+
 test-source-installs: build  ## pip install from a folder, an sdist and in place, from the package index
 	$(PY) -m pytest -s tests/network/test_source_installs.py $(ARGS)
 

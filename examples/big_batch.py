@@ -1,0 +1,83 @@
+"""What the trainers' examples share: samples of unequal length, a small GPT, and training with the big batch itself.
+
+Ten micro-batches of four samples make three windows: four, four, and a short one of two.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accumkernels.demo.data import IGNORE, TRAINING_FILES, Batch, read_samples
+from accumkernels.demo.model import GPT
+
+MICRO_BATCH_SIZE, STEPS, MICRO_BATCHES = 4, 4, 10
+CPU = torch.device("cpu")
+
+
+class LanguageModel(nn.Module):
+    """The demo's GPT, smaller; the mean loss over its labels, as a dict, the way trainers call models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gpt = GPT(width=32, depth=2, heads=2)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """int64 `[samples, length]` both."""
+        return {"loss": self.gpt(inputs, labels)}
+
+
+def samples() -> list[bytes]:
+    """Paragraphs of Python's standard library: some lines, or many."""
+    every = read_samples(TRAINING_FILES)
+    return random.Random(0).sample(every, MICRO_BATCH_SIZE * MICRO_BATCHES)
+
+
+def collate(pieces: list[bytes]) -> dict[str, Any]:
+    """A batch, padded; the padding's labels are -100."""
+    batch = Batch.collate(pieces, CPU)
+    return {"inputs": batch.inputs, "labels": batch.targets}
+
+
+def tokens(batch: dict[str, Any]) -> Tensor:
+    """What the mean loss of a batch is the mean over."""
+    return (batch["labels"] != IGNORE).sum()
+
+
+def make_loader() -> torch.utils.data.DataLoader:
+    """The micro-batches, always in the same order."""
+    return torch.utils.data.DataLoader(samples(), MICRO_BATCH_SIZE, collate_fn=collate)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD: the parameters then move by the gradients, and differ where those do."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_with_big_batches() -> nn.Module:
+    """Every window as one batch: what accumulation is to reproduce."""
+    model, every = LanguageModel(), samples()
+    optimizer = make_optimizer(model)
+    for start in range(0, len(every), MICRO_BATCH_SIZE * STEPS):
+        model(**collate(every[start : start + MICRO_BATCH_SIZE * STEPS]))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def report(trainer: str, stock: nn.Module, fused: nn.Module) -> None:
+    """How far both ended from the model that the big batches trained, relative to how far that one moved."""
+    truth, start = flat(train_with_big_batches()), flat(LanguageModel())
+    print(f"after 3 windows of {STEPS}, {STEPS} and {MICRO_BATCHES % STEPS} micro-batches, from the big batch:")
+    for name, model in ((trainer, stock), (f"{trainer} with FusedAccumulator", fused)):
+        distance = (flat(model) - truth).norm() / (truth - start).norm()
+        print(f"  {name:<44} {distance:.1e} of the way it went")

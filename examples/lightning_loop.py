@@ -1,0 +1,76 @@
+"""Lightning with FusedAccumulator: a callback, in automatic and in manual optimization; without it, and the truth.
+
+make example-lightning_loop         # or, with accumkernels[lightning] installed: python examples/lightning_loop.py
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+from big_batch import MICRO_BATCHES, STEPS, LanguageModel, make_loader, make_optimizer, report, tokens
+from torch import Tensor
+
+from accumkernels.integrations.lightning import FusedAccumulation
+
+
+class Automatic(pl.LightningModule):
+    """Nothing changes here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LanguageModel()
+
+    def training_step(self, batch: dict[str, Any], index: int) -> Tensor | None:
+        """The mean loss of a micro-batch."""
+        return self.model(**batch)["loss"]
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer."""
+        return make_optimizer(self)
+
+
+class Manual(Automatic):
+    """With the callback: no division of the loss, no zero_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], index: int) -> None:
+        """A backward per micro-batch, a step per window."""
+        self.manual_backward(self.model(**batch)["loss"])
+        if (index + 1) % STEPS == 0 or index + 1 == MICRO_BATCHES:
+            self.optimizers().step()
+
+
+def train(module: pl.LightningModule, steps: int, callbacks: list[pl.Callback]) -> LanguageModel:
+    """One epoch."""
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        accumulate_grad_batches=steps,
+        callbacks=callbacks,
+        enable_model_summary=False,
+        **quiet,
+    )
+    trainer.fit(module, make_loader())
+    return module.model
+
+
+def main() -> int:
+    """Train four times."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")  # advice: more workers
+    stock = train(Automatic(), STEPS, [])
+    report("Lightning", stock, train(Automatic(), STEPS, [FusedAccumulation(weight=tokens)]))
+    report("Lightning", stock, train(Manual(), 1, [FusedAccumulation(weight=tokens)]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
