@@ -1,4 +1,4 @@
-"""accelerate's loop with FusedAccumulator: another import, and a weight. Beside it the same loop without, and the truth.
+"""accelerate's loop with FusedAccumulator: another import, and a weight. Beside it the loop without, and the truth.
 
 make example-accelerate_loop        # or, with accumkernels[accelerate] installed: python examples/accelerate_loop.py
 """

@@ -157,16 +157,18 @@ def test_clipped(precision, algorithm):
     assert not bits_agree(ours, unclipped)
 
 
-def test_fused_optimizers_are_clipped_in_fp16():
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_fused_optimizers_are_clipped(precision):
     """As unfused ones.
 
-    Lightning refuses, since a fused optimizer unscales by itself
-    (https://github.com/Lightning-AI/pytorch-lightning/issues/21435).
+    Lightning refuses in mixed precision, since a fused optimizer may unscale by itself; in bf16 too, where nothing is
+    scaled (https://github.com/Lightning-AI/pytorch-lightning/issues/21435).
     """
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(Regression(fused=True), 4 * SIZE, gradient_clip_val=0.05, **fp16())
-    ours, _ = fit(Regression(fused=True), 8 * SIZE, FusedAccumulation(), gradient_clip_val=0.05, **fp16())
-    stock, _ = fit(Regression(), 8 * SIZE, gradient_clip_val=0.05, **fp16())
+        fit(Regression(fused=True), 4 * SIZE, gradient_clip_val=0.05, **PRECISIONS[precision]())
+    options = {"gradient_clip_val": 0.05}
+    ours, _ = fit(Regression(fused=True), 8 * SIZE, FusedAccumulation(), **options, **PRECISIONS[precision]())
+    stock, _ = fit(Regression(), 8 * SIZE, **options, **PRECISIONS[precision]())
     for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # and the fused AdamW rounds otherwise
 
