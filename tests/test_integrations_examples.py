@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.trainers import reset
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ROUNDING = 1e-5  # of the way that the parameters go; measured 1.4e-7
 
@@ -23,17 +25,14 @@ def test_ends_where_the_big_batch_does(name, package, monkeypatch, capsys):
     """And the trainer alone does not: unequal micro-batches, and a short last window."""
     pytest.importorskip(package)
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    reset()  # what other tests set for accelerate's singletons
     example = importlib.import_module(name)
     try:
         assert example.main() == 0
     finally:
         for module in (name, "big_batch"):
             sys.modules.pop(module)
-        if package != "lightning":
-            from accelerate.state import AcceleratorState, GradientState
-
-            AcceleratorState._reset_state(True)
-            GradientState._reset_state()
+        reset()
     distances = [float(found) for found in re.findall(r"(\S+) of the way", capsys.readouterr().out)]
     assert len(distances) >= 2
     assert min(distances[::2]) > 1e-3

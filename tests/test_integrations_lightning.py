@@ -328,6 +328,8 @@ def test_errors():
         def configure_optimizers(self):
             return [torch.optim.SGD(self.net[:2].parameters(), 0.1), torch.optim.SGD(self.net[2:].parameters(), 0.1)]
 
+    with pytest.raises(ValueError, match="DDPStrategy.*one device"):
+        FusedAccumulation().on_fit_start(trainer(strategy="ddp"), Regression())
     with pytest.raises(ValueError, match=r"2 optimizers.*FusedAccumulator"):
         fit(Two(False), 4 * SIZE, FusedAccumulation(), steps=1)
     with pytest.raises(TypeError, match="LBFGS"):

@@ -97,8 +97,8 @@ class Accelerator(accelerate.Accelerator):
     def _fuse(self, options: Mapping[str, Any]) -> None:
         if self.distributed_type != accelerate.DistributedType.NO:
             raise ValueError(
-                f"accelerate runs as {self.distributed_type.value}: data parallel accumulation is not available in "
-                "this version; run one process"
+                f"accelerate runs as {self.distributed_type.value}, and this adapter drives one process: run one, or "
+                "accumulate with accumkernels.FusedAccumulator itself"
             )
         self.micro_batch_weight: float | Tensor = 1.0
         self.loss_divided_by: float | Tensor = 1

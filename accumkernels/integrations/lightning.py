@@ -69,8 +69,8 @@ class FusedAccumulation(pl.Callback):
         """
         if not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise ValueError(
-                f"FusedAccumulation with {type(trainer.strategy).__name__}: data parallel accumulation is not "
-                "available in this version; use one device"
+                f"FusedAccumulation with {type(trainer.strategy).__name__}: it drives one device. Use one, or "
+                "accumkernels.FusedAccumulator itself in manual optimization"
             )
         if len(trainer.optimizers) != 1:
             raise ValueError(

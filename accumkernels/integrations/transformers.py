@@ -71,8 +71,8 @@ class FusedAccumulationMixin(Base):
         """
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"{self.args.n_gpu} GPUs in one process: data parallel accumulation is not available in this version; "
-                "show it one with CUDA_VISIBLE_DEVICES"
+                f"{self.args.n_gpu} GPUs in one process, where the Trainer uses DataParallel: show it one, with "
+                "CUDA_VISIBLE_DEVICES"
             )
         try:
             return super().train(*args, **kwargs)
