@@ -16,7 +16,7 @@ from .adding import Adder
 from .autocast import AutocastRoute
 from .boundary import opaque, profiled
 from .capture import Captured, DuringBackward, drop, take
-from .data_parallel import Silence, choose_group, module_buffers, refuse_wrapped
+from .data_parallel import Silence, check_group_given, choose_group, module_buffers, refuse_wrapped
 from .distributed import Ranks, Reduction
 from .ending import Ending
 from .layout import FlatBuffer
@@ -28,6 +28,7 @@ from .planning.batchnorm import warn_of_batchnorm
 from .planning.noise_scale import NoiseMeter, NoiseScale
 from .scalars import as_scalar
 from .scaling import LossScaler
+from .sharded import shards_of
 from .state import check, load, save
 from .store import Store
 from .window import Window
@@ -58,7 +59,8 @@ class FusedAccumulator:
 
     Args:
         params: A module, also in DistributedDataParallel, or an iterable of parameters, of (name, parameter) pairs, or
-            of param groups. Frozen parameters take no memory until they are unfrozen.
+            of param groups. Frozen parameters take no memory until they are unfrozen. Of DTensors (FSDP2's
+            `fully_shard`, to be applied before) this rank's parts are accumulated, see docs/fsdp2.md.
         scaler: A `torch.amp.GradScaler`; a disabled one means the same as None. Gradients are unscaled while they are
             accumulated; do not call `scaler.unscale_`.
         overflow: What a gradient with inf or nan does. "window" (default): the step is skipped and the scale backs off.
@@ -76,7 +78,7 @@ class FusedAccumulator:
             needed where `params` is a DistributedDataParallel module: that has a group. Parameters and module buffers
             become those of the group's rank 0 now, and buffers again after every window. Micro-batches communicate
             nothing (a DistributedDataParallel module is kept silent); `finalize` and `step` are collective, also on a
-            rank that ran no micro-batch: see `finalize`.
+            rank that ran no micro-batch: see `finalize`. Not for DTensors, which know their ranks.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
@@ -115,6 +117,9 @@ class FusedAccumulator:
         )
         params, group, ddp = choose_group(params, process_group)
         named = named_parameters(params)
+        shards = shards_of(params, named, process_group if group is None else group, autocast_route, noise_scale)
+        if shards is None:
+            check_group_given(process_group, group)
         warn_of_batchnorm(params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
@@ -127,7 +132,9 @@ class FusedAccumulator:
             if ddp is None:  # whose constructor has done that
                 self._ranks.broadcast(entry.param for entry in named)
                 self._ranks.share()
-        self._store = Store(named, backend, master_weights)
+        self._store = Store(named, backend, master_weights, shards)
+        if self._ranks is not None:
+            self._store.world_size = self._ranks.size
         self._overflow = overflow
         self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
         self._noise.on = noise_scale is not False
@@ -136,7 +143,7 @@ class FusedAccumulator:
         if release == "backward":
             self._hooks = _listen(self, bucket_bytes)
         self._route: AutocastRoute | None = None
-        if isinstance(params, nn.Module) and autocast_route is not False:
+        if isinstance(params, nn.Module) and autocast_route is not False and shards is None:
             self._route = AutocastRoute(params, self._store, self._hooks, autocast_route is True)
         self._silence = None if ddp is None else Silence(ddp)
         self._reduction: Reduction | None = None
@@ -185,7 +192,7 @@ class FusedAccumulator:
             self._store.masters.refresh()
 
     def main_grad(self, param: Tensor) -> Tensor:
-        """A parameter's view of its flat buffer, shaped and strided like the parameter.
+        """A parameter's view of its flat buffer, shaped and strided like the parameter (of a DTensor: its local part).
 
         The content is undefined while the parameter has got no gradient in this window.
 
@@ -228,7 +235,10 @@ class FusedAccumulator:
 
     @property
     def found_inf(self) -> Tensor:
-        """Whether any gradient of this window was not finite: fp32 0-d, 0.0 or 1.0, on the first device."""
+        """Whether any gradient of this window was not finite: fp32 0-d, 0.0 or 1.0, on the first device.
+
+        With DTensors ranks agree when the window ends; before, it is what this rank found.
+        """
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
         return self._store.state()[State.FOUND_INF].float()
@@ -239,7 +249,10 @@ class FusedAccumulator:
         return self._ending.was_skipped()
 
     def overflow_report(self) -> list[str]:
-        """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises."""
+        """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises.
+
+        With DTensors, of those whose part on this rank was not finite.
+        """
         return self._store.flagged()[1]
 
     def noise_scale(self) -> NoiseScale:
@@ -257,6 +270,8 @@ class FusedAccumulator:
         if self._hooks is not None:
             raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")
         if not self._noise.on:
+            if self._store.shards is not None:
+                self._store.shards.check_noise_scale()
             self._noise.on = True
             if self.micro_batches == 0:
                 self._noise.open_window()
@@ -308,6 +323,7 @@ class FusedAccumulator:
         self._require_accumulating("backward()")
         self._check_last(last)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
+        self._window.check_kept(weight)
         if self._route is not None:
             self._route.taking = True
         try:
@@ -390,6 +406,10 @@ class FusedAccumulator:
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale() if has_grads else None
         taken_before = self._hooks is not None and self._hooks.has_taken
+        if self._store.shards is not None and not has_grads and not taken_before:
+            self._window.keep(weight)
+            return
+        self._window.check_kept(weight)
         if not has_grads and not taken_before and not self._warned:
             self._warned = True
             _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
@@ -400,15 +420,17 @@ class FusedAccumulator:
         if self._overflow == "raise" and drops[self._store.device].item() != 0:  # type: ignore[index]
             self._drop_grads(captured)
             self._serial = tag
+            self._window.kept = 0
             self._raise_overflow()
         if self._hooks is not None:
             self._weight_in_backward = weight
             self._hooks.hand_over()
             self._weight_in_backward = 1.0
-        self._adder.add(captured, weight, loss_scale, tag, drops=drops)
+        total, scale = self._window.with_kept(weight, loss_scale)
+        self._adder.add(captured, total, scale, tag, drops=drops)
         self._drop_grads(captured)
         self._serial = tag
-        self._window.count(weight)
+        self._window.count(total)
         if self._hooks is not None:
             self._hooks.reset()
         if last and self._reduction is not None:
@@ -435,7 +457,10 @@ class FusedAccumulator:
 
     def _raise_overflow(self) -> None:
         last, names = self._store.flagged()
-        what = f"gradients of {', '.join(names)}" if last == self._serial else "the weight"
+        if last == self._serial:
+            what = f"gradients of {', '.join(names)}"
+        else:
+            what = "the weight" if self._store.shards is None else "the weight, or gradients on another rank"
         raise FloatingPointError(f"micro-batch {self.micro_batches} of the window dropped: not finite: {what}")
 
     @opaque
@@ -580,6 +605,12 @@ class FusedAccumulator:
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
             )
+        if self._window.kept:
+            _log.warning(
+                "zero_(): FSDP2 still keeps the gradients of %d micro-batches (set_requires_gradient_sync(False)) and "
+                "will add them to those of its next reduction",
+                self._window.kept,
+            )
         self._scaler.forget()
         self._store.drop_grads()
         self._store.open_window()
@@ -596,9 +627,14 @@ class FusedAccumulator:
         GradScaler, the model and the optimizer have state of their own. Saved between `finalize` and `zero_`, the
         averages are kept, and `finalize` is to be called again. Synchronises.
 
+        With DTensors (FSDP2) all ranks call it together, sums and masters are DTensors, and there is a sum for every
+        trainable parameter, so that the dict has the same entries at any moment, as `torch.distributed.checkpoint`
+        needs: `dcp.save({"acc": acc})`, `dcp.load({"acc": acc})`. See docs/checkpoints.md.
+
         Raises:
             RuntimeError: with `release="backward"`, between a backward and its `accumulate`, in a broken window, or
-                between the micro-batch with `last=True` and `finalize`.
+                between the micro-batch with `last=True` and `finalize`; or FSDP2 keeps gradients that it has not
+                reduced.
         """
         if self._reduction is not None and self._reduction.begun and self._window.verdict is None:
             raise RuntimeError(
@@ -609,13 +645,14 @@ class FusedAccumulator:
                 "state_dict() with gradients of a backward that was not counted (release='backward'): call "
                 "acc.accumulate() before, or acc.zero_()"
             )
+        self._require_reduced("state_dict()")
         norm = self._ending.last_norm
         return {
             **save(self._store),
             "window": self._window.state_dict(),
             "serial": self._serial,
             "step_was_skipped": self.step_was_skipped,
-            "last_norm": None if norm is None else norm.clone(),
+            "last_norm": None if norm is None else norm.item(),
             "noise_scale": self._noise.state_dict(),
         }
 
@@ -623,10 +660,13 @@ class FusedAccumulator:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken. The window that is open here is dropped.
 
-        Masters are loaded and rounded into the model. Prefixes that wrappers add to names do not count.
+        Masters are loaded and rounded into the model. Prefixes that wrappers add to names do not count. Afterwards
+        `micro_batches` says how many of the window's micro-batches are done. The number of ranks may change between
+        windows, not inside one.
 
         Raises:
-            RuntimeError: lists names that are missing, unexpected or of another shape; nothing is changed then.
+            RuntimeError: lists names that are missing, unexpected or of another shape, or says what else does not fit;
+                nothing is changed then.
         """
         if self._route is not None:
             self._route.settle()
@@ -639,7 +679,9 @@ class FusedAccumulator:
         self._serial = state_dict["serial"]
         self._ending.skipped = state_dict["step_was_skipped"]
         norm = state_dict["last_norm"]
-        self._ending.last_norm = None if norm is None else norm.to(self._store.device, copy=True)
+        if norm is not None:
+            norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
+        self._ending.last_norm = norm
         self._noise.load_state_dict(state_dict["noise_scale"], self._store.device)
 
     def remove(self) -> None:
@@ -719,11 +761,19 @@ class FusedAccumulator:
 
     def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
         self._require_accumulating(caller)
+        self._require_reduced(caller)
         self._ending.check(caller, optimizers)
         if (self._hooks is not None and self._hooks.has_taken) or (self._route is not None and self._route.stash):
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
+            )
+
+    def _require_reduced(self, caller: str) -> None:
+        if self._window.kept:
+            raise RuntimeError(
+                f"{caller}: the last {self._window.kept} micro-batches left no gradient, FSDP2 keeps them: call "
+                "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
             )
 
     def _owns_some(self, optimizer: Optimizer) -> bool:

@@ -33,7 +33,8 @@ class Adder:
         """Check a micro-batch on every device before anything is added.
 
         Returns:
-            Per device fp64 `[1]`, 1.0 where any gradient on any device, or the weight, is not finite.
+            Per device fp64 `[1]`, 1.0 where any gradient on any device, or the weight, is not finite; for DTensors, on
+            any rank.
         """
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
         for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
@@ -45,8 +46,11 @@ class Adder:
                 tag=tag,
                 weight_tensor=move(weight, buffer.device) if isinstance(weight, Tensor) else None,
             )
-        if len(drops) > 1:
+        shards = self._store.shards
+        if len(drops) > 1 or shards is not None:
             bad = torch.cat([move(drop, self._store.device) for drop in drops.values()]).amax(0, keepdim=True)
+            if shards is not None:  # a rank whose shards are finite must drop the micro-batch too
+                shards.maximum(bad)
             drops = {device: move(bad, device) for device in drops}
         return drops
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .boundary import opaque
+from .dtensors import local_grad
 from .layout import FlatBuffer, Segment
 from .ops.schema import State
 
@@ -49,7 +50,7 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
     Raises:
         RuntimeError: a gradient is sparse.
     """
-    found = [param.grad for param in buffer.params]
+    found = [local_grad(param) for param in buffer.params] if buffer.sharded else [p.grad for p in buffer.params]
     for index, parts in (stashed or {}).items():
         found[index] = _joined(buffer, index, found[index], parts)
     grads = [grad for grad in found if grad is not None]
@@ -134,8 +135,9 @@ class DuringBackward:
 
                 def hook(param: Tensor, buffer: FlatBuffer = buffer, index: int = index) -> None:
                     capture = this()
-                    if capture is not None and capture.listening and param.grad is not None:
-                        grad, param.grad = param.grad, None
+                    grad = local_grad(param)
+                    if capture is not None and capture.listening and grad is not None:
+                        param.grad = None
                         capture.collect(buffer, index, grad)
 
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))

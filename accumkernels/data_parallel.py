@@ -27,19 +27,12 @@ def choose_group(params: Any, process_group: Any) -> tuple[Any, Any, Distributed
     Raises:
         TypeError, ValueError: `process_group` is of another kind, or contradicts `params`; `params` is wrapped by
             something that reduces gradients itself.
-        RuntimeError: several ranks, and nothing says what to do about them.
     """
     _refuse_engines(params)
     ddp = _unwrapped(params)
     if process_group is not None and process_group is not False:
         _check_kind(process_group)
     if ddp is None:
-        if process_group is None and _world_size() > 1:
-            raise RuntimeError(
-                f"torch.distributed runs {_world_size()} ranks, and nothing says how their gradients are combined: "
-                "pass the DistributedDataParallel module as params, or process_group=torch.distributed.group.WORLD for "
-                "a module or parameters that nothing wraps; process_group=False if this rank is alone on purpose"
-            )
         return params, process_group or None, None
     if process_group is False:
         raise ValueError(
@@ -52,6 +45,25 @@ def choose_group(params: Any, process_group: Any) -> tuple[Any, Any, Distributed
         )
     _check_ddp(ddp)
     return ddp.module, ddp.process_group, ddp
+
+
+def check_group_given(process_group: Any, group: Any) -> None:
+    """Check that it is said what to do about several ranks.
+
+    Args:
+        process_group: As FusedAccumulator's.
+        group: What `choose_group` found.
+
+    Raises:
+        RuntimeError: several ranks, and nothing says what to do about them.
+    """
+    if process_group is None and group is None and _world_size() > 1:
+        raise RuntimeError(
+            f"torch.distributed runs {_world_size()} ranks, and nothing says how their gradients are combined: "
+            "pass the DistributedDataParallel module as params, or process_group=torch.distributed.group.WORLD for a "
+            "module or parameters that nothing wraps, or shard it with fully_shard (FSDP2); process_group=False if "
+            "this rank is alone on purpose"
+        )
 
 
 def _world_size() -> int:

@@ -14,6 +14,7 @@ from .distributed import Reduction
 from .handout import Handout
 from .layout import FlatBuffer
 from .metrics import Metrics
+from .ops.schema import State
 from .optimizers import (
     check_optimizer,
     check_ownership,
@@ -63,6 +64,7 @@ class Ending:
         self._overflow = overflow
         self._noise = noise
         self._reduction = reduction
+        noise.shards = store.shards
         self.open_window()
 
     def open_window(self) -> None:
@@ -148,6 +150,8 @@ class Ending:
 
     def norm(self, norm_type: float) -> Tensor:
         """The norm of the sums as they are, fp64 0-d."""
+        if self._store.shards is not None:
+            return self._store.shards.total_norm(self._store.buffers, norm_type, self._store.device)
         return total_norm(self._store.buffers, norm_type, self._store.device)
 
     def result(self, norm: Tensor) -> Tensor:
@@ -188,7 +192,8 @@ class Ending:
         finally:
             for name in ("grad_scale", "found_inf") if fused else ():
                 vars(optimizer).pop(name, None)
-        self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
+        may_be_empty = window.may_be_empty or self._store.shards is not None  # another rank's may be, and then all are
+        self._scaler.update(keep=verdict.empty if may_be_empty else None)
         return norm
 
     def _judge(
@@ -215,7 +220,13 @@ class Ending:
         state = self._store.state()
         self._noise_sums = self._noise.sums(self._store.device)
         if self._reduction is None or window.averaged:
-            return judge(torch.zeros_like(state) if window.dropped else state, divisor), False
+            state = torch.zeros_like(state) if window.dropped else state
+            verdict = judge(state, divisor)
+            if self._store.shards is not None:
+                if self._noise_sums is not None:
+                    self._store.shards.sum(self._noise_sums)
+                verdict = self._store.shards.agree(verdict, state[State.WEIGHT])
+            return verdict, False
         window.reducing = True
         squares = None if self._noise_sums is None else self._noise_sums[0]
         reduced = self._reduction.agree(window, squares, divisor)
@@ -270,6 +281,8 @@ class Ending:
             self._handout.divide(divisor)
         overflow = self._handout.round()
         if overflow is not None and self._overflow is not None:
+            if self._store.shards is not None:
+                self._store.shards.maximum(overflow)
             verdict = verdict.with_overflow(overflow)
         window.verdict = verdict
         self.skipped, self._captured = verdict.skip, _is_capturing(verdict.skip)

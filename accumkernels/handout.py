@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .devices import move
+from .dtensors import shaped_like
 from .layout import FlatBuffer
 from .store import Store
 
@@ -62,4 +63,6 @@ class Handout:
         """Set `.grad` of every parameter that got a gradient in the window."""
         for buffer, segment in self._store.touched():
             rounded = self._rounded.get(id(segment.param))
-            self._store.target(segment.param).grad = buffer.views[segment.index] if rounded is None else rounded
+            grad = buffer.views[segment.index] if rounded is None else rounded
+            target = self._store.target(segment.param)
+            target.grad = shaped_like(grad, target) if buffer.sharded else grad

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .dtensors import is_dtensor, local
 from .parameters import NamedParameter
 
 ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pair, eight 16-byte accesses
@@ -20,7 +21,7 @@ ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pai
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's range of a flat buffer.
+    """One parameter's range of a flat buffer; for a DTensor, the range, shape and strides of its local part.
 
     `stride` is dense: the parameter's own order of dimensions, so that a gradient laid out like its parameter is
     accumulated in memory order, without a permutation.
@@ -58,7 +59,7 @@ class Segment:
 
     def drift(self) -> str | None:
         """What changed about the parameter since construction, in words; None when nothing did."""
-        p = self.param
+        p = local(self.param)
         if p.dtype != self.dtype:
             return f"{self.name!r} was {self.dtype} at construction and is {p.dtype} now"
         if p.device != self.device:
@@ -82,6 +83,7 @@ class FlatBuffer:
         all_indices: of the segments.
         contiguous: whether all segments are in index order.
         touched: per segment, whether it holds a sum of this window.
+        sharded: whether any parameter is a DTensor.
         ops: the backend's module.
     """
 
@@ -95,12 +97,22 @@ class FlatBuffer:
         self.segments: list[Segment] = []
         end = 0
         for index, entry in enumerate(named):
-            p = entry.param
+            p = local(entry.param)
             stride = torch.empty_like(p, device="meta").stride()  # dense, also where p itself is not
             contiguous = torch.empty(p.shape, device="meta").stride() == stride
             self.segments.append(
                 Segment(
-                    index, entry.name, p, p.shape, stride, p.dtype, p.device, end, p.numel(), contiguous, p.stride()
+                    index,
+                    entry.name,
+                    entry.param,
+                    p.shape,
+                    stride,
+                    p.dtype,
+                    p.device,
+                    end,
+                    p.numel(),
+                    contiguous,
+                    p.stride(),
                 )
             )
             end += -(-p.numel() // alignment) * alignment
@@ -110,6 +122,7 @@ class FlatBuffer:
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
         self.params = [s.param for s in self.segments]
+        self.sharded = any(map(is_dtensor, self.params))
         self.all_indices = list(range(len(self.segments)))
         self.contiguous = all(s.contiguous for s in self.segments)
         self.allocate()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .dtensors import local, shaped_like
 from .layout import ALIGNMENT_BYTES, FlatBuffer, Segment
 from .parameters import NamedParameter
 
@@ -35,8 +36,8 @@ class Masters:
         for entry in named:
             p = entry.param
             if p.dtype in (torch.float16, torch.bfloat16):
-                placeholder = torch.zeros((), dtype=torch.float32, device=p.device).expand(p.shape)
-                self._masters[id(p)] = nn.Parameter(placeholder, requires_grad=p.requires_grad)
+                placeholder = torch.zeros((), dtype=torch.float32, device=p.device).expand(local(p).shape)
+                self._masters[id(p)] = nn.Parameter(shaped_like(placeholder, p), requires_grad=p.requires_grad)
         self._handle = register_optimizer_step_post_hook(_after_step(self))
         weakref.finalize(self, self._handle.remove).atexit = False
 
@@ -58,17 +59,17 @@ class Masters:
 
     def _place(self, segment: Segment, flat: Tensor, offset: int, ops: ModuleType) -> None:
         master = self._masters[id(segment.param)]
-        master.data = flat.as_strided(segment.shape, segment.stride, offset)
+        local(master).data = flat.as_strided(segment.shape, segment.stride, offset)
         master.requires_grad_(True)
         self._pairs[id(master)] = (master, segment.param, ops)
         with torch.no_grad():
-            master.copy_(segment.param)
+            local(master).copy_(local(segment.param))
 
     def refresh(self) -> None:
         """Take the model's values."""
         with torch.no_grad():
             for master, param, _ in self._pairs.values():
-                master.copy_(param)
+                local(master).copy_(local(param))
 
     def round(self, masters: Iterable[Tensor] | None = None) -> None:
         """Round masters (None: all) into the model's parameters: one pass per device."""
@@ -77,7 +78,8 @@ class Masters:
         else:
             pairs = [self._pairs[id(m)] for m in masters if id(m) in self._pairs]
         parts: dict[torch.device, tuple[ModuleType, list[Tensor], list[Tensor]]] = {}
-        for master, param, ops in pairs:
+        for sharded_master, sharded_param, ops in pairs:
+            master, param = local(sharded_master), local(sharded_param)
             _, outputs, inputs = parts.setdefault(param.device, (ops, [], []))
             if param.stride() == master.stride():
                 outputs.append(param.detach())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .data_parallel import refuse_sharded
+from .dtensors import is_dtensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -25,9 +26,15 @@ class NamedParameter:
     def check_identity(self) -> str | None:
         """That the module tree holds another tensor in this parameter's place, in words; None when it does not."""
         for owner, key in self.owners:
-            if owner.get(key) is not self.param:
+            found = owner.get(key)
+            if found is not self.param and not _unsharded(found, self.param):
                 return f"{self.name!r} was replaced by another tensor since construction"
         return None
+
+
+def _unsharded(found: Any, param: Any) -> bool:
+    """Whether `found` may be what FSDP2 puts in the place of `param` from a forward to its backward, or longer."""
+    return is_dtensor(param) and not (is_dtensor(found) and found.device_mesh == param.device_mesh)
 
 
 def strip_prefixes(names: list[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """An accumulator's state as a dict by parameter name, of tensors and plain numbers: `weights_only=True` loads it.
 
-Names, not offsets: the layout may differ where the dict is loaded, in order, devices or what is frozen.
+Names, not offsets: the layout may differ where the dict is loaded, in order, devices or what is frozen. DTensors have
+DTensors as sums and masters, and then all ranks have the same keys and plain values, whatever the moment:
+`torch.distributed.checkpoint` fills in a dict of the same keys, and keeps the plain values of one rank.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dtensors import is_dtensor, local, shaped_like
+from .layout import FlatBuffer, Segment
 from .ops.schema import State
 from .parameters import strip_prefixes
 from .store import Store
@@ -21,20 +25,37 @@ VERSION = 1
 def save(store: Store) -> dict[str, Any]:
     """The window's sums, the masters, and which gradients were not finite; synchronises."""
     masters = {} if store.masters is None else store.masters.values()
-    flags = {
-        segment.name: tag
-        for buffer in store.buffers
-        for tag, segment in zip(buffer.flags.tolist(), buffer.segments, strict=True)
-        if tag
-    }
+    state = store.state().clone()
+    if store.shards is not None:
+        state[[State.FOUND_INF, State.POISONED]] = store.shards.maximum(state[[State.FOUND_INF, State.POISONED]])
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
-        "state": store.state().clone(),
-        "sums": {segment.name: buffer.views[segment.index].clone() for buffer, segment in store.touched()},
+        "world_size": store.world_size,
+        "state": state,
+        "touched": [segment.name for _, segment in store.touched()],
+        "sums": {
+            segment.name: _sum(buffer, segment)
+            for buffer in store.buffers
+            for segment in buffer.segments
+            if store.shards is not None or buffer.touched[segment.index]
+        },
         "masters": {e.name: masters[id(e.param)].detach().clone() for e in store.named if id(e.param) in masters},
-        "flags": flags,
+        "flags": [pair for buffer in store.buffers for pair in _flags(store, buffer)],
     }
+
+
+def _sum(buffer: FlatBuffer, segment: Segment) -> Tensor:
+    if buffer.touched[segment.index]:
+        part = buffer.views[segment.index].clone()
+    else:
+        part = torch.zeros(segment.shape, dtype=buffer.dtype, device=buffer.device)
+    return shaped_like(part, segment.param)
+
+
+def _flags(store: Store, buffer: FlatBuffer) -> list[list[Any]]:
+    flags = buffer.flags if store.shards is None else store.shards.maximum(buffer.flags.clone())
+    return [[s.name, tag] for tag, s in zip(flags.tolist(), buffer.segments, strict=True) if tag]
 
 
 def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,15 +67,18 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: lists names that are missing, unexpected or of another shape; or says what else does not fit.
     """
-    wanted = {"version", "shapes", "window", "serial", "state", "sums", "masters", "flags"}
+    wanted = {"version", "shapes", "world_size", "window", "serial", "state", "touched", "sums", "masters", "flags"}
     if not isinstance(state, Mapping) or not wanted <= set(state):
         raise RuntimeError("load_state_dict: this is not the state_dict() of a FusedAccumulator")
     if state["version"] != VERSION:
         raise RuntimeError(f"load_state_dict: format {state['version']}, this version reads {VERSION}")
     renamed = dict(zip(state["shapes"], strip_prefixes(list(state["shapes"])), strict=True))
     checked = dict(state)
-    for key in ("shapes", "sums", "masters", "flags"):
+    for key in ("shapes", "sums", "masters"):
         checked[key] = {renamed.get(name, name): value for name, value in state[key].items()}
+    checked["flags"] = {renamed.get(name, name): tag for name, tag in state["flags"]}
+    touched = {renamed.get(name, name) for name in state["touched"]}
+    checked["sums"] = {name: tensor for name, tensor in checked["sums"].items() if name in touched}
 
     ours = {entry.name: tuple(entry.param.shape) for entry in store.named}
     theirs = {name: tuple(shape) for name, shape in checked["shapes"].items()}
@@ -76,6 +100,21 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
         masters = store.masters.values()
         wanting = [e.name for e in store.named if id(e.param) in masters and e.name not in checked["masters"]]
         problems.append(_listed("without a master", wanting))
+    places = {entry.name: entry.param for entry in store.named}
+    for key in ("sums", "masters"):
+        tensors = checked[key].items()
+        problems.append(
+            _listed(
+                f"{key} that are cut over ranks otherwise (load them with torch.distributed.checkpoint)",
+                (name for name, tensor in tensors if name in places and not _cut_alike(tensor, places[name])),
+            )
+        )
+    done = state["window"]["micro_batches"]
+    if done and state["world_size"] != store.world_size:
+        problems.append(
+            f"saved after {done} micro-batches of a window that {state['world_size']} ranks shared, here are "
+            f"{store.world_size}: resume it with as many ranks as then, or from a state saved between windows"
+        )
     problems = [problem for problem in problems if problem]
     if problems:
         raise RuntimeError("load_state_dict: " + "; ".join(problems))
@@ -85,6 +124,12 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
 def _listed(what: str, names: Iterable[str]) -> str:
     names = list(names)
     return f"{what}: {', '.join(names)}" if names else ""
+
+
+def _cut_alike(saved: Any, param: Any) -> bool:
+    if not (is_dtensor(saved) and is_dtensor(param)):
+        return is_dtensor(saved) == is_dtensor(param)
+    return saved.placements == param.placements and saved.device_mesh == param.device_mesh
 
 
 def _placed(store: Store, name: str) -> bool:
@@ -97,7 +142,7 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
         for segment in buffer.segments:
             saved = state["sums"].get(segment.name)
             if saved is not None:
-                buffer.views[segment.index].copy_(saved)
+                buffer.views[segment.index].copy_(local(saved))
                 buffer.touched[segment.index] = True
         tags = [state["flags"].get(segment.name, 0) for segment in buffer.segments]
         buffer.flags.copy_(torch.tensor(tags, dtype=torch.int32))
@@ -111,5 +156,5 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
         masters = store.masters.values()
         for entry in store.named:
             if id(entry.param) in masters:
-                masters[id(entry.param)].copy_(state["masters"][entry.name])
+                local(masters[id(entry.param)]).copy_(local(state["masters"][entry.name]))
         store.masters.round()

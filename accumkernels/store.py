@@ -17,6 +17,7 @@ from .layout import FlatBuffer, Segment, flat_buffers
 from .masters import Masters
 from .ops.schema import State
 from .parameters import NamedParameter
+from .sharded import Shards, check_not_mixed
 
 _log = logging.getLogger(__name__)
 _stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to the store that has it
@@ -35,11 +36,17 @@ class Store:
         named: All parameters, in the order given, frozen ones too.
         buffers: The flat buffers of those that were ever trainable.
         masters: fp32 masters of 16-bit parameters, or None.
+        shards: The meshes of parameters that are DTensors; None where none is.
+        world_size: How many ranks share the window.
         states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
     """
 
-    def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
+    def __init__(
+        self, named: list[NamedParameter], backend: str, master_weights: bool, shards: Shards | None = None
+    ) -> None:
         self.named = named
+        self.shards = shards
+        self.world_size = 1 if shards is None else shards.world_size
         self.buffers: list[FlatBuffer] = []
         self.states: dict[torch.device, Tensor] = {}
         self._backend = backend
@@ -113,6 +120,8 @@ class Store:
         fresh = [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
         if not fresh:
             return []
+        if self.shards is not None:
+            check_not_mixed(self.named)
         devices = dict.fromkeys(e.param.device for e in fresh)
         backends = {device: ops.select(self._backend, device) for device in devices}
         with torch.inference_mode(False), torch.no_grad():

@@ -10,16 +10,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 
 import accumkernels.distributed
 
 Scenario = Callable[[int, int], Any]
+shared = Path()  # a folder that scenarios may use, also from one run to the next
 CHUNK_BYTES = 512  # small, so that buffers of small models have many chunks, and segments lie in several
 
 
 def _rank(rank: int, size: int, port: int, folder: str, scenarios: Sequence[Scenario]) -> None:
+    global shared
+    shared = Path(folder)
     torch.set_num_threads(1)
     accumkernels.distributed.CHUNK_BYTES = CHUNK_BYTES
     torch.distributed.init_process_group(
@@ -29,7 +33,7 @@ def _rank(rank: int, size: int, port: int, folder: str, scenarios: Sequence[Scen
     for scenario in scenarios:
         try:
             found[scenario.__name__] = scenario(rank, size)
-        except Exception:
+        except (Exception, pytest.fail.Exception):  # that of pytest.raises is no Exception
             found[scenario.__name__] = traceback.format_exc()
         Path(folder, f"{size}.{rank}").write_bytes(pickle.dumps(found))  # now: the next one may end this process
         if isinstance(found[scenario.__name__], str):
@@ -42,7 +46,7 @@ def run(size: int, folder: Path, scenarios: Sequence[Scenario]) -> dict[str, lis
 
     Args:
         size: How many ranks.
-        folder: For what they find.
+        folder: For what they find; `ranks.shared` for scenarios.
         scenarios: Functions of a module, called with rank and size, in this order.
     """
     with socket.socket() as free:
@@ -52,6 +56,13 @@ def run(size: int, folder: Path, scenarios: Sequence[Scenario]) -> dict[str, lis
     files = [folder / f"{size}.{rank}" for rank in range(size)]
     by_rank = [pickle.loads(file.read_bytes()) for file in files]
     return {s.__name__: [found.get(s.__name__, "not reached") for found in by_rank] for s in scenarios}
+
+
+def check(found: dict[str, list[Any]], name: str) -> None:
+    """Fail with the tracebacks of all ranks on which a scenario raised."""
+    texts = [f"rank {rank}:\n{text}" for rank, text in enumerate(found[name]) if isinstance(text, str)]
+    if texts:
+        pytest.fail("\n".join(texts), pytrace=False)
 
 
 def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..devices import move
 from ..ops.schema import State
+from ..sharded import Shards
 
 
 class _Sums(enum.IntEnum):
@@ -99,10 +100,12 @@ class NoiseMeter:
 
     Attributes:
         on: Whether windows are measured, from the next `open_window` on.
+        shards: Where gradients are DTensors, what sums over their parts.
     """
 
     def __init__(self, half_life: float | None) -> None:
         self.on = False
+        self.shards: Shards | None = None
         self._keep = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._sums: Tensor | None = None
         self._squares: dict[torch.device, Tensor] = {}
@@ -152,20 +155,34 @@ class NoiseMeter:
         self._sums[_Sums.WINDOWS] += counts
 
     def state_dict(self) -> dict[str, object]:
-        """The averages, and the sums of the window that is open."""
-        parts = [squares.cpu() for squares in self._squares.values()]
+        """The averages, and the sums of the window that is open: one row for each rank that has its own."""
+        squares = None
+        if self._squares:
+            device = next(iter(self._squares))
+            total = torch.stack([move(squares, device) for squares in self._squares.values()]).sum(0)
+            squares = (total.unsqueeze(0) if self.shards is None else self.shards.gather(total)).tolist()
         return {
             "on": self.on,
             "measuring": self._measuring,
-            "averages": None if self._sums is None else self._sums.clone(),
-            "squares": torch.stack(parts).sum(0) if parts else None,
+            "averages": None if self._sums is None else self._sums.tolist(),
+            "squares": squares,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a `state_dict`, with averages on `device`."""
         self.on, self._measuring = state["on"], state["measuring"]
-        self._sums = None if state["averages"] is None else state["averages"].to(device, copy=True)
-        self._squares = {} if state["squares"] is None else {device: state["squares"].to(device, copy=True)}
+        averages, rows = (
+            None if state[key] is None else torch.tensor(state[key], dtype=torch.float64, device=device)
+            for key in ("averages", "squares")
+        )
+        self._sums = averages
+        self._squares = {}
+        if rows is not None:
+            row = 0 if self.shards is None else self.shards.row
+            ranks = 1 if self.shards is None else self.shards.rows
+            if len(rows) != ranks:  # parameters are cut otherwise than when saved: only the sum matters
+                rows = torch.nn.functional.pad(rows.sum(0, keepdim=True), (0, 0, 0, ranks - 1))
+            self._squares[device] = rows[row].clone()
 
     def read(self) -> NoiseScale:
         """A snapshot of the averages."""
