@@ -48,8 +48,8 @@ METHODS = (
 FLOOR, OPTIMIZER = "floor: forward and backward, K times", "fused AdamW"
 COLUMNS = (
     *("table", "model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
-    *("ms_median", "ms_p10", "ms_p90", "gradient_side_ms", "stock_to_this", "share_of_window", "samples", "threads"),
-    *("instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
+    *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "gradient_side_ms", "stock_to_this", "share_of_window"),
+    *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
 
@@ -159,6 +159,8 @@ def rows(
         added = row("window", name, seconds)
         if name not in (FLOOR, OPTIMIZER):
             side = medians[name] - rest
+            tokens = int(str(common["tokens_per_micro_batch"])) * micro_batches
+            added["tokens_per_second"] = float(f"{tokens / medians[name]:.3g}")
             added["gradient_side_ms"] = float(f"{side * 1e3:.4g}")
             added["stock_to_this"] = float(f"{(medians[STOCK] - rest) / side:.3g}")
             added["share_of_window"] = float(f"{side / medians[name]:.3g}")
@@ -186,11 +188,12 @@ def show(console: Console, found: Sequence[Row]) -> None:
             title += f" of {first['tokens_per_micro_batch']} tokens"
         table = Table(title=f"{title}; torch {first['torch']}, {first['device']}", title_justify="left")
         table.add_column("method", no_wrap=True)
-        for header in ("ms", "p10 to p90", "gradient side, ms", "stock to this", "share of window"):
+        for header in ("tokens/s", "ms", "p10 to p90", "gradient side, ms", "stock to this", "share of window"):
             table.add_column(header, justify="right", no_wrap=True)
         for r in of_table:
-            cells = [r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}"]
-            cells += ["" if r[c] is None else r[c] for c in ("gradient_side_ms", "stock_to_this", "share_of_window")]
+            cells = [r["tokens_per_second"], r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}"]
+            cells += [r[c] for c in ("gradient_side_ms", "stock_to_this", "share_of_window")]
+            cells = ["" if cell is None else cell for cell in cells]
             table.add_row(str(r["method"]), *map(str, cells))
         console.print(table)
 

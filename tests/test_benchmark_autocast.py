@@ -16,12 +16,13 @@ def test_gradient_side_is_what_the_floor_leaves():
     """Window less floor less optimizer, in ms; ratios to stock; the route's own cost as a share of its window."""
     seconds = {m.name: [0.5] for m in autocast.METHODS} | {autocast.FLOOR: [0.3], autocast.OPTIMIZER: [0.1]}
     seconds[autocast.STOCK] = [0.9]
-    found = autocast.rows(seconds, {False: [0.001], True: [0.002]}, 8, {"model": "gpt2"})
+    found = autocast.rows(seconds, {False: [0.001], True: [0.002]}, 8, {"tokens_per_micro_batch": 32})
     by_name = {row["method"]: row for row in found}
     assert by_name[autocast.STOCK]["gradient_side_ms"] == 500
     ours = by_name["FusedAccumulator, autocast route"]
     assert ours["gradient_side_ms"] == pytest.approx(100)
     assert (ours["stock_to_this"], ours["share_of_window"]) == (5.0, 0.2)
+    assert (by_name[autocast.STOCK]["tokens_per_second"], ours["tokens_per_second"]) == (284, 512)
     assert by_name[autocast.FLOOR]["gradient_side_ms"] is None
     assert by_name["with the route"]["share_of_window"] == pytest.approx(8 * 0.001 / 0.5)
 
