@@ -70,7 +70,7 @@ class FusedAccumulator:
             that gradients never live all at once. The weight must then be known before backward: pass it to
             `acc.backward`. An exception in backward breaks the window until `zero_()`.
         bucket_bytes: For `release="backward"`: pending gradient bytes at which a bucket is added. At most this much and
-            one gradient are alive at any moment.
+            one gradient are alive at any moment. From the default on, larger buckets are hardly faster.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.

@@ -111,7 +111,7 @@ def sizes(rows: Rows, path: Path) -> Path | None:
     dtypes = _distinct(rows, "dtype")
     if not rows:
         return None
-    figure = Figure(figsize=(7.5 * len(dtypes), 4.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(max(10.0, 7.5 * len(dtypes)), 4.5), dpi=110, layout="constrained")
     figure.suptitle(f"16 equal tensors, gradients cold; {_machine(rows[0])}", fontsize=9)
     for index, (dtype,) in enumerate(dtypes):
         axes = figure.add_subplot(1, len(dtypes), index + 1)
