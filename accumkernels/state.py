@@ -21,6 +21,25 @@ from .store import Store
 
 VERSION = 1
 
+# What a state dict holds: the kind of each entry, or kinds of an entry's own entries.
+_NUMBER = (int, float)
+_FORM: dict[str, Any] = {
+    "version": int,
+    "shapes": Mapping,
+    "world_size": int,
+    "window": {"micro_batches": int, "host_weight": _NUMBER, "decided_on_device": bool, "averaged": bool,
+               "dropped": bool},
+    "serial": int,
+    "state": Tensor,
+    "touched": list,
+    "sums": Mapping,
+    "masters": Mapping,
+    "flags": list,
+    "step_was_skipped": bool,
+    "last_norm": (*_NUMBER, type(None)),
+    "noise_scale": {"on": bool, "measuring": bool, "averages": (list, type(None)), "squares": (list, type(None))},
+}  # fmt: skip
+
 
 def save(store: Store) -> dict[str, Any]:
     """The window's sums, the masters, and which gradients were not finite; synchronises."""
@@ -67,11 +86,14 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: lists names that are missing, unexpected or of another shape; or says what else does not fit.
     """
-    wanted = {"version", "shapes", "world_size", "window", "serial", "state", "touched", "sums", "masters", "flags"}
-    if not isinstance(state, Mapping) or not wanted <= set(state):
-        raise RuntimeError("load_state_dict: this is not the state_dict() of a FusedAccumulator")
-    if state["version"] != VERSION:
-        raise RuntimeError(f"load_state_dict: format {state['version']}, this version reads {VERSION}")
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if isinstance(version, int) and version != VERSION:
+        raise RuntimeError(f"load_state_dict: format {version}, this version reads {VERSION}")
+    fault = _fault(state, _FORM, "")
+    if fault is None and tuple(state["state"].shape) != (len(State),):
+        fault = f"'state' has shape {tuple(state['state'].shape)}"
+    if fault is not None:
+        raise RuntimeError(f"load_state_dict: this is not the state_dict() of a FusedAccumulator: {fault}")
     renamed = dict(zip(state["shapes"], strip_prefixes(list(state["shapes"])), strict=True))
     checked = dict(state)
     for key in ("shapes", "sums", "masters"):
@@ -88,6 +110,14 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
         _listed(
             "of another shape",
             (f"{n} (saved {theirs[n]}, here {ours[n]})" for n in ours if n in theirs and ours[n] != theirs[n]),
+        ),
+        _listed("sums of unknown names", (n for n in sorted(touched) if n not in theirs or n not in checked["sums"])),
+        *(
+            _listed(
+                f"{key} of another shape",
+                (n for n, t in checked[key].items() if n in ours and tuple(getattr(t, "shape", ())) != ours[n]),
+            )
+            for key in ("sums", "masters")
         ),
         _listed(
             "frozen here, accumulated when saved", (n for n in checked["sums"] if n in ours and not _placed(store, n))
@@ -119,6 +149,22 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise RuntimeError("load_state_dict: " + "; ".join(problems))
     return checked
+
+
+def _fault(found: Any, form: Any, path: str) -> str | None:
+    """Where something has not the form it should have, in words; None where it has."""
+    if not isinstance(form, dict):
+        kinds = form if isinstance(form, tuple) else (form,)
+        return None if isinstance(found, kinds) else f"{path} is {type(found).__name__}"
+    if not isinstance(found, Mapping):
+        return f"{path or 'it'} is {type(found).__name__}"
+    for key, part in form.items():
+        if key not in found:
+            return f"{path}[{key!r}] is missing"
+        fault = _fault(found[key], part, f"{path}[{key!r}]")
+        if fault is not None:
+            return fault
+    return None
 
 
 def _listed(what: str, names: Iterable[str]) -> str:

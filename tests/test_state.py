@@ -188,8 +188,16 @@ def broken(change):
         (lambda s: s["masters"].pop("0.bias"), "without a master: 0.bias"),
         (lambda s: s.pop("sums"), r"this is not the state_dict\(\) of a FusedAccumulator"),
         (lambda s: s.update(version=99), "format 99, this version reads 1"),
+        (lambda s: s["window"].pop("micro_batches"), r"\['window'\]\['micro_batches'\] is missing"),
+        (lambda s: s.update(serial="7"), r"\['serial'\] is str"),
+        (lambda s: s.update(state=torch.zeros(2)), r"'state' has shape \(2,\)"),
+        (lambda s: s.update(noise_scale=None), r"\['noise_scale'\] is NoneType"),
+        (lambda s: s["touched"].append("nobody"), "sums of unknown names: nobody"),
+        (lambda s: s["sums"].update({"0.bias": torch.zeros(3)}), "sums of another shape: 0.bias"),
+        (lambda s: s["sums"].update({"0.bias": None}), "sums of another shape: 0.bias"),
+        (lambda s: s["masters"].update({"0.bias": torch.zeros(3)}), "masters of another shape: 0.bias"),
     ],
-    ids=["missing", "extra", "shape", "master", "foreign", "version"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_does_not_fit_is_listed(change, message):
     """And nothing is changed."""
