@@ -46,6 +46,7 @@ class LossScaler:
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._unscaled: set[int] = set()  # ids of optimizers that were refused for it
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
         """Refuse a scaler whose scale lives on another kind of device than the parameters.
@@ -104,9 +105,10 @@ class LossScaler:
             # The scaler knows optimizers by id alone. Looking for the object is slow, and rare.
             optimizer = next((o for o in gc.get_objects() if id(o) == key and isinstance(o, Optimizer)), None)
             if optimizer is None or ours(optimizer):
+                self._unscaled.add(key)
                 raise RuntimeError(
                     "scaler.unscale_(optimizer) was called inside a window: delete that line, FusedAccumulator "
-                    "unscales in accumulate(). Drop the window with acc.zero_() and call scaler.update() to go on"
+                    "unscales in accumulate(). Drop the window with acc.zero_() to go on"
                 )
 
     def check_not_stepped(self, optimizers: Sequence[Optimizer]) -> None:
@@ -146,15 +148,18 @@ class LossScaler:
         record["stage"] = OptState.UNSCALED
 
     def forget(self) -> None:
-        """Take back verdicts that no step has used: the window was dropped."""
+        """Take back what no step has used: the window was dropped."""
         if self.scaler is None:
             return
         for key, record in list(self.scaler._per_optimizer_states.items()):
+            if record["stage"] is not OptState.UNSCALED:
+                continue
             verdict = record["found_inf_per_device"]
-            if record["stage"] is OptState.UNSCALED and isinstance(verdict, _Verdict):
+            if isinstance(verdict, _Verdict):
                 verdict.parts.pop(id(self), None)
-                if not verdict.parts:
-                    del self.scaler._per_optimizer_states[key]
+            if key in self._unscaled or (isinstance(verdict, _Verdict) and not verdict.parts):
+                del self.scaler._per_optimizer_states[key]
+        self._unscaled.clear()
 
     def update(self, keep: Tensor | None) -> None:
         """`scaler.update()`, except that where `keep` (0-d bool) holds, scale and growth tracker stay; no sync."""
