@@ -1,10 +1,8 @@
-"""docs/pitfalls.md: every block runs as it stands, and what it claims is true of stock torch as well."""
+"""What docs/pitfalls.md claims, of stock torch too; tests/test_docs.py runs its code."""
 
 from __future__ import annotations
 
 import itertools
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,34 +12,6 @@ from torch.nn.functional import mse_loss
 import accumkernels as ak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-ROOT = Path(__file__).resolve().parent.parent
-GUIDES = ["pitfalls.md", "optimizers.md", "observability.md", "cuda_graphs.md"]
-
-
-def blocks(name):
-    """The Python code of a guide, by the heading that it stands under."""
-    heading = ""
-    for part in re.split(r"^(```python\n.*?^```|#+ [^\n]*)$", (ROOT / "docs" / name).read_text(), flags=re.M | re.S):
-        if part.startswith("#"):
-            heading = part.lstrip("# ")
-        elif part.startswith("```python"):
-            yield pytest.param(part.removeprefix("```python\n").removesuffix("```"), id=f"{name}: {heading}")
-
-
-@pytest.mark.parametrize("code", [block for name in GUIDES for block in blocks(name)])
-def test_block_runs(code):
-    """In a namespace of its own."""
-    state = torch.random.get_rng_state()
-    exec(compile(code, "block", "exec"), {})
-    torch.random.set_rng_state(state)
-
-
-def test_a_block_that_is_wrong_fails():
-    """The extraction does not lose the code."""
-    assert len(list(blocks("pitfalls.md"))) == 6
-    with pytest.raises(AssertionError):
-        exec(next(blocks("pitfalls.md")).values[0].replace("delete that line", "something else"), {})
 
 
 def accumulate(model, x, y, steps, divide):
