@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,16 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .adding import Adder
-from .autocast import AutocastRoute
 from .boundary import opaque, profiled
-from .capture import Captured, DuringBackward, drop, take
 from .data_parallel import Silence, check_group_given, choose_group, module_buffers, refuse_wrapped
 from .distributed import Ranks, Reduction
 from .ending import Ending
-from .layout import FlatBuffer
+from .intake import Intake
 from .ops.schema import State
-from .optimizers import check_no_closure, check_optimizer, owned
+from .optimizers import check_no_closure, check_optimizer
 from .options import check_options
 from .parameters import check_group, named_parameters
 from .planning.batchnorm import warn_of_batchnorm
@@ -136,24 +132,24 @@ class FusedAccumulator:
         if self._ranks is not None:
             self._store.world_size = self._ranks.size
         self._overflow = overflow
-        self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
-        self._noise.on = noise_scale is not False
-        self._adder = Adder(self._store, overflow, self._noise)
-        self._hooks: DuringBackward | None = None
-        if release == "backward":
-            self._hooks = _listen(self, bucket_bytes)
-        self._route: AutocastRoute | None = None
-        if isinstance(params, nn.Module) and autocast_route is not False and shards is None:
-            self._route = AutocastRoute(params, self._store, self._hooks, autocast_route is True)
-        self._silence = None if ddp is None else Silence(ddp)
         self._reduction: Reduction | None = None
         if self._ranks is not None:
-            self._reduction = Reduction(self._ranks, self._store, early=self._hooks is not None)
-        self._weight_in_backward: float | Tensor = 1.0
-        self._sends_in_backward = False
-        self._serial = 0  # micro-batches ever accumulated: what the kernels store in flags
+            self._reduction = Reduction(self._ranks, self._store, early=release == "backward")
+        self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
+        self._noise.on = noise_scale is not False
+        routed = params if isinstance(params, nn.Module) and autocast_route is not False and shards is None else None
+        self._intake = Intake(
+            routed,
+            self._store,
+            self._scaler,
+            overflow,
+            self._noise,
+            self._reduction,
+            bucket_bytes=bucket_bytes if release == "backward" else None,
+            always_route=autocast_route is True,
+        )
+        self._silence = None if ddp is None else Silence(ddp)
         self._ending = Ending(self._store, self._scaler, overflow, self._noise, self._reduction)
-        self._warned = False
         self._open()
 
     # ---- what it holds
@@ -215,7 +211,7 @@ class FusedAccumulator:
         Raises:
             RuntimeError: inside a window.
         """
-        taken = self._hooks is not None and self._hooks.has_taken
+        taken = self._intake.added_in_backward
         if self.micro_batches or self._window.verdict is not None or taken:
             raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
         self._store.release()
@@ -267,7 +263,7 @@ class FusedAccumulator:
         The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
         (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.planning.noise_scale`.
         """
-        if self._hooks is not None:
+        if self._intake.hooks is not None:
             raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")
         if not self._noise.on:
             if self._store.shards is not None:
@@ -301,10 +297,11 @@ class FusedAccumulator:
         finalized = self._window.verdict is not None
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._ending.last_norm is None else f"{self._ending.last_norm.item():.6g}"
-        route = f", autocast route for {self._route.parameters} parameters" if self._route is not None else ""
+        route = self._intake.route
+        routed = f", autocast route for {route.parameters} parameters" if route is not None else ""
         ranks = f", {self._ranks}" if self._ranks is not None else ""
         return (
-            f"FusedAccumulator({self._store}{route}{ranks}, overflow={self._overflow!r}, {position}, last norm {norm})"
+            f"FusedAccumulator({self._store}{routed}{ranks}, overflow={self._overflow!r}, {position}, last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -324,41 +321,9 @@ class FusedAccumulator:
         self._check_last(last)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         self._window.check_kept(weight)
-        if self._route is not None:
-            self._route.taking = True
-        try:
-            if self._hooks is None:
-                self._scaler.scale(loss).backward(**kwargs)
-            else:
-                self._run_backward(self._scaler.scale(loss), weight, last, kwargs)
-        finally:
-            if self._route is not None:
-                self._route.taking = False
+        self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._accumulate(weight, last)
-
-    def _run_backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> None:
-        """A backward whose gradients are added, with their weight, while it runs."""
-        assert self._hooks is not None
-        if self._hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
-            raise RuntimeError(
-                f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
-                "acc.accumulate() after it, or acc.discard()"
-            )
-        if self.micro_batches == 0:
-            with torch.no_grad():
-                self._prepare_window()
-        self._weight_in_backward = weight
-        # Of an earlier backward in this micro-batch, gradients may be pending for what this one completes.
-        self._sends_in_backward = last and not self._hooks.has_taken
-        try:
-            loss.backward(**kwargs)
-        except BaseException:
-            self._window.broken = True
-            raise
-        finally:
-            self._weight_in_backward = 1.0
-            self._sends_in_backward = False
+            self._intake.accumulate(weight, last)
 
     @opaque
     @torch.no_grad()
@@ -382,86 +347,16 @@ class FusedAccumulator:
         self._require_accumulating("accumulate()")
         self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
-        if self._hooks is not None and self._hooks.has_taken and (isinstance(scalar, Tensor) or scalar != 1):
+        if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        self._accumulate(scalar, last)
+        self._intake.accumulate(scalar, last)
 
     def _check_last(self, last: bool) -> None:
-        if last and self._ranks is not None and self._hooks is None:
+        if last and self._ranks is not None and self._intake.hooks is None:
             raise ValueError("last=True needs release='backward': otherwise there is no backward to send sums in")
-
-    @profiled
-    def _accumulate(self, weight: float | Tensor, last: bool) -> None:
-        if self.micro_batches == 0:
-            self._prepare_window()
-        buffers = self._store.buffers
-        if not buffers:
-            raise RuntimeError("accumulate(): no parameter requires a gradient")
-        self._scaler.check_not_unscaled(self._owns_some)
-        stash = {} if self._route is None else self._route.stash
-        captured = [take(buffer, stash.get(buffer)) for buffer in buffers]
-        has_grads = any(c.grads for c in captured)
-        loss_scale = self._scaler.loss_scale() if has_grads else None
-        taken_before = self._hooks is not None and self._hooks.has_taken
-        if self._store.shards is not None and not has_grads and not taken_before:
-            self._window.keep(weight)
-            return
-        self._window.check_kept(weight)
-        if not has_grads and not taken_before and not self._warned:
-            self._warned = True
-            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
-        tag = self._serial + 1
-        drops = None
-        if self._overflow in ("microbatch", "raise"):
-            drops = self._adder.find_overflow(captured, weight, tag)
-        if self._overflow == "raise" and drops[self._store.device].item() != 0:  # type: ignore[index]
-            self._drop_grads(captured)
-            self._serial = tag
-            self._window.kept = 0
-            self._raise_overflow()
-        if self._hooks is not None:
-            self._weight_in_backward = weight
-            self._hooks.hand_over()
-            self._weight_in_backward = 1.0
-        total, scale = self._window.with_kept(weight, loss_scale)
-        self._adder.add(captured, total, scale, tag, drops=drops)
-        self._drop_grads(captured)
-        self._serial = tag
-        self._window.count(total)
-        if self._hooks is not None:
-            self._hooks.reset()
-        if last and self._reduction is not None:
-            self._reduction.send_all()
-
-    def _add_bucket(self, bucket: list[tuple[FlatBuffer, Captured]]) -> None:
-        """Add what backward has made so far; `accumulate` counts the micro-batch."""
-        self._store.allocate()
-        parts = dict(bucket)
-        if self._reduction is not None:
-            for buffer, (segments, _) in bucket:
-                late = self._reduction.sent(buffer, segments)
-                if late is not None:
-                    self._window.broken = True
-                    raise RuntimeError(
-                        f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a "
-                        "parameter may get one only (reentrant checkpointing makes more)"
-                    )
-        captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
-        self._adder.add(captured, self._weight_in_backward, self._scaler.loss_scale(), self._serial + 1, count=False)
-        if self._sends_in_backward and self._reduction is not None:
-            for buffer, (segments, _) in bucket:
-                self._reduction.extend(buffer, segments)
-
-    def _raise_overflow(self) -> None:
-        last, names = self._store.flagged()
-        if last == self._serial:
-            what = f"gradients of {', '.join(names)}"
-        else:
-            what = "the weight" if self._store.shards is None else "the weight, or gradients on another rank"
-        raise FloatingPointError(f"micro-batch {self.micro_batches} of the window dropped: not finite: {what}")
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
@@ -474,14 +369,9 @@ class FusedAccumulator:
             window: Drop the whole window, on all ranks: nothing is communicated now, but `finalize` and `step`, which
                 all ranks go on to, then skip the step and leave the loss scale alone. More micro-batches may come.
         """
-        if self._hooks is not None:
-            self._window.broken |= self._hooks.handed_over or self._hooks.interrupted
-            self._hooks.reset()
+        self._intake.discard()
         if window or (self._window.broken and self._ranks is not None):
             self._window.dropped, self._window.broken = True, False
-        if self._route is not None:
-            self._route.clear()
-        self._store.drop_grads()
 
     # ---- the end of a window
 
@@ -514,7 +404,7 @@ class FusedAccumulator:
         self._check_end("finalize()", optimizers)
         given = self._ending.divisor(self._window, divisor)
         self._prepare_empty_window()
-        self._listen_to_backward(False)  # one from here on adds to what was handed out
+        self._intake.listen(False)  # a backward from here on adds to what was handed out
         self._ending.finalize(self._window, optimizers, given)
 
     @opaque
@@ -585,7 +475,7 @@ class FusedAccumulator:
             self._ending.metrics.end_empty_window()
         else:
             self._prepare_empty_window()
-            self._listen_to_backward(False)
+            self._intake.listen(False)
             norm = self._ending.step(self._window, optimizer, given, limit)
         self.zero_()
         return None if norm is None else self._ending.result(norm)
@@ -640,7 +530,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )
-        if self._hooks is not None and (self._window.broken or self._hooks.interrupted or self._hooks.has_taken):
+        if self._window.broken or self._intake.interrupted or self._intake.added_in_backward:
             raise RuntimeError(
                 "state_dict() with gradients of a backward that was not counted (release='backward'): call "
                 "acc.accumulate() before, or acc.zero_()"
@@ -650,7 +540,7 @@ class FusedAccumulator:
         return {
             **save(self._store),
             "window": self._window.state_dict(),
-            "serial": self._serial,
+            "serial": self._intake.serial,
             "step_was_skipped": self.step_was_skipped,
             "last_norm": None if norm is None else norm.item(),
             "noise_scale": self._noise.state_dict(),
@@ -668,15 +558,14 @@ class FusedAccumulator:
             RuntimeError: lists names that are missing, unexpected or of another shape, or says what else does not fit;
                 nothing is changed then.
         """
-        if self._route is not None:
-            self._route.settle()
+        self._intake.settle()
         self._store.check_drift()
         checked = check(self._store, state_dict)
         self.zero_()
-        self._prepare_window()
+        self._intake.prepare_window()
         load(self._store, checked)
-        self._window = Window.from_state_dict(state_dict["window"])
-        self._serial = state_dict["serial"]
+        self._window.load_state_dict(state_dict["window"])
+        self._intake.serial = state_dict["serial"]
         self._ending.skipped = state_dict["step_was_skipped"]
         norm = state_dict["last_norm"]
         if norm is not None:
@@ -686,10 +575,7 @@ class FusedAccumulator:
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._route is not None:
-            self._route.remove()
+        self._intake.remove()
         if self._silence is not None:
             self._silence.remove()
         self._store.release_claim()
@@ -708,33 +594,15 @@ class FusedAccumulator:
         self._noise.open_window()
         if self._reduction is not None:
             self._reduction.open_window()
-        if self._hooks is not None:
-            self._hooks.reset()
-        if self._route is not None:
-            self._route.open_window()
-        self._listen_to_backward(True)
-
-    def _listen_to_backward(self, listening: bool) -> None:
-        for listener in (self._hooks, self._route):
-            if listener is not None:
-                listener.listening = listening
-
-    def _prepare_window(self) -> None:
-        """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
-        self._store.check_drift()
-        self._store.allocate()
-        grown = self._store.grow()
-        if self._hooks is not None:
-            self._hooks.listen(grown)
+        self._intake.open_window(self._window)
 
     def _prepare_empty_window(self) -> None:
         """What the first micro-batch would have done, where there was none and other ranks may have had one."""
         if self._ranks is not None and self.micro_batches == 0:
-            self._prepare_window()
+            self._intake.prepare_window()
 
     def _require_accumulating(self, caller: str) -> None:
-        if self._route is not None:
-            self._route.settle()
+        self._intake.settle()
         if not self._store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
         if self._window.verdict is not None:
@@ -749,7 +617,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
             )
-        if self._window.broken or (self._hooks is not None and self._hooks.interrupted):
+        if self._window.broken or self._intake.interrupted:
             out = "acc.zero_()" if self._ranks is None else "acc.discard(), on all ranks at their finalize() or step()"
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
@@ -763,7 +631,7 @@ class FusedAccumulator:
         self._require_accumulating(caller)
         self._require_reduced(caller)
         self._ending.check(caller, optimizers)
-        if (self._hooks is not None and self._hooks.has_taken) or (self._route is not None and self._route.stash):
+        if self._intake.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
@@ -775,26 +643,3 @@ class FusedAccumulator:
                 f"{caller}: the last {self._window.kept} micro-batches left no gradient, FSDP2 keeps them: call "
                 "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
             )
-
-    def _owns_some(self, optimizer: Optimizer) -> bool:
-        return any(self._store.place(p) is not None for p in owned((optimizer,)))
-
-    def _drop_grads(self, captured: list[Captured]) -> None:
-        for buffer, taken in zip(self._store.buffers, captured, strict=True):
-            drop(buffer, taken)
-        if self._route is not None:
-            self._route.clear()
-
-
-def _listen(accumulator: FusedAccumulator, bucket_bytes: int) -> DuringBackward:
-    """Hooks that do not keep the accumulator alive."""
-    this = weakref.ref(accumulator)
-
-    def sink(bucket: list[tuple[FlatBuffer, Captured]]) -> None:
-        owner = this()
-        if owner is not None:
-            owner._add_bucket(bucket)
-
-    hooks = DuringBackward(bucket_bytes, sink)
-    hooks.listen(accumulator._store.buffers)
-    return hooks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Window:
             "dropped": self.dropped,
         }
 
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Window:
-        """The window that `state_dict` described."""
-        return cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become the window that `state_dict` described; this one is empty."""
+        for name in self.state_dict():
+            setattr(self, name, state[name])

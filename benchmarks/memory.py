@@ -118,7 +118,8 @@ def _held(loop: Loop) -> dict[str, Callable[[], Iterable[Tensor]]]:
         return [p.grad for p in params if p.grad is not None]
 
     def shadows() -> Iterable[Tensor]:
-        route = getattr(accumulator, "_route", None)  # nothing public tells, and nobody else needs to know
+        # Nothing public tells, and nobody else needs to know.
+        route = None if accumulator is None else accumulator._intake.route
         return [] if route is None else [s.tensor for s in route._shadows.values() if s.tensor is not None]
 
     def state() -> Iterable[Tensor]:

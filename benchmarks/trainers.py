@@ -239,11 +239,11 @@ def gradient_bytes(model: nn.Module, clock: Clock) -> Iterator[list[int]]:
         tensors = [p.grad for p in model.parameters() if p.grad is not None]
         for accumulator in used:
             tensors += accumulator.flat_buffers
-            if accumulator._route is not None:
-                stash = accumulator._route.stash.values()
+            if accumulator._intake.route is not None:
+                stash = accumulator._intake.route.stash.values()
                 tensors += [grad for parts in stash for grads in parts.values() for grad in grads]
-            if accumulator._hooks is not None:
-                tensors += [grad for pending in accumulator._hooks._pending.values() for grad in pending.grads]
+            if accumulator._intake.hooks is not None:
+                tensors += [grad for pending in accumulator._intake.hooks._pending.values() for grad in pending.grads]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         peak[0] = max(peak[0], sum(storages.values()))
 
