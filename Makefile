@@ -80,4 +80,4 @@ $(DOCS): $(READY)
 	$(BOOTSTRAP) --stamp '$@' docs
 
 $(TRAINERS): $(READY)
-	$(BOOTSTRAP) --stamp '$@' accelerate lightning transformers
+	$(BOOTSTRAP) --stamp '$@' accelerate lightning transformers models
