@@ -30,8 +30,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accumkernels.accumulator import FusedAccumulator
 from accumkernels.demo.model import GPT
+from accumkernels.intake import Intake
 
 from .machine import environment, version
 from .measure import median_and_spread
@@ -223,10 +223,10 @@ def gradient_bytes(model: nn.Module, clock: Clock) -> Iterator[list[int]]:
     The first window does not count: there it is learned which gradients can be taken in 16 bit.
     """
     peak = [0]
-    used: list[FusedAccumulator] = []
-    original = FusedAccumulator._accumulate
+    used: list[Intake] = []
+    original = Intake.accumulate
 
-    def accumulate(self: FusedAccumulator, *args: Any, **kwargs: Any) -> None:
+    def accumulate(self: Intake, *args: Any, **kwargs: Any) -> None:
         if self not in used:
             used.append(self)
         look()
@@ -237,24 +237,24 @@ def gradient_bytes(model: nn.Module, clock: Clock) -> Iterator[list[int]]:
         if not clock.ends:
             return
         tensors = [p.grad for p in model.parameters() if p.grad is not None]
-        for accumulator in used:
-            tensors += accumulator.flat_buffers
-            if accumulator._intake.route is not None:
-                stash = accumulator._intake.route.stash.values()
+        for intake in used:
+            tensors += [buffer.tensor for buffer in intake._store.buffers]
+            if intake.route is not None:
+                stash = intake.route.stash.values()
                 tensors += [grad for parts in stash for grads in parts.values() for grad in grads]
-            if accumulator._intake.hooks is not None:
-                tensors += [grad for pending in accumulator._intake.hooks._pending.values() for grad in pending.grads]
+            if intake.hooks is not None:
+                tensors += [grad for pending in intake.hooks._pending.values() for grad in pending.grads]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         peak[0] = max(peak[0], sum(storages.values()))
 
     # Hooks on modules, since hooks on parameters would keep their gradients from being taken in 16 bit.
     handles = [part.register_full_backward_hook(look) for part in model.modules() if part is not model]
     optimizer_hook = register_optimizer_step_pre_hook(look)
-    FusedAccumulator._accumulate = accumulate
+    Intake.accumulate = accumulate
     try:
         yield peak
     finally:
-        FusedAccumulator._accumulate = original
+        Intake.accumulate = original
         for handle in (*handles, optimizer_hook):
             handle.remove()
 
