@@ -125,6 +125,7 @@ class FlatBuffer:
         self.sharded = any(map(is_dtensor, self.params))
         self.all_indices = list(range(len(self.segments)))
         self.contiguous = all(s.contiguous for s in self.segments)
+        self._alone: dict[int, tuple[Tensor, Tensor]] = {}
         self.allocate()
 
     def allocate(self) -> None:
@@ -185,9 +186,11 @@ class FlatBuffer:
 
     def layout_alone(self, index: int) -> tuple[Tensor, Tensor]:
         """`layout` and `layout_host` for a tensor that holds one segment and nothing else."""
-        device, host = self.layout[index : index + 1].clone(), self.layout_host[index : index + 1].clone()
-        device[:, 0] = host[:, 0] = 0
-        return device, host
+        if index not in self._alone:
+            device, host = self.layout[index : index + 1].clone(), self.layout_host[index : index + 1].clone()
+            device[:, 0] = host[:, 0] = 0
+            self._alone[index] = (device, host)
+        return self._alone[index]
 
     def divide(self, divisor: Tensor) -> None:
         """Divide the touched segments by a 0-d tensor; a true division, as `grad / K` would be."""
