@@ -29,8 +29,8 @@ from torch import nn
 
 import accumkernels as ak
 from accumkernels.demo.model import GPT
-from accumkernels.ops import native
 
+from .arguments import usable
 from .case import DTYPES
 from .machine import environment
 from .measure import median_and_spread
@@ -210,16 +210,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
-    device = torch.device(arguments.device)
-    cause = native.unavailable(device)
-    if cause is not None:
-        print(f"nothing to measure: {cause}", file=sys.stderr)
-        return 1
-    torch.set_num_threads(arguments.threads)
+    device = usable(arguments.device, arguments.threads)
     size = SIZES[arguments.model]._replace(length=arguments.tokens, samples=1)
     dtype, k = DTYPES[arguments.dtype], arguments.micro_batches
     about = environment(device)
-    about.pop("megatron_core")
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
     common: Row = {"model": arguments.model, "parameters": parameters, "dtype": arguments.dtype, "micro_batches": k}

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from accumkernels.ops import native
 
+from .arguments import listed, usable
 from .case import DTYPES, Case
 from .machine import environment
 from .measure import Flush, Timer, median_and_spread
@@ -108,18 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
-    for dtype in arguments.dtype.split(","):
-        if dtype not in DTYPES:
-            parser.error(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
-    device = torch.device(arguments.device)
-    cause = native.unavailable(device)
-    if cause is not None:
-        print(f"nothing to measure: {cause}", file=sys.stderr)
-        return 1
-    torch.set_num_threads(arguments.threads)
+    dtypes = listed(parser, "dtype", arguments.dtype, DTYPES)
+    device = usable(arguments.device, arguments.threads)
     about = environment(device)
     rows: list[Row] = []
-    for dtype in arguments.dtype.split(","):
+    for dtype in dtypes:
         rows += measure(dtype, device, arguments.elements, arguments.repetitions, about)
     for group in groups(rows, "dtype").values():
         first = group[0]

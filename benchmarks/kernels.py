@@ -31,11 +31,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from accumkernels.ops import native
-
 from . import compute, host, other_jobs, peers, report, run, window
+from .arguments import listed, usable
 from .case import DTYPES
-from .machine import environment
+from .machine import environment, version
 from .run import Job, Measured
 from .shapes import NAMES, Shapes, lists
 
@@ -65,11 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     for name, known in (("dtype", tuple(DTYPES)), ("shapes", NAMES), ("tables", TABLES)):
-        chosen = getattr(arguments, name).split(",")
-        setattr(arguments, name, chosen)
-        for choice in chosen:
-            if choice not in known:
-                parser.error(f"--{name}: {choice!r} is not one of {', '.join(known)}")
+        setattr(arguments, name, listed(parser, name, getattr(arguments, name), known))
     arguments.micro_batches = tuple(int(k) for k in arguments.micro_batches.split(","))
     if min(arguments.repetitions, arguments.threads, *arguments.micro_batches) < 1:
         parser.error("--repetitions, --threads and --micro-batches must be at least 1")
@@ -133,13 +128,9 @@ def measure(arguments: argparse.Namespace, work: Sequence[Job], progress: Progre
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     arguments = parse(argv)
-    device = torch.device(arguments.device)
-    cause = native.unavailable(device)
-    if cause is not None:
-        print(f"nothing to measure: {cause}", file=sys.stderr)
-        return 1
-    torch.set_num_threads(arguments.threads)
-    about = environment(device)
+    device = usable(arguments.device, arguments.threads)
+    megatron = version("megatron-core") if device.type == "cuda" else ""
+    about = {**environment(device), "megatron_core": megatron or "imitated"}
     console = Console(width=max(Console().width, 150))
     rows: list[report.Row] = []
 

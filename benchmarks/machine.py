@@ -88,7 +88,6 @@ def environment(device: torch.device) -> dict[str, object]:
         "driver": driver() if cuda else "",
         "cuda": (torch.version.cuda or "") if cuda else "",
         "triton": version("triton"),
-        "megatron_core": (version("megatron-core") if cuda else "") or "imitated",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),

@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from accumkernels.demo.model import GPT
-from accumkernels.ops import native
 
+from .arguments import listed, usable
 from .case import DTYPES
 from .machine import environment
 from .report import Row, groups, write_csv
@@ -219,24 +219,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", help="comma-separated: bf16, fp16 (default: bf16)")
     parser.add_argument("--models", default="deep MLP,demo GPT", help=f"comma-separated, of {', '.join(MODELS)}")
     parser.add_argument("--micro-batches", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--csv", type=Path, help="write the peaks here")
     parser.add_argument("--timeline", type=Path, help="write what the picture needs here")
     arguments = parser.parse_args(argv)
-    for option, known in (("dtype", ("bf16", "fp16")), ("models", MODELS)):
-        for name in getattr(arguments, option).split(","):
-            if name not in known:
-                parser.error(f"--{option}: {name!r} is not one of {', '.join(known)}")
-    device = torch.device(arguments.device)
-    cause = native.unavailable(device)
-    if cause is not None:
-        print(f"nothing to measure: {cause}", file=sys.stderr)
-        return 1
+    dtypes = listed(parser, "dtype", arguments.dtype, ("bf16", "fp16"))
+    models = listed(parser, "models", arguments.models, MODELS)
+    device = usable(arguments.device, arguments.threads)
     about = environment(device)
-    about.pop("megatron_core")
     peaks: list[Row] = []
     points: list[Row] = []
-    for dtype in arguments.dtype.split(","):
-        for name in arguments.models.split(","):
+    for dtype in dtypes:
+        for name in models:
             some_peaks, some_points = measure(name, dtype, device, arguments.micro_batches, about)
             peaks += some_peaks
             points += some_points

@@ -81,28 +81,25 @@ def _machine(row: dict[str, str]) -> str:
     return f"{where}, torch {row['torch']}, commit {row['commit']}, {row['date']}"
 
 
+def _times(rows: Rows, path: Path, keys: Sequence[str], subtitle: str, title: str) -> Path | None:
+    """Milliseconds, a panel for every combination of `keys`; None where there are no rows."""
+    if not rows:
+        return None
+    panels = [(_matching(rows, keys, values), subtitle.format(*values)) for values in _distinct(rows, *keys)]
+    return _grid(path, panels, "ms_median", "ms (p10 to p90)", f"{title}; {_machine(rows[0])}")
+
+
 def accumulate(rows: Rows, path: Path) -> Path | None:
     """Milliseconds of one accumulate, a panel per list of shapes, dtype and state of the gradients."""
     rows = [row for row in rows if row["table"] == "accumulate" and row["shapes"] != "uniform"]
-    keys = ("shapes", "dtype", "gradients")
-    panels = [
-        (_matching(rows, keys, values), "{}, {}, gradients {}".format(*values)) for values in _distinct(rows, *keys)
-    ]
-    if not panels:
-        return None
-    return _grid(path, panels, "ms_median", "ms (p10 to p90)", f"One accumulate; {_machine(rows[0])}")
+    return _times(rows, path, ("shapes", "dtype", "gradients"), "{}, {}, gradients {}", "One accumulate")
 
 
 def windows(rows: Rows, path: Path) -> Path | None:
     """Milliseconds of a window, a panel per list of shapes, dtype and length."""
     rows = [row for row in rows if row["table"] == "window" and row["micro_batches"]]
     keys = ("shapes", "dtype", "micro_batches")
-    panels = [
-        (_matching(rows, keys, values), "{}, {}, {} micro-batches".format(*values)) for values in _distinct(rows, *keys)
-    ]
-    if not panels:
-        return None
-    return _grid(path, panels, "ms_median", "ms (p10 to p90)", f"Gradient side of a window; {_machine(rows[0])}")
+    return _times(rows, path, keys, "{}, {}, {} micro-batches", "Gradient side of a window")
 
 
 def sizes(rows: Rows, path: Path) -> Path | None:

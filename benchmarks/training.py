@@ -25,9 +25,9 @@ from rich.table import Table
 from torch import nn
 
 from accumkernels.demo.model import GPT
-from accumkernels.ops import native
 from accumkernels.planning.live_bytes import LiveBytes
 
+from .arguments import listed, usable
 from .case import DTYPES
 from .machine import environment
 from .measure import median_and_spread
@@ -212,21 +212,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
-    for dtype in arguments.dtype.split(","):
-        if dtype not in ("bf16", "fp16"):
-            parser.error(f"--dtype: {dtype!r} is not one of bf16, fp16")
-    device = torch.device(arguments.device)
-    cause = native.unavailable(device)
-    if cause is not None:
-        print(f"nothing to measure: {cause}", file=sys.stderr)
-        return 1
-    torch.set_num_threads(arguments.threads)
+    dtypes = listed(parser, "dtype", arguments.dtype, ("bf16", "fp16"))
+    device = usable(arguments.device, arguments.threads)
     model = arguments.model or ("gpt2" if arguments.device == "cuda" else "small")
     about = environment(device)
     console = Console(width=max(Console().width, 150))
     found: list[Row] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for dtype in arguments.dtype.split(","):
+        for dtype in dtypes:
             for micro_batches in map(int, arguments.micro_batches.split(",")):
                 results = measure(SIZES[model], DTYPES[dtype], device, micro_batches, arguments.windows, progress)
                 added = rows(results, model, dtype, micro_batches, about)
