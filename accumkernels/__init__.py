@@ -5,9 +5,9 @@ from .planning.batch_size import BatchSize, find_batch_size
 from .planning.batchnorm import batchnorm_modules, replace_batchnorm
 from .planning.learning_rate import suggest_learning_rate
 from .planning.memory import MemoryReport, memory_report
-from .planning.noise_scale import NoiseScale
 from .planning.oom import is_oom_error
 from .planning.plan import AccumulationPlan, plan
+from .window.noise_scale import NoiseScale
 
 __version__ = "0.1.0"
 __all__ = [

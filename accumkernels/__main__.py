@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command is None:
-            from .doctor import report
+            from .doctor.report import report
 
             return report(as_json=arguments.json)
         if arguments.command in ("plan", "fit"):

@@ -11,23 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .arguments import as_scalar, check_options
+from .batch_statistics import warn_of_batchnorm
 from .boundary import opaque, profiled
-from .data_parallel import Silence, check_group_given, choose_group, module_buffers, refuse_wrapped
-from .distributed import Ranks, Reduction
-from .ending import Ending
-from .intake import Intake
+from .buffers.parameters import check_group, named_parameters
+from .buffers.store import Store
 from .ops.schema import State
-from .optimizers import check_no_closure, check_optimizer
-from .options import check_options
-from .parameters import check_group, named_parameters
-from .planning.batchnorm import warn_of_batchnorm
-from .planning.noise_scale import NoiseMeter, NoiseScale
-from .scalars import as_scalar
-from .scaling import LossScaler
-from .sharded import shards_of
-from .state import check, load, save
-from .store import Store
-from .window import Window
+from .ranks.choice import check_group_given, choose_group
+from .ranks.ddp import Silence, module_buffers, refuse_wrapped
+from .ranks.fsdp2 import shards_of
+from .ranks.group import Ranks
+from .ranks.reduction import Reduction
+from .window.checkpoint import check, load, save
+from .window.end import Ending
+from .window.micro_batch import Intake
+from .window.noise_scale import NoiseMeter, NoiseScale
+from .window.optimizers import check_no_closure, check_optimizer
+from .window.scaling import LossScaler
+from .window.state import Window
 
 _log = logging.getLogger(__name__)
 
@@ -261,7 +262,7 @@ class FusedAccumulator:
         is a mean over w independent samples; with sum-reduced losses and `divisor`, the unit is the micro-batch.
 
         The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
-        (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.planning.noise_scale`.
+        (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.window.noise_scale`.
         """
         if self._intake.hooks is not None:
             raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accumkernels.demo.model import GPT
-from accumkernels.intake import Intake
+from accumkernels.window.micro_batch import Intake
 
 from .machine import environment, version
 from .measure import median_and_spread

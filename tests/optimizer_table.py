@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from accumkernels.optimizers import steps_scaled_gradients
+from accumkernels.window.optimizers import steps_scaled_gradients
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "optimizers.md"
 BEGIN, END = "<!-- table: python tests/optimizer_table.py -->\n", "<!-- end of table -->\n"

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import accumkernels
-from accumkernels import machine, ops
+from accumkernels import ops
 from accumkernels.__main__ import main
-from accumkernels.advice import advice
-from accumkernels.selftest import self_test
+from accumkernels.doctor import machine
+from accumkernels.doctor.advice import advice
+from accumkernels.doctor.selftest import self_test
 
 CPU = torch.device("cpu")
 
@@ -189,9 +190,9 @@ def test_backend_that_counts_wrong(monkeypatch, capsys):
 
 def test_gpu_left_with_plain_torch(monkeypatch, capsys):
     """A GPU on which neither native nor Triton kernels work is a problem."""
-    monkeypatch.setattr("accumkernels.machine.devices", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr("accumkernels.machine.describe", lambda device: "a GPU")
-    monkeypatch.setattr("accumkernels.doctor.self_test", lambda backend, device: None)
+    monkeypatch.setattr("accumkernels.doctor.machine.devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr("accumkernels.doctor.machine.describe", lambda device: "a GPU")
+    monkeypatch.setattr("accumkernels.doctor.report.self_test", lambda backend, device: None)
     monkeypatch.setattr(ops.native, "unavailable", lambda device: "the driver is too old")
     monkeypatch.setattr(ops.triton, "unavailable", lambda device: "not installed")
     assert main([]) == 1
@@ -202,9 +203,9 @@ def test_gpu_left_with_plain_torch(monkeypatch, capsys):
 
 def test_gpu_served_by_triton(monkeypatch, capsys):
     """Where the driver is too old for the library, Triton's kernels are the documented way: no problem."""
-    monkeypatch.setattr("accumkernels.machine.devices", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr("accumkernels.machine.describe", lambda device: "a GPU")
-    monkeypatch.setattr("accumkernels.doctor.self_test", lambda backend, device: None)
+    monkeypatch.setattr("accumkernels.doctor.machine.devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr("accumkernels.doctor.machine.describe", lambda device: "a GPU")
+    monkeypatch.setattr("accumkernels.doctor.report.self_test", lambda backend, device: None)
     monkeypatch.setattr(ops.native, "unavailable", lambda device: "the driver is too old")
     monkeypatch.setattr(ops.triton, "unavailable", lambda device: None)
     assert main([]) == 0

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accumkernels as ak
-from accumkernels.layout import ALIGNMENT_BYTES, flat_buffers
+from accumkernels.buffers.flat import flat_buffers
+from accumkernels.buffers.layout import ALIGNMENT_BYTES
+from accumkernels.buffers.parameters import named_parameters, strip_prefixes
 from accumkernels.ops import reference
-from accumkernels.parameters import named_parameters, strip_prefixes
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=12)
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import accumkernels as ak
 from accumkernels.demo.model import GPT
-from accumkernels.planning.fragmentation import allocator_advice
+from accumkernels.doctor.allocator import allocator_advice
 from accumkernels.planning.live_bytes import LiveBytes, format_bytes
 from accumkernels.planning.memory_picture import draw_memory
 from accumkernels.planning.trial import training_loss
@@ -334,6 +334,6 @@ def test_doctor_prints_the_advice(monkeypatch, capsys):
     """Advice is no problem."""
     from accumkernels.__main__ import main
 
-    monkeypatch.setattr("accumkernels.doctor.allocator_advice", lambda: ["advice: set this"])
+    monkeypatch.setattr("accumkernels.doctor.report.allocator_advice", lambda: ["advice: set this"])
     assert main([]) == 0
     assert "advice: set this\nno problems found" in capsys.readouterr().out

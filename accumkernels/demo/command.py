@@ -12,7 +12,7 @@ from rich.console import Console
 
 from accumkernels import __version__, ops
 
-from . import measure, picture, report
+from ..demo import measure, picture, report
 from .data import Corpus
 from .display import Display
 from .methods import ACCUMULATION_STEPS, INIT_SCALE, MAX_NORM, METHODS, Method

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..accumulator import FusedAccumulator
-from ..optimizers import owned
+from ..window.optimizers import owned
 from .window import TrainerWindow, missing
 
 try:

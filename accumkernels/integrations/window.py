@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from ..optimizers import check_no_closure, check_optimizer
+from ..window.optimizers import check_no_closure, check_optimizer
 
 
 def missing(package: str) -> ImportError:

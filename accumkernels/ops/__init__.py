@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from . import native, reference, triton
+from ..ops import native, reference, triton
 
 BACKENDS = ("auto", "native", "triton", "reference")
 _warned: set[tuple[str, str]] = set()

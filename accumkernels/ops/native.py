@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference  # noqa: F401  declares the ops before the library registers its kernels for them
+from ..ops import reference  # noqa: F401  declares the ops before the library registers its kernels for them
 from .loading import load
 from .streams import keep_until_done
 

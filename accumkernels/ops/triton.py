@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import triton_table
+from ..ops import triton_table
 from .streams import keep_until_done
 from .triton_checks import check_array, check_layout, check_length, check_list, check_scalar, check_segments
 from .triton_table import BLOCK, NUM_WARPS, Group, Kind, Plan
@@ -38,7 +38,7 @@ _DTYPES = {
 @functools.cache
 def _kernels() -> ModuleType:
     """The module of kernels; loaded late, since importing Triton takes a while."""
-    from . import triton_kernels
+    from ..ops import triton_kernels
 
     return triton_kernels
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import triton_kernels as kernels
+from ..ops import triton_kernels as kernels
 from .triton import TOTAL_BLOCK
 from .triton_table import BLOCK, NUM_WARPS
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..batch_statistics import uses_batch_statistics
 from .agreement import Agreement
 from .batches import Source, dummy_batches, loaded_batches, made_batches
-from .batchnorm import uses_batch_statistics
 from .checks import no_accumulator, one_of, positive_int
 from .garbage import Garbage
 from .meters import describe_peak, meter_for

@@ -9,16 +9,11 @@ figure 1). GroupNorm normalizes within a sample and has no such limit.
 
 from __future__ import annotations
 
-import logging
-import weakref
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..batch_statistics import batchnorms
 from .checks import positive_int
-
-_log = logging.getLogger(__name__)
-_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def batchnorm_modules(model: nn.Module) -> list[str]:
@@ -27,39 +22,7 @@ def batchnorm_modules(model: nn.Module) -> list[str]:
     Raises:
         TypeError: `model` is no module.
     """
-    return [name for name, _ in _batchnorms(model)]
-
-
-def _batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-
-
-def uses_batch_statistics(model: nn.Module) -> list[str]:
-    """Names of the BatchNorm modules that, as they are now, normalize with the statistics of the batch."""
-    return [
-        name
-        for name, module in _batchnorms(model)
-        if module.training or (module.running_mean is None and module.running_var is None)
-    ]
-
-
-def warn_of_batchnorm(params: object) -> None:
-    """Log, once per model, that it is accumulated with BatchNorm in training; `params` may be anything."""
-    if not isinstance(params, nn.Module) or params in _warned:
-        return
-    names = uses_batch_statistics(params)
-    if names:
-        _warned.add(params)
-        _log.warning(
-            "the model has %d BatchNorm module%s in training (the first: %r), which normalize over each micro-batch, "
-            "not over the window: gradients are not those of one big batch. See accumkernels.replace_batchnorm and "
-            "accumkernels.planning.batchnorm",
-            len(names),
-            "" if len(names) == 1 else "s",
-            names[0],
-        )
+    return [name for name, _ in batchnorms(model)]
 
 
 def _groups(channels: int, most: int) -> int:
@@ -103,7 +66,7 @@ def replace_batchnorm(model: nn.Module, num_groups: int = 32) -> int:
             BatchNorm1d of one channel. Nothing is replaced then.
     """
     most = positive_int(num_groups, "num_groups")
-    found = _batchnorms(model)
+    found = batchnorms(model)
     if isinstance(model, _BatchNorm):
         raise ValueError("replace_batchnorm: the model is itself a BatchNorm and cannot be replaced in place")
     norms = {id(module): _group_norm(name, module, most) for name, module in found}
@@ -138,7 +101,7 @@ def correct_batchnorm_momentum(model: nn.Module, accumulation_steps: int) -> int
     """
     steps = positive_int(accumulation_steps, "accumulation_steps")
     changed = 0
-    for _, module in _batchnorms(model):
+    for _, module in batchnorms(model):
         if module.momentum is not None and module.track_running_stats:
             module.momentum = 1 - (1 - module.momentum) ** (1 / steps)
             changed += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..store import has_accumulator
+from ..buffers.store import has_accumulator
 
 
 def positive_int(value: Any, name: str) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..batch_statistics import uses_batch_statistics
 from .batches import made_batches, training_loss
-from .batchnorm import uses_batch_statistics
 from .checks import no_accumulator, positive_int
 from .fakes import FakeDevice, LiveFakeBytes
 from .live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes

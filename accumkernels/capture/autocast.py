@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..buffers.flat import FlatBuffer
+from ..buffers.layout import ALIGNMENT_BYTES, Segment
+from ..buffers.store import Store
 from .autocast_watch import Watch
-from .capture import DuringBackward
-from .layout import ALIGNMENT_BYTES, FlatBuffer, Segment
-from .store import Store
+from .during_backward import DuringBackward
 
 _HALF = (torch.float16, torch.bfloat16)
 

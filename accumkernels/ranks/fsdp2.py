@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .devices import move
-from .dtensors import is_dtensor
-from .layout import FlatBuffer
-from .parameters import NamedParameter
-from .verdict import Verdict
+from ..buffers.devices import move
+from ..buffers.dtensors import is_dtensor
+from ..buffers.flat import FlatBuffer
+from ..buffers.parameters import NamedParameter
+from ..window.verdict import Verdict
 
 
 class Shards:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .capture import Captured
-from .devices import move
-from .planning.noise_scale import NoiseMeter
-from .store import Store
+from ..buffers.devices import move
+from ..buffers.store import Store
+from ..capture.gradients import Captured
+from .noise_scale import NoiseMeter
 
 
 class Adder:

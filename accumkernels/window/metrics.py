@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .ops.schema import State
+from ..ops.schema import State
 
 
 class Metrics:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtensors import is_dtensor, local, shaped_like
-from .layout import FlatBuffer, Segment
-from .ops.schema import State
-from .parameters import strip_prefixes
-from .store import Store
+from ..buffers.dtensors import is_dtensor, local, shaped_like
+from ..buffers.flat import FlatBuffer
+from ..buffers.layout import Segment
+from ..buffers.parameters import strip_prefixes
+from ..buffers.store import Store
+from ..ops.schema import State
 
 VERSION = 1
 

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .clipping import clip_coefficient, total_norm
-from .devices import move
-from .distributed import Reduction
+from ..arguments import as_scalar
+from ..buffers.devices import move
+from ..buffers.flat import FlatBuffer
+from ..buffers.norms import clip_coefficient, total_norm
+from ..buffers.store import Store, has_accumulator
+from ..ops.schema import State
+from ..ranks.reduction import Reduction
 from .handout import Handout
-from .layout import FlatBuffer
 from .metrics import Metrics
-from .ops.schema import State
+from .noise_scale import NoiseMeter
 from .optimizers import (
     check_optimizer,
     check_ownership,
@@ -23,12 +26,9 @@ from .optimizers import (
     owned,
     steps_scaled_gradients,
 )
-from .planning.noise_scale import NoiseMeter
-from .scalars import as_scalar
 from .scaling import LossScaler
-from .store import Store, has_accumulator
+from .state import Window
 from .verdict import Verdict, judge
-from .window import Window
 
 
 class Ending:

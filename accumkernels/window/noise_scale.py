@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import move
+from ..buffers.devices import move
 from ..ops.schema import State
-from ..sharded import Shards
+from ..ranks.fsdp2 import Shards
 
 
 class _Sums(enum.IntEnum):

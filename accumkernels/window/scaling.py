@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .devices import move
-from .parameters import NamedParameter
+from ..buffers.devices import move
+from ..buffers.parameters import NamedParameter
 
 
 class _Verdict(dict[torch.device, Tensor]):

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .dtensors import local, shaped_like
-from .layout import ALIGNMENT_BYTES, FlatBuffer, Segment
+from .flat import FlatBuffer
+from .layout import ALIGNMENT_BYTES, Segment
 from .parameters import NamedParameter
 
 _ALIGNMENT = ALIGNMENT_BYTES // 4  # elements of fp32

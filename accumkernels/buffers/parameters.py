@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data_parallel import refuse_sharded
 from .dtensors import is_dtensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,6 +88,18 @@ def _from_items(items: Iterable[Any], prefix: str = "") -> list[NamedParameter]:
     return named
 
 
+def _refuse_sharded(name: str, param: Tensor) -> None:
+    """Refuse a parameter that FSDP1 or DeepSpeed ZeRO-3 has cut up.
+
+    Raises:
+        ValueError: names it.
+    """
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        raise ValueError(f"params: {name!r} is sharded by FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2)")
+    if hasattr(param, "ds_id"):
+        raise ValueError(f"params: {name!r} is sharded by DeepSpeed ZeRO-3, which reduces gradients itself")
+
+
 def named_parameters(params: Any) -> list[NamedParameter]:
     """List the parameters that a FusedAccumulator is asked to take care of.
 
@@ -120,7 +131,7 @@ def named_parameters(params: Any) -> list[NamedParameter]:
             raise ValueError(f"params: {name!r} and {seen[id(p)]!r} are the same parameter, given twice")
         if name in names:
             raise ValueError(f"params: two parameters are called {name!r}")
-        refuse_sharded(name, p)
+        _refuse_sharded(name, p)
         seen[id(p)] = name
         names.add(name)
         if p.layout is not torch.strided:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import ops
+from .. import ops
+from ..ops.schema import State
+from ..ranks.fsdp2 import Shards, check_not_mixed
 from .devices import move
-from .layout import FlatBuffer, Segment, flat_buffers
+from .flat import FlatBuffer, flat_buffers
+from .layout import Segment
 from .masters import Masters
-from .ops.schema import State
 from .parameters import NamedParameter
-from .sharded import Shards, check_not_mixed
 
 _log = logging.getLogger(__name__)
 _stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to the store that has it

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..boundary import profiled
+from ..buffers.flat import FlatBuffer
+from ..buffers.store import Store
+from ..capture.autocast import AutocastRoute
+from ..capture.during_backward import DuringBackward
+from ..capture.gradients import Captured, drop, take
+from ..ranks.reduction import Reduction
 from .adding import Adder
-from .autocast import AutocastRoute
-from .boundary import profiled
-from .capture import Captured, DuringBackward, drop, take
-from .distributed import Reduction
-from .layout import FlatBuffer
+from .noise_scale import NoiseMeter
 from .optimizers import owned
-from .planning.noise_scale import NoiseMeter
 from .scaling import LossScaler
-from .store import Store
-from .window import Window
+from .state import Window
 
 _log = logging.getLogger(__name__)
 

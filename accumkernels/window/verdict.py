@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ops.schema import State
+from ..ops.schema import State
 
 
 class Verdict(NamedTuple):

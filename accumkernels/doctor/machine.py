@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
+from .. import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .devices import move
-from .layout import FlatBuffer
+from .flat import FlatBuffer
 
 
 def total_norm(buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:

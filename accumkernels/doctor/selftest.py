@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .ops.schema import State
+from ..ops.schema import State
 
 SIZES = {torch.float16: (1000, 7), torch.bfloat16: (1, 513), torch.float32: (300,), torch.float64: (33,)}
 LOSS_SCALE = 1024.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .devices import move
-from .dtensors import shaped_like
-from .layout import FlatBuffer
-from .store import Store
+from ..buffers.devices import move
+from ..buffers.dtensors import shaped_like
+from ..buffers.flat import FlatBuffer
+from ..buffers.store import Store
 
 
 class Handout:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from . import __version__, machine, ops
+from .. import __version__, ops
+from . import machine
 from .advice import advice
-from .planning.fragmentation import allocator_advice
+from .allocator import allocator_advice
 from .selftest import self_test
 
 

@@ -1,0 +1,49 @@
+"""Modules that normalize with the statistics of the batch they see, and a warning of them."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_log = logging.getLogger(__name__)
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """BatchNorm modules with their names.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+
+
+def uses_batch_statistics(model: nn.Module) -> list[str]:
+    """Names of the BatchNorm modules that, as they are now, normalize with the statistics of the batch."""
+    return [
+        name
+        for name, module in batchnorms(model)
+        if module.training or (module.running_mean is None and module.running_var is None)
+    ]
+
+
+def warn_of_batchnorm(params: object) -> None:
+    """Log, once per model, that it is accumulated with BatchNorm in training; `params` may be anything."""
+    if not isinstance(params, nn.Module) or params in _warned:
+        return
+    names = uses_batch_statistics(params)
+    if names:
+        _warned.add(params)
+        _log.warning(
+            "the model has %d BatchNorm module%s in training (the first: %r), which normalize over each micro-batch, "
+            "not over the window: gradients are not those of one big batch. See accumkernels.replace_batchnorm and "
+            "accumkernels.planning.batchnorm",
+            len(names),
+            "" if len(names) == 1 else "s",
+            names[0],
+        )

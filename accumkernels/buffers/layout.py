@@ -1,0 +1,68 @@
+"""Where each parameter's gradient lives: segments of flat buffers.
+
+A layout only grows. Parameters that are frozen at first get a further buffer when they are unfrozen; a view that was
+handed out never moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .dtensors import local
+
+ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pair, eight 16-byte accesses
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's range of a flat buffer; for a DTensor, the range, shape and strides of its local part.
+
+    `stride` is dense: the parameter's own order of dimensions, so that a gradient laid out like its parameter is
+    accumulated in memory order, without a permutation.
+    """
+
+    index: int
+    name: str
+    param: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    numel: int
+    contiguous: bool
+    param_stride: tuple[int, ...]
+
+    def in_memory_order(self, grad: Tensor) -> Tensor:
+        """`grad` itself when its memory order is the segment's, else a copy that has it."""
+        if grad.is_contiguous() if self.contiguous else grad.stride() == self.stride:
+            return grad
+        return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+    def check_numel(self, grad: Tensor) -> None:
+        """Refuse a gradient of another size.
+
+        Raises:
+            RuntimeError: names the parameter and both sizes.
+        """
+        if grad.numel() != self.numel:
+            raise RuntimeError(
+                f"the gradient of {self.name!r} has {grad.numel()} elements, its parameter had {self.numel} at "
+                "construction"
+            )
+
+    def drift(self) -> str | None:
+        """What changed about the parameter since construction, in words; None when nothing did."""
+        p = local(self.param)
+        if p.dtype != self.dtype:
+            return f"{self.name!r} was {self.dtype} at construction and is {p.dtype} now"
+        if p.device != self.device:
+            return f"{self.name!r} was on {self.device} at construction and is on {p.device} now"
+        if p.shape != self.shape:
+            return f"{self.name!r} had shape {tuple(self.shape)} at construction and has {tuple(p.shape)} now"
+        if p.stride() != self.param_stride:
+            return f"{self.name!r} had strides {self.param_stride} at construction and has {p.stride()} now"
+        return None

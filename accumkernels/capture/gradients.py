@@ -1,0 +1,96 @@
+"""Where gradients are taken: the one place that reads and clears `.grad`.
+
+A capture hands over, for each flat buffer, the gradients that are ready and the segments they belong to. It knows
+nothing of windows, weights or ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buffers.dtensors import local_grad
+from ..buffers.flat import FlatBuffer
+from ..buffers.layout import Segment
+from ..ops.schema import State
+
+
+class Captured(NamedTuple):
+    """Gradients of one flat buffer, in memory order, and the indices of their segments."""
+
+    segments: list[int]
+    grads: list[Tensor]
+
+
+def checked(segment: Segment, grad: Tensor) -> Tensor:
+    """The gradient in its segment's memory order.
+
+    Raises:
+        RuntimeError: it is sparse or has another number of elements than its segment.
+    """
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"the gradient of {segment.name!r} is sparse; only dense gradients can be accumulated")
+    segment.check_numel(grad)
+    return segment.in_memory_order(grad)
+
+
+def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) -> Captured:
+    """Collect the `.grad`s of a buffer's parameters; they stay there until `drop`, so that a failed op loses nothing.
+
+    Args:
+        buffer: Whose parameters.
+        stashed: By segment, gradients that never were in `.grad`.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    found = [local_grad(param) for param in buffer.params] if buffer.sharded else [p.grad for p in buffer.params]
+    for index, parts in (stashed or {}).items():
+        found[index] = _joined(buffer, index, found[index], parts)
+    grads = [grad for grad in found if grad is not None]
+    if len(grads) == len(found):
+        indices = buffer.all_indices
+    else:
+        indices = [index for index, grad in enumerate(found) if grad is not None]
+    if not (buffer.contiguous and _all_contiguous(grads)):
+        segments = buffer.segments
+        grads = [checked(segments[index], grad) for index, grad in zip(indices, grads, strict=True)]
+    return Captured(indices, grads)
+
+
+def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Tensor]) -> Tensor:
+    """The sum as autograd would have made it: 16-bit parts widened, then added in fp32."""
+    if grad is None and len(parts) == 1:
+        return parts[0]
+    segment = buffer.segments[index]
+    total = checked(segment, parts[0].float() if grad is None else grad.detach())
+    # By the op, since torch's add_ would first widen the part to memory of its own.
+    layout, layout_host = buffer.layout_alone(index)
+    flat = total.as_strided((segment.numel,), (1,))
+    for part in parts[1:] if grad is None else parts:
+        scratch = torch.zeros(len(State), dtype=torch.float64, device=buffer.device)
+        added = [checked(segment, part)]
+        buffer.ops.accumulate_(flat, scratch, added, [0], [False], layout, layout_host, count=False)
+    return total
+
+
+def _all_contiguous(grads: list[Tensor]) -> bool:
+    """Whether memory order is index order in all of them; the usual case, worth a fast answer."""
+    try:
+        return all(map(Tensor.is_contiguous, grads))
+    except RuntimeError:  # sparse tensors have no strides
+        return False
+
+
+def drop(buffer: FlatBuffer, captured: Captured) -> None:
+    """Drop the `.grad`s that `take` collected."""
+    params = buffer.params
+    if captured.segments is buffer.all_indices:
+        for param in params:
+            param.grad = None
+    else:
+        for index in captured.segments:
+            params[index].grad = None

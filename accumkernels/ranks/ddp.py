@@ -1,0 +1,128 @@
+"""DistributedDataParallel modules: which ones an accumulator accepts, and how it keeps them silent."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
+    """Refuse parameters whose gradients a DistributedDataParallel module averages in every backward.
+
+    Nothing at a parameter tells of the reducer, so all objects are looked through: a fraction of a second, once.
+
+    Raises:
+        ValueError: names the first such parameter.
+    """
+    ours = {id(param): name for name, param in named}
+    name = _first_wrapped(ours)
+    if name is not None:
+        gc.collect()  # the wrapper may be dead already: it is part of cycles
+        name = _first_wrapped(ours)
+    if name is not None:
+        raise ValueError(
+            f"params: {name!r} belongs to a DistributedDataParallel module, which would average its gradient in every "
+            "backward: pass that module itself as params"
+        )
+
+
+def _first_wrapped(names: dict[int, str]) -> str | None:
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), DistributedDataParallel):
+            for param in candidate.parameters():
+                if id(param) in names:
+                    return names[id(param)]
+    return None
+
+
+def check_ddp(ddp: DistributedDataParallel) -> None:
+    """Refuse what a silent DistributedDataParallel module cannot do.
+
+    Raises:
+        ValueError: names the argument, and what to use instead.
+    """
+    if getattr(ddp, "mixed_precision", None) is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) casts gradients in its reduction; use torch.autocast"
+        )
+    if getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", ()):
+        raise ValueError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces what the accumulator is to reduce; "
+            "leave it out"
+        )
+    if getattr(ddp, "_comm_hooks", ()):
+        raise ValueError(
+            "the DistributedDataParallel module has a communication hook, which would never be called; use comm_dtype="
+        )
+    for name, param in ddp.module.named_parameters():
+        if name in ddp.parameters_to_ignore and param.requires_grad:
+            raise ValueError(
+                f"params: {name!r} is one that DistributedDataParallel was told to ignore; pass an accumulator of its "
+                "own with process_group=False those parameters, and another the rest with process_group="
+            )
+
+
+class Silence:
+    """Keeps a DistributedDataParallel module from communicating, in forward and backward, until `remove`.
+
+    Its reducer stays silent while `require_backward_grad_sync` is False, and its broadcast of buffers while
+    `require_forward_param_sync` is. `no_sync()` and trainers set them back to what they found or to True; a hook before
+    each forward, where the module reads them, has the last word.
+    """
+
+    _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._before = {name: getattr(ddp, name) for name in self._FLAGS}
+        # With static_graph=True the first backward would reduce after its end, whatever the flags say.
+        self._before["_static_graph_delay_allreduce_enqueued"] = getattr(
+            ddp, "_static_graph_delay_allreduce_enqueued", False
+        )
+        ddp._static_graph_delay_allreduce_enqueued = True
+        self._handle = ddp.register_forward_pre_hook(_BeSilent())
+        for name in self._FLAGS:
+            setattr(ddp, name, False)
+        weakref.finalize(self, self._handle.remove).atexit = False
+
+    def remove(self) -> None:
+        """Let the module communicate as it did before."""
+        self._handle.remove()
+        ddp = self._ddp()
+        for name, value in self._before.items() if ddp is not None else ():
+            setattr(ddp, name, value)
+        self._before = {}
+
+
+class _BeSilent:
+    """A forward pre-hook that copies and pickles of the module do not take along."""
+
+    def __call__(self, ddp: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Takes any arguments, does nothing, and needs no accumkernels where a pickle is loaded.
+        return functools.partial, (sys.audit, "accumkernels")
+
+
+def module_buffers(params: Any, ddp: DistributedDataParallel | None) -> list[Tensor]:
+    """The module's buffers that all ranks are to share with rank 0: those that DistributedDataParallel would broadcast.
+
+    Args:
+        params: A module, else there are none.
+        ddp: Its wrapper, with `broadcast_buffers` and a list of names to ignore.
+    """
+    if not isinstance(params, nn.Module) or (ddp is not None and not ddp.broadcast_buffers):
+        return []
+    source: Any = (
+        ddp.parameters_to_ignore if ddp is not None else getattr(params, "_ddp_params_and_buffers_to_ignore", ())
+    )
+    return [buffer for name, buffer in params.named_buffers() if name not in source]
