@@ -476,12 +476,12 @@ def what_is_refused(rank, size):
 
     mixed = net()
     mixed = shard(mixed, ignored_params={mixed.last.bias})
-    with pytest.raises(RuntimeError, match=r"'last\.bias' is no DTensor, though others are"):
+    with pytest.raises(RuntimeError, match=r"'last\.bias' is not a DTensor, though other parameters are"):
         ak.FusedAccumulator(mixed)
     mixed.last.bias.requires_grad_(False)
     with ak.FusedAccumulator(mixed) as acc:
         mixed.last.bias.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"'last\.bias' is no DTensor"):
+        with pytest.raises(RuntimeError, match=r"'last\.bias' is not a DTensor"):
             run_window(acc, mixed)
 
     unsharded = net()

@@ -1,4 +1,4 @@
-"""One micro-batch's way into the flat buffers: check first where that is asked for, then add."""
+"""A micro-batch's gradients on their way into the flat buffers: checked for overflow first if required, then added."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..buffers.devices import move
+from ..buffers.devices import move, worst
 from ..buffers.store import Store
 from ..capture.gradients import Captured
+from ..ranks.alone import Alone
 from .noise_scale import NoiseMeter
 
 
-class Adder:
+class Sums:
     """Runs the kernels of micro-batches, on every device that has gradients.
 
     Args:
         store: The flat buffers and states.
+        ranks: They drop a micro-batch together where its gradients are sharded.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
     """
 
-    def __init__(self, store: Store, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(self, store: Store, ranks: Alone, overflow: str | None, noise: NoiseMeter) -> None:
         self._store = store
+        self._ranks = ranks
         self._overflow = overflow
         self._noise = noise
 
@@ -46,11 +49,8 @@ class Adder:
                 tag=tag,
                 weight_tensor=move(weight, buffer.device) if isinstance(weight, Tensor) else None,
             )
-        shards = self._store.shards
-        if len(drops) > 1 or shards is not None:
-            bad = torch.cat([move(drop, self._store.device) for drop in drops.values()]).amax(0, keepdim=True)
-            if shards is not None:  # a rank whose shards are finite must drop the micro-batch too
-                shards.maximum(bad)
+        if len(drops) > 1 or self._ranks.sharded:
+            bad = self._ranks.maximum(worst(drops.values(), self._store.device))
             drops = {device: move(bad, device) for device in drops}
         return drops
 
@@ -99,9 +99,10 @@ class Adder:
                     sq_norm=self._noise.squares(device),
                     count=counts,
                 )
-            except RuntimeError:  # an op knows segments by number: where the size is wrong, say whose
+            except RuntimeError:  # an op knows segments by number: where the size is wrong, name the parameter
                 for index, grad in zip(segments, grads, strict=True):
                     buffer.segments[index].check_numel(grad)
                 raise
+        # Only now: an op that refused its arguments has changed nothing.
         for buffer, (segments, _) in zip(self._store.buffers, captured, strict=True):
             buffer.touch(segments)
