@@ -4,8 +4,8 @@
 
 Each rank trains the demo's GPT in DistributedDataParallel on its own samples. A FusedAccumulator turns off
 communication in micro-batches and reduces once per window. At the end rank 0 trains the same windows alone and
-compares: the results are the same up to rounding. (DistributedDataParallel itself takes the mean over ranks of means over tokens, in which a token counts
-more on a rank with few tokens.)
+compares: the results are the same up to rounding. (DistributedDataParallel itself takes the mean over ranks of means
+over tokens, in which a token counts more on a rank with few tokens.)
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def train_big(model: nn.Module, windows: list[list[bytes]]) -> list[float]:
 
 
 def train_accumulated(model: nn.Module, windows: list[list[bytes]], plan: ak.AccumulationPlan) -> list[float]:
-    """Train with the same windows in micro-batches, weighted by the number of bytes that the mean loss is taken over."""
+    """Train with the same windows in micro-batches, weighted by the number of bytes their mean loss is taken over."""
     accumulator = ak.FusedAccumulator(model)
     optimizer = torch.optim.AdamW(accumulator.parameters(), lr=LEARNING_RATE)
     losses = []
