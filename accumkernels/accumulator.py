@@ -24,6 +24,7 @@ from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
 from .window.state import Phase, Window
+from .window.weight import Weight
 
 _log = logging.getLogger(__name__)
 
@@ -305,10 +306,9 @@ class FusedAccumulator:
         self._require_accumulating("backward()")
         self._check_last(last)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        self._window.check_kept(weight)
-        self._intake.backward(loss, weight, last, kwargs)
+        weighed = self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._intake.accumulate(weight, last)
+            self._intake.accumulate(weighed, last)
 
     @opaque
     @torch.no_grad()
@@ -337,7 +337,8 @@ class FusedAccumulator:
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        self._intake.accumulate(scalar, last)
+        self._window.weighed_after |= isinstance(scalar, Tensor) or scalar != 1
+        self._intake.accumulate(Weight(scalar), last)
 
     def _check_last(self, last: bool) -> None:
         if last and self._ranks.reduces_sums and self._intake.hooks is None:

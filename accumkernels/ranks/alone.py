@@ -22,6 +22,8 @@ class Report(NamedTuple):
         dropped: Whether the window was dropped here.
         squares: fp64 0-d, `sum w_i |g_i|^2`; None where it is not measured.
         divisor: fp64 0-d that replaces the sum of weights; None for that sum.
+        weighed_after: Whether any weight other than 1 came after its backward, where it is too late for gradients that
+            backward has reduced over ranks.
     """
 
     state: Tensor
@@ -29,6 +31,7 @@ class Report(NamedTuple):
     dropped: bool
     squares: Tensor | None
     divisor: Tensor | None
+    weighed_after: bool = False
 
 
 class Agreement(NamedTuple):

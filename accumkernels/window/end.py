@@ -238,11 +238,15 @@ class End:
         sums = self._noise.sums(self._store.device)
         touched = bytes(bytearray().join(buffer.touched for buffer in self._store.buffers))
         squares = None if sums is None else sums[0]
-        agreement = ranks.agree(Report(self._store.state(), touched, window.dropped, squares, divisor))
+        report = Report(self._store.state(), touched, window.dropped, squares, divisor, window.weighed_after)
+        agreement = ranks.agree(report)
         verdict = judge(agreement.state, agreement.divisor)
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
+            if ranks.sharded:
+                window.agreed(agreement)
+                self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
             return verdict, False
         window.agreed(agreement)
