@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import batch, mlp
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.models import batch, mlp
 
 LEAF = nn.Parameter(torch.zeros(2))
 

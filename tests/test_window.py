@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from models import batch, big_batch_grads, mlp, relative_error
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.models import batch, big_batch_grads, mlp, relative_error
 
 BACKENDS = ["native", "reference", "triton"]
 # Relative L2 error of a mean of a few gradients: fp32 has 2**-24 per rounding, and a handful of roundings.
