@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from accumkernels.buffers.flat import flat_buffers
 from accumkernels.buffers.layout import ALIGNMENT_BYTES
 from accumkernels.buffers.parameters import named_parameters, strip_prefixes
 from accumkernels.ops import reference
+from tests.support.models import mlp
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=12)
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -96,3 +98,21 @@ def test_wrapper_prefixes_do_not_count():
     assert strip_prefixes(["encoder._orig_mod.weight", "submodule.weight"]) == ["encoder.weight", "submodule.weight"]
     assert strip_prefixes(["module.weight", "weight"]) == ["module.weight", "weight"]
     assert strip_prefixes(["my.module.weight"]) == ["my.module.weight"]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: mlp().to(memory_format=torch.contiguous_format),
+    lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last),
+    lambda: nn.ParameterList([nn.Parameter(torch.randn(4, 6).t()), nn.Parameter(torch.randn(3, 8)[:, ::2])]),
+], ids=["contiguous", "channels_last", "transposed and sliced"])  # fmt: skip
+def test_main_grad_is_strided_like_the_parameter(make):
+    """Views of the buffer have the parameter's shape and order of dimensions; their elements are not permuted."""
+    model = make()
+    acc = ak.FusedAccumulator(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p, memory_format=torch.contiguous_format)
+    expected = [p.grad.clone() for p in model.parameters()]
+    acc.accumulate()
+    for p, e in zip(model.parameters(), expected, strict=True):
+        assert acc.main_grad(p).stride() == torch.empty_like(p).stride()
+        assert torch.equal(acc.main_grad(p), e)

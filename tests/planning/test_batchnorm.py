@@ -1,7 +1,6 @@
 """BatchNorm found, warned of, replaced; its momentum corrected."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -9,40 +8,18 @@ from torch import nn
 
 import accumkernels as ak
 from accumkernels.planning.batchnorm import correct_batchnorm_momentum
-
-
-def build():
-    """Two BatchNorms, one of them used twice."""
-    shared = nn.BatchNorm2d(8)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), shared, nn.Sequential(nn.Conv2d(8, 8, 3), shared), nn.BatchNorm2d(8))
+from tests.support.models import batchnorms
 
 
 def test_names():
     """In training or not; a model without any; "" for the model itself."""
-    model = build()
+    model = batchnorms()
     assert ak.batchnorm_modules(model) == ["1", "3"]
     assert ak.batchnorm_modules(model.eval()) == ["1", "3"]
     assert ak.batchnorm_modules(nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4))) == []
     assert ak.batchnorm_modules(nn.SyncBatchNorm(4)) == [""]
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got list"):
         ak.batchnorm_modules([])
-
-
-def test_warning(caplog):
-    """Once per model with BatchNorm in training, by logging; never without."""
-    caplog.set_level(logging.WARNING, "accumkernels")
-    model = build()
-    for _ in range(2):
-        ak.FusedAccumulator(model).remove()
-    assert len(caplog.records) == 1
-    assert "2 BatchNorm modules in training (the first: '1')" in caplog.text
-    caplog.clear()
-    ak.FusedAccumulator(build().eval()).remove()
-    ak.FusedAccumulator(nn.Linear(2, 2)).remove()
-    ak.FusedAccumulator(build().parameters()).remove()
-    assert not caplog.records
-    ak.FusedAccumulator(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()).remove()
-    assert "1 BatchNorm module in training" in caplog.text  # without running statistics eval changes nothing
 
 
 @pytest.mark.parametrize(
@@ -59,7 +36,7 @@ def test_groups(channels, most, groups):
 
 def test_replaced():
     """The same affine parameters, eps and mode; a shared module stays shared; the count is of modules."""
-    model = build().double()
+    model = batchnorms().double()
     old = model[1]
     old.eps = 1e-3
     old.weight.requires_grad_(False)

@@ -75,3 +75,34 @@ def test_groups_and_schedulers(fused, tensor_lr):
         stock_scheduler.step()
     # Adam divides by sqrt(v): what differs by 1e-7 in a gradient near zero may differ more in its step.
     assert relative_error(list(model.parameters()), list(twin.parameters())) < 1e-4
+
+
+def test_optimizers_must_own_every_accumulated_parameter():
+    """A parameter that no optimizer owns, or two do, is named; nothing is handed out."""
+    model = mlp()
+    x, y = batch(3)
+    acc = ak.FusedAccumulator(model)
+    acc.backward(mse_loss(model(x), y))
+    some = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    every = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"no optimizer .* owns '[24]\."):
+        acc.step(some)
+    with pytest.raises(RuntimeError, match=r"more than one optimizer .* owns '0\."):
+        acc.finalize(some, every)
+    with pytest.raises(TypeError, match="needs the optimizers"):
+        acc.finalize()
+    assert all(p.grad is None for p in model.parameters())
+    acc.step(every)
+
+
+def test_what_is_not_an_optimizer():
+    """Other objects, wrapped optimizers and closure optimizers are TypeErrors that help."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, got int"):
+        acc.finalize(3)
+    wrapped = type("AcceleratedOptimizer", (), {"__module__": "accelerate.optimizer", "optimizer": None})()
+    with pytest.raises(TypeError, match=r"AcceleratedOptimizer of accelerate .*optimizer.optimizer"):
+        acc.step(wrapped)
+    with pytest.raises(TypeError, match=r"LBFGS, whose step takes a closure(.|\n)*acc.finalize"):
+        acc.step(torch.optim.LBFGS(model.parameters()))

@@ -250,3 +250,37 @@ def test_scaler_found_inf_is_not_ours():
     scaler.update()
     assert acc.found_inf.item() == 1.0
     assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("call", ["accumulate", "step"])
+def test_unscale_inside_a_window(call):
+    """scaler.unscale_ before clipping, as stock loops do it, would unscale twice: refused."""
+    model = mlp()
+    x, y = batch(3)
+    scaler = torch.amp.GradScaler("cpu")
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    acc.backward(mse_loss(model(x), y))
+    if call == "accumulate":
+        scaler.scale(mse_loss(model(x), y)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"scaler.unscale_\(optimizer\) was called inside a window"):
+        acc.accumulate() if call == "accumulate" else acc.step(optimizer)
+
+
+def test_scaler_that_never_scaled():
+    """A bare loss.backward() with a scaler would be unscaled wrongly: refused."""
+    model = mlp()
+    x, y = batch(3)
+    acc = ak.FusedAccumulator(model, scaler=torch.amp.GradScaler("cpu"))
+    mse_loss(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="has never scaled a loss"):
+        acc.accumulate()
+
+
+def test_scaler_of_another_device():
+    """A scaler for another device type is refused when it is enabled."""
+    scaler = torch.amp.GradScaler("cpu")
+    scaler._device = "cuda"
+    with pytest.raises(ValueError, match="scaler is for 'cuda', but '0.weight' is on cpu"):
+        ak.FusedAccumulator(mlp(), scaler=scaler)
