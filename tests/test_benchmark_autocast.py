@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_benchmarks import command
 
-from benchmarks import autocast
-from benchmarks.training import SIZES, batches
+from benchmarks.commands import autocast
+from benchmarks.methods.training import SIZES, batches
 
 CPU = torch.device("cpu")
 

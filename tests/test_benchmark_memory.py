@@ -6,9 +6,10 @@ import pytest
 import torch
 from test_benchmarks import command
 
-from benchmarks import buckets, memory, pictures, timeline
-from benchmarks.case import Case
-from benchmarks.training_methods import METHODS, STOCK
+from benchmarks.commands import buckets, memory, pictures
+from benchmarks.harness import timeline
+from benchmarks.harness.case import Case
+from benchmarks.methods.training import METHODS, STOCK
 
 CPU = torch.device("cpu")
 LAYERS, WEIGHT = 6, 64 * 64  # of the model "tiny"
