@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.commands.trainers import reset
+from benchmarks.methods.trainers import reset
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ROUNDING = 1e-5  # of the way that the parameters go; measured 1.4e-7

@@ -116,16 +116,11 @@ def _held(loop: Loop) -> dict[str, Callable[[], Iterable[Tensor]]]:
             return list(accumulator.flat_buffers)
         return [p.grad for p in params if p.grad is not None]
 
-    def shadows() -> Iterable[Tensor]:
-        # Nothing public tells, and nobody else needs to know.
-        route = None if accumulator is None else accumulator._intake.route
-        return [] if route is None else [s.tensor for s in route._shadows.values() if s.tensor is not None]
-
     def state() -> Iterable[Tensor]:
         leaves = torch.utils._pytree.tree_leaves(list(loop.optimizer.state.values()))  # type: ignore[attr-defined]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    return {"parameters": lambda: params, "16-bit copies": shadows, "optimizer state": state, "accumulators": sums}
+    return {"parameters": lambda: params, "optimizer state": state, "accumulators": sums}
 
 
 def record(
@@ -140,7 +135,7 @@ def record(
     accumulator = getattr(loop, "accumulator", None)
     if accumulator is not None:
         timeline.add(accumulator.flat_buffers)
-    with timeline, timeline.follow():
+    with timeline, timeline.watch():
         loop.window(data)
         timeline.recording = True
         loop.window(data)

@@ -22,10 +22,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from accumkernels.demo.model import GPT
-from accumkernels.planning.live_bytes import LiveBytes
 
 from ..harness.arguments import listed, usable
 from ..harness.case import DTYPES
+from ..harness.live_storages import LiveStorages
 from ..harness.machine import environment
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, groups, write_csv, write_json
@@ -65,7 +65,7 @@ def peak_bytes(method: Method, size: Size, dtype: torch.dtype, device: torch.dev
 
     gc.collect()
     if device.type != "cuda":  # the storages alive after each op are added up
-        live = LiveBytes()
+        live = LiveStorages()
         before = live.add(tensor for batch in data for tensor in batch)
         with live:
             train()
