@@ -5,8 +5,8 @@ import csv
 import pytest
 import torch
 
-from benchmarks import autocast
-from benchmarks.training import SIZES, batches
+from benchmarks.commands import autocast
+from benchmarks.methods.training import SIZES, batches
 from tests.benchmarks.test_benchmarks import command
 
 CPU = torch.device("cpu")

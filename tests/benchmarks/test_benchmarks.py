@@ -10,23 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import (
-    compute,
-    host,
-    limits,
-    machine,
-    measure,
-    other_jobs,
-    peers,
-    pictures,
-    ranks,
-    report,
-    shapes,
-    window,
-)
-from benchmarks.case import DTYPES, LOSS_SCALE, Case
-from benchmarks.run import COLD, WRITTEN, Job, Measured, merge, run
-from benchmarks.training_methods import METHODS, STOCK
+from benchmarks.commands import kernel_rows, pictures, ranks
+from benchmarks.commands.kernel_jobs import COLD, WRITTEN, Job, Measured, merge, run
+from benchmarks.harness import machine, measure, results, shapes
+from benchmarks.harness.case import DTYPES, LOSS_SCALE, Case
+from benchmarks.methods import compute, host, limits, other_jobs, peers, window
+from benchmarks.methods.training import METHODS, STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -215,7 +204,7 @@ class TestParts:
             Measured("step", "matrix products of a micro-batch", "", 1, [12 * ms]),
             Measured("step", "fused AdamW", "", 1, [1 * ms]),
         ]
-        rows = report.rows(measured, "x", [(1000, 1000)], "fp16", {"torch": "t"}, 7)
+        rows = kernel_rows.rows(measured, "x", [(1000, 1000)], "fp16", {"torch": "t"}, 7)
         assert [row["GB_per_s"] for row in rows] == [4.0, 5.0, 8.0, 2.5, 1.25]
         assert [row["fraction_of_limit"] for row in rows[3:]] == [0.5, 0.25]
         assert [row["fraction_of_copy"] for row in rows[3:]] == [0.625, 0.312]
@@ -226,7 +215,7 @@ class TestParts:
     def test_other_jobs_have_no_ratio(self):
         """Nor bytes to be compared by."""
         measured = [Measured("other jobs", other_jobs.LOSSY, COLD, 1, [1e-3])]
-        (row,) = report.rows(measured, "x", SHAPES, "bf16", {}, 7)
+        (row,) = kernel_rows.rows(measured, "x", SHAPES, "bf16", {}, 7)
         assert row["ms_median"] == 1.0
         assert row["ratio_to_ours"] is row["GB_per_s"] is row["fraction_of_limit"] is None
 
@@ -270,9 +259,9 @@ class TestCommands:
 
     def test_files(self, kernels):
         """CSV and JSON hold the same rows with all columns; every row says what it was measured with."""
-        rows = report.read_csv(kernels / "kernels.csv")
+        rows = results.read_csv(kernels / "kernels.csv")
         in_json = json.loads((kernels / "kernels.json").read_text())
-        assert list(rows[0]) == list(in_json[0]) == list(report.COLUMNS)
+        assert list(rows[0]) == list(in_json[0]) == list(kernel_rows.COLUMNS)
         assert [r["ms_median"] for r in rows] == [
             "" if r["ms_median"] is None else str(r["ms_median"]) for r in in_json
         ]
@@ -289,7 +278,7 @@ class TestCommands:
 
     def test_methods(self, kernels):
         """Those asked for, ours, and the limits beside them."""
-        rows = [r for r in report.read_csv(kernels / "kernels.csv") if r["shapes"] == "resnet50"]
+        rows = [r for r in results.read_csv(kernels / "kernels.csv") if r["shapes"] == "resnet50"]
         for table in ("accumulate", "window"):
             methods = {r["method"] for r in rows if r["table"] == table}
             assert methods == {*limits.NAMES, peers.OURS, peers.MIXED, peers.FOREACH, peers.STOCK}
@@ -317,7 +306,7 @@ class TestCommands:
         """On the CPU each method has its own."""
         quick = "--processes 1 --repetitions 1 --elements 2000 --tokens 8 --methods none --dtype bf16 --shapes tiny"
         command("kernels", *quick.split(), "--tables", "accumulate", "--csv", str(tmp_path / "k.csv"))
-        assert {r["method"] for r in report.read_csv(tmp_path / "k.csv")} == {*limits.NAMES, peers.OURS}
+        assert {r["method"] for r in results.read_csv(tmp_path / "k.csv")} == {*limits.NAMES, peers.OURS}
 
     def test_training(self, tmp_path):
         """Tokens per second and memory of every method there is, a reason for the others, and the picture."""
@@ -386,7 +375,7 @@ def test_ranks(tmp_path):
         "ranks", "--ranks", "2", "--model", "tiny", "--micro-batches", "3", "--windows", "2", "--csv", str(path)
     )
     assert "2 ranks (gloo), tiny" in out
-    rows = {row["method"]: row for row in report.read_csv(path)}
+    rows = {row["method"]: row for row in results.read_csv(path)}
     assert set(rows) == set(ranks.METHODS)
     assert tuple(next(iter(rows.values()))) == ranks.COLUMNS
     for name, row in rows.items():

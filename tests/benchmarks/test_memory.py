@@ -5,9 +5,10 @@ import csv
 import pytest
 import torch
 
-from benchmarks import buckets, memory, pictures, timeline
-from benchmarks.case import Case
-from benchmarks.training_methods import METHODS, STOCK
+from benchmarks.commands import buckets, memory, pictures
+from benchmarks.harness import timeline
+from benchmarks.harness.case import Case
+from benchmarks.methods.training import METHODS, STOCK
 from tests.benchmarks.test_benchmarks import command
 
 CPU = torch.device("cpu")

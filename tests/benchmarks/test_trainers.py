@@ -6,8 +6,8 @@ import csv
 
 import pytest
 
-from benchmarks import trainers
-from benchmarks.training import SIZES
+from benchmarks.commands import trainers
+from benchmarks.methods.training import SIZES
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trainers import reset
+from benchmarks.methods.trainers import reset
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROUNDING = 1e-5  # of the way that the parameters go; measured 1.4e-7

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from .case import Case
+from ..harness.case import Case
+from ..harness.measure import Call
+from ..harness.shapes import Shapes
 from .compute import matrices
-from .measure import Call
-from .shapes import Shapes
 
 LOSSY = "lossy: 16-bit .grad, torch._foreach_add_"
 PRODUCT, FUSED_PRODUCT = "weight-gradient products to 16 bit", "addmm(out_dtype=float32) into the accumulator"

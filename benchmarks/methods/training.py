@@ -1,4 +1,4 @@
-"""The training loops that benchmarks.training compares, as data: what a user would write with each."""
+"""The training loops that benchmarks compare, as data: what a user would write with each, and the models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,28 @@ import torch
 from torch import Tensor, nn
 
 import accumkernels as ak
+from accumkernels.demo.model import GPT
 
 MAX_NORM = 1.0
 Batch = tuple[Tensor, Tensor]
+
+
+class Size(NamedTuple):
+    """A model, and the micro-batches that it is trained with."""
+
+    vocabulary: int
+    width: int
+    depth: int
+    heads: int
+    length: int  # tokens of a sample
+    samples: int  # of a micro-batch
+
+
+SIZES = {
+    "gpt2": Size(50257, 768, 12, 12, 1024, 8),
+    "small": Size(256, 128, 2, 4, 128, 8),
+    "tiny": Size(64, 32, 1, 2, 16, 2),
+}
 
 
 class Loop(abc.ABC):
@@ -124,3 +143,21 @@ METHODS = (
     Method("FusedAccumulator, masters", Fused, {"master_weights": True}),
     Method('FusedAccumulator, masters, release="backward"', Fused, {"master_weights": True, "release": "backward"}),
 )
+
+
+def build(method: Method, size: Size, dtype: torch.dtype, device: torch.device) -> Loop:
+    """A method's loop on a new model, the same for all."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: nn.Module = GPT(size.vocabulary, size.width, size.depth, size.heads, size.length)
+    return method.loop(model, dtype, **method.options)
+
+
+def batches(size: Size, micro_batches: int, device: torch.device) -> list[Batch]:
+    """Random tokens: what they are makes no difference to the time."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (size.samples, size.length)
+    return [
+        tuple(torch.randint(size.vocabulary, shape, device=device, generator=generator) for _ in range(2))  # type: ignore[misc]
+        for _ in range(micro_batches)
+    ]

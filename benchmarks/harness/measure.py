@@ -48,6 +48,21 @@ class Timer:
         return begin.elapsed_time(end) / 1e3
 
 
+def host_seconds(call: Call, before: Call, repetitions: int, device: torch.device) -> list[float]:
+    """Host seconds of single calls, the device idle before each. On the CPU they include the work itself."""
+    seconds = []
+    for repetition in range(repetitions + 3):
+        before()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        elapsed = time.perf_counter() - start
+        if repetition >= 3:  # the first ones warm up
+            seconds.append(elapsed)
+    return seconds
+
+
 def last_level_cache_bytes(device: torch.device) -> int:
     """Size of the largest cache; 64 MiB where nobody says."""
     if device.type == "cuda":

@@ -13,8 +13,8 @@ import statistics
 
 import torch
 
-from .measure import Timer
-from .shapes import Shapes
+from ..harness.measure import Timer
+from ..harness.shapes import Shapes
 
 TOKENS = {"cuda": 8192, "cpu": 256}  # of a micro-batch
 _OPTIMIZED = 2**24  # elements that AdamW is timed on

@@ -10,16 +10,16 @@ of views, whose overlap torch would check at each call.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from accumkernels.ops import native, triton
 
-from .case import Case
-from .measure import Call
+from ..harness.case import Case
+from . import megatron
+from .prepared import Prepared
 
 MOST_TENSORS_TO_COMPILE = 300  # inductor takes minutes over thousands
 
@@ -31,23 +31,6 @@ KEPT, COMPILED = "torch._foreach_copy_ + add_, kept temporaries", "torch.compile
 STOCK = "stock .grad under autocast"
 FLAT_GRAD, GRAD_DTYPE = "grad_dtype=None, flat .grad", "grad_dtype=float32"
 MEGATRON, DEEPSPEED = "Megatron-Core main_grad", "DeepSpeed BF16_Optimizer"
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A method set up on a case.
-
-    Attributes:
-        whole: Adds all gradients.
-        accumulators: Where to, in the gradients' order.
-        one: Adds gradient `i`; for methods that take each gradient as soon as backward has written it.
-        launches: Kernels per call, where torch's dispatcher on the CPU does not see them.
-    """
-
-    whole: Call
-    accumulators: Sequence[Tensor]
-    one: Callable[[int], object] | None = None
-    launches: int | None = None
 
 
 def _one_by_one(case: Case, add: Callable[[Tensor, Tensor], object]) -> Prepared:
@@ -154,8 +137,6 @@ def _deepspeed(case: Case) -> Prepared:
 
 def _megatron(case: Case) -> Prepared:
     """The package where it is installed and works, else what its backward hook does."""
-    from . import megatron
-
     prepared = megatron.prepare(case)
     if prepared is not None:
         return prepared

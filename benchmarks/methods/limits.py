@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .case import Case
-from .measure import Call
+from ..harness.case import Case
+from ..harness.measure import Call
 
 MULTIPLY, COPY, STREAM = "limit: flat.mul_(1.0)", "limit: device copy", "limit: streaming loop"
 NAMES = (MULTIPLY, COPY, STREAM)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
 import accumkernels as ak
 
+from ..harness.case import Case
+from ..harness.measure import Call
+from ..harness.shapes import Shapes
 from . import peers
-from .case import Case
-from .measure import Call
-from .shapes import Shapes
 
 TENSORS = (300, 3000)
 ELEMENTS = 64  # of each tensor: few, so that the device never holds up the host
@@ -64,18 +63,3 @@ METHODS: dict[str, Callable[[Case], tuple[Call, Call]]] = {
     peers.FLAT_GRAD: _peer(peers.FLAT_GRAD),
     peers.MEGATRON: _peer(peers.MEGATRON),
 }
-
-
-def host_seconds(call: Call, before: Call, repetitions: int, device: torch.device) -> list[float]:
-    """Host seconds of single calls, the device idle before each. On the CPU they include the work itself."""
-    seconds = []
-    for repetition in range(repetitions + 3):
-        before()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        elapsed = time.perf_counter() - start
-        if repetition >= 3:  # the first ones warm up
-            seconds.append(elapsed)
-    return seconds

@@ -12,10 +12,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from . import compute, host, limits, other_jobs, peers, window
-from .case import DTYPES, Case
-from .measure import Flush, Timer, count_launches
-from .shapes import Shapes
+from ..harness.case import DTYPES, Case
+from ..harness.measure import Flush, Timer, count_launches, host_seconds
+from ..harness.shapes import Shapes
+from ..methods import compute, host, limits, other_jobs, peers, window
 
 COLD, WRITTEN = "cold", "written"  # the caches hold something else; backward has just written the gradients
 PRODUCTS, OPTIMIZER = "matrix products of a micro-batch", "fused AdamW"
@@ -164,7 +164,7 @@ def _host(job: Job, case: Case) -> list[Measured]:
     found = []
     for name in job.methods:
         call, before = host.METHODS[name](case)
-        seconds = host.host_seconds(call, before, job.repetitions, case.device)
+        seconds = host_seconds(call, before, job.repetitions, case.device)
         found.append(Measured(job.table, name, "", 1, seconds))
     return found
 

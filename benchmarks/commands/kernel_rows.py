@@ -1,22 +1,19 @@
-"""Rows of results: what is computed from seconds, the files they go to, the tables they are printed as."""
+"""Rows of benchmarks.kernels: what is computed from seconds, and the tables they are printed as."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from . import host, limits, peers, run
-from .case import DTYPES
-from .measure import median_and_spread
-from .run import Measured
-from .shapes import Shapes, numel
-
-Row = dict[str, object]
+from ..harness.case import DTYPES
+from ..harness.measure import median_and_spread
+from ..harness.results import Row, groups
+from ..harness.shapes import Shapes, numel
+from ..methods import host, limits, peers
+from . import kernel_jobs
+from .kernel_jobs import Measured
 
 COLUMNS = (
     *("table", "shapes", "method", "device", "dtype", "gradients", "micro_batches", "tensors", "elements", "launches"),
@@ -79,10 +76,10 @@ def rows(
         median, p10, p90 = median_and_spread(m.seconds) if m.seconds else (None, None, None)
         base = reference(m)
         ours = medians.get((m.table, m.gradients, m.micro_batches, base))
-        products = step.get(run.PRODUCTS, 0.0)
+        products = step.get(kernel_jobs.PRODUCTS, 0.0)
         share = None
         if median is not None and products and m.table in ("accumulate", "window") and m.method not in limits.NAMES:
-            rest = m.micro_batches * products + (step[run.OPTIMIZER] if m.table == "window" else 0.0)
+            rest = m.micro_batches * products + (step[kernel_jobs.OPTIMIZER] if m.table == "window" else 0.0)
             share = median / (median + rest)
         found.append(
             {
@@ -117,35 +114,6 @@ def reference(m: Measured) -> str:
     if m.table == "other jobs" or (m.table == "window" and m.method in limits.NAMES):
         return ""
     return host.ACCUMULATE if m.table == "host" else peers.OURS
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows with their columns in order; None is an empty cell."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """A list of objects."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """As `write_csv` wrote it, every cell a string."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def groups(rows: Iterable[Row], *keys: str) -> dict[tuple[object, ...], list[Row]]:
-    """Rows that agree in `keys`, in order of appearance."""
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return found
 
 
 _HEADERS = {

@@ -9,8 +9,8 @@ import tempfile
 import torch
 from torch import Tensor, nn
 
-from .case import Case
-from .peers import Prepared
+from ..harness.case import Case
+from .prepared import Prepared
 
 
 def prepare(case: Case) -> Prepared | None:

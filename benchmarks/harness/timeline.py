@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumkernels.planning.live_bytes import LiveBytes
+from .live_storages import LiveStorages
 
 # From the bottom of the picture to the top.
 KINDS = ("parameters", "16-bit copies", "optimizer state", "accumulators", "gradients", "activations", "workspace")
-HELD = ("parameters", "16-bit copies", "optimizer state", "accumulators")  # by somebody who says so
+HELD = ("parameters", "optimizer state", "accumulators")  # by somebody who says so
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Timeline(LiveBytes):
+class Timeline(LiveStorages):
     """Bytes of each kind after every op, once per storage.
 
     Whoever holds a tensor says what it is (`held`). Of the rest, what has a weight's number of elements is a gradient
-    when it was made after backward began, and a 16-bit copy of the weight, as autocast makes them, when it is 16 bit
-    and was made before; all other tensors are activations when the forward pass made them, and workspace else. Batches
-    must be chosen so that no activation has a weight's number of elements; vectors (biases) count as workspace.
+    when it was made after backward began, and a 16-bit copy of the weight when a forward pass makes it, or a view of
+    it, in 16 bit: as autocast casts weights, and as the autocast route takes them from copies of its own. All other
+    tensors are activations when the forward pass made them, and workspace else. Batches must be chosen so that no
+    activation has a weight's number of elements; vectors (biases) count as workspace.
 
     Args:
         model: What is trained.
@@ -40,11 +41,11 @@ class Timeline(LiveBytes):
         self._held = held
         self._numels = {p.numel() for p in model.parameters() if p.dim() > 1}
         self._model = model
-        self._kinds: dict[int, tuple[object, str]] = {}  # by storage: its reference, and what it is
+        self._kinds: dict[int, str] = {}  # by storage
         self._forward = True
 
     @contextlib.contextmanager
-    def follow(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Tell forward from backward by hooks on the model, whose forward returns the loss."""
 
         def began(*_: Any) -> None:
@@ -73,33 +74,24 @@ class Timeline(LiveBytes):
             self.points.append(self._bytes())
         return result
 
+    def forget(self, key: int) -> None:
+        """What it was is not what the next one is."""
+        self._kinds.pop(key, None)
+
     def _classify(self, tensor: Tensor) -> None:
         key = tensor.untyped_storage()._cdata
-        reference = self._storages.get(key)
-        known = self._kinds.get(key)
-        if reference is None or (known is not None and known[0] is reference):
-            return
         is_weight = tensor.numel() in self._numels
-        if not self._forward:
-            kind = "gradients" if is_weight else "workspace"
-        else:
-            kind = "16-bit copies" if is_weight and tensor.dtype in _HALF else "activations"
-        self._kinds[key] = (reference, kind)
+        if self._forward and is_weight and tensor.dtype in _HALF and self._kinds.get(key) != "gradients":
+            self._kinds[key] = "16-bit copies"
+        elif key not in self._kinds:
+            rest = "activations" if self._forward else "workspace"
+            self._kinds[key] = "gradients" if is_weight and not self._forward else rest
 
     def _bytes(self) -> dict[str, int]:
-        held = {
-            tensor.untyped_storage()._cdata: kind
-            for kind in HELD
-            for tensor in self._held[kind]()
-            if tensor.untyped_storage().nbytes()
-        }
+        held = {tensor.untyped_storage()._cdata: kind for kind in HELD for tensor in self._held[kind]()}
         point = dict.fromkeys(KINDS, 0)
-        for key, reference in self._storages.items():
-            kind = held.get(key)
-            if kind is None:
-                known = self._kinds.get(key)
-                kind = known[1] if known is not None and known[0] is reference else "workspace"
-            point[kind] += reference.nbytes
+        for key, nbytes in self.nbytes.items():
+            point[held.get(key) or self._kinds.get(key, "workspace")] += nbytes
         return point
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from .timeline import KINDS
+from ..harness.timeline import KINDS
 
 COLOURS = ("#0072B2", "#CC79A7", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#999999")  # Okabe and Ito's
 

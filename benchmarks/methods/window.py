@@ -18,9 +18,9 @@ from torch import Tensor
 
 import accumkernels as ak
 
+from ..harness.case import LOSS_SCALE, Case
+from ..harness.measure import Call
 from . import peers
-from .case import LOSS_SCALE, Case
-from .measure import Call
 
 MAX_NORM = 1e-3  # smaller than any norm here, so that all clip
 
