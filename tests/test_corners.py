@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from models import batch, mlp, relative_error
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.models import batch, mlp, relative_error
 
 INF = float("inf")
 

@@ -80,11 +80,11 @@ class End:
         return skipped
 
     def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse to end a window whose gradients would be wrong, lost or stepped by nobody.
+        """Refuse to end a window whose gradients would be wrong or lost, or which no optimizer would step.
 
         Args:
             caller: The method's name, for messages.
-            optimizers: All that step this window.
+            optimizers: All optimizers that step this window.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -337,8 +337,8 @@ class End:
     def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:
         """Whether no `.grad` is handed out at all, so that optimizers leave their state alone.
 
-        So where the weights are known to sum to zero or the window to be dropped, and where an overflow would leave the
-        momentum of torch's fused SGD uninitialised; that is worth a synchronisation.
+        That is so where the weights are known to sum to zero or the window was dropped, and where an overflow would
+        leave the momentum of torch's fused SGD uninitialised, which is worth a synchronisation.
         """
         if window.known_empty:
             return True
