@@ -8,8 +8,9 @@ mesh dimensions over which a parameter is replicated (HSDP), and where a smaller
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,25 +50,25 @@ class Mesh(Alone):
         self._replicas = self._count_replicas(named, meshes)
         self._compared = False
 
-    def _count_replicas(
-        self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]
-    ) -> dict[int, int]:
+    def _count_replicas(self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]) -> dict[int, int]:
         """By id of a parameter, how many ranks hold what this one holds of it.
 
-        A parameter on a mesh of fewer ranks (a plain one: of this rank alone) is on the other ranks too, as a copy or,
-        where it is an expert's, with values of its own. Nothing but the values tells.
+        A parameter on a mesh of fewer ranks (a plain one: of this rank alone) may have copies on the others, as the
+        norms of a tensor parallel model do, or be one of many experts. Copies have the same values, and lie on a part
+        of a mesh along whose rest other parameters are cut.
         """
-        smaller: dict[tuple[int, ...], list[NamedParameter]] = {}
-        for entry in named:
-            if len(meshes[id(entry.param)]) < self.size:
-                smaller.setdefault(meshes[id(entry.param)], []).append(entry)
+        inside = {
+            ranks for entry in named if is_dtensor(entry.param) for ranks in _parts_of_mesh(entry.param)
+        }
+        contents = {
+            ranks: _content([entry for entry in named if meshes[id(entry.param)] == ranks], ranks)
+            for ranks in dict.fromkeys(meshes.values())
+            if len(ranks) < self.size and ranks in inside
+        }
         copies = {ranks: 1 for ranks in meshes.values()}
-        contents = {ranks: _content(entries, ranks) for ranks, entries in smaller.items()}
-        everyones: list[Any] = [None] * self.size
-        gathered = torch.zeros(1, dtype=torch.int64, device=local(named[0].param).device)
-        gathered += bool(smaller)
-        dist.all_reduce(gathered, group=self._group)
-        if gathered.item():
+        wanted = torch.full((1,), bool(contents), dtype=torch.int64, device=local(named[0].param).device)
+        if self.maximum(wanted).item():
+            everyones: list[Any] = [None] * self.size
             dist.all_gather_object(everyones, list(contents.values()), group=self._group)
             for ranks, content in contents.items():
                 copies[ranks] = sum(content in theirs for theirs in everyones)
@@ -233,6 +234,17 @@ def _mesh(entry: NamedParameter) -> tuple[int, ...]:
         if placement.is_partial():
             raise ValueError(f"params: {entry.name!r} is a DTensor with placement {placement}, which no parameter has")
     return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+
+
+def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
+    """The ranks that share this one's place along some dimensions of a DTensor's mesh, along which it is cut."""
+    mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
+    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    for count in range(1, mesh.ndim + 1):
+        for fixed in itertools.combinations(range(mesh.ndim), count):
+            if any(dim in cut for dim in fixed):
+                index = tuple(place[dim] if dim in fixed else slice(None) for dim in range(mesh.ndim))
+                yield tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
 def _cut(param: Any) -> tuple[dist.ProcessGroup, ...]:

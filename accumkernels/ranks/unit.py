@@ -26,9 +26,9 @@ def agree_on_unit(weight: float | Tensor) -> float:
     """The unit of the job: that of the first rank that asks.
 
     Args:
-        weight: This rank's first weight, positive; one that only the device knows proposes 1.
+        weight: This rank's first weight; 0, or one that only the device knows, proposes 1.
     """
-    exponent = 0 if isinstance(weight, Tensor) else math.frexp(weight)[1] - 1
+    exponent = 0 if isinstance(weight, Tensor) or weight == 0 else math.frexp(weight)[1] - 1
     store = torch.distributed.distributed_c10d._get_default_store()
     agreed = store.compare_set(_KEY, "", str(exponent))
     return math.ldexp(1.0, int(agreed))

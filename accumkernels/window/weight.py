@@ -17,23 +17,25 @@ class Weight(NamedTuple):
     Attributes:
         total: What the micro-batch counts in the window's sum of weights.
         in_loss: What its loss was multiplied by before backward.
+        unit: The unit of `in_loss`, which is `total / unit` but for rounding.
     """
 
     total: float | Tensor
     in_loss: float | Tensor = 1.0
+    unit: float = 1.0
 
     @property
     def multiplier(self) -> float | Tensor:
-        """What its gradients, unscaled, are still to be multiplied by; anything where the loss was multiplied by 0."""
+        """What its gradients, unscaled, are still to be multiplied by; some may be those of other ranks' losses."""
         if isinstance(self.in_loss, Tensor):
-            return torch.where(self.in_loss == 0, 1.0, self.total / self.in_loss)
+            return torch.where(self.in_loss == 0, self.unit, self.total / self.in_loss)
         if self.in_loss == 0:
-            return 1.0
+            return self.unit
         return self.total / self.in_loss
 
     def plus(self, other: Weight) -> Weight:
         """The weight of both together, where their gradients were added up."""
-        return Weight(self.total + other.total, self.in_loss + other.in_loss)
+        return Weight(self.total + other.total, self.in_loss + other.in_loss, self.unit)
 
 
 class Weigher:
@@ -54,19 +56,14 @@ class Weigher:
         """
         if not backward_may_cross_ranks():
             return loss, Weight(weight)
-        if isinstance(weight, Tensor):
-            # As the loss's dtype rounds it: what is lost there, the multiplier makes up for.
-            factor = (weight / self._agreed(weight)).to(loss.dtype)
-            return loss * move(factor, loss.device), Weight(weight, factor.double())
-        if weight == 0:
-            return loss * 0.0, Weight(0.0, 0.0)
-        number = weight / self._agreed(weight)
-        if number == 1:
-            return loss, Weight(weight)
-        number = torch.tensor(number, dtype=loss.dtype, device="cpu").item()
-        return loss * number, Weight(weight, number)
-
-    def _agreed(self, weight: float | Tensor) -> float:
         if self._unit is None:
             self._unit = agree_on_unit(weight)
-        return self._unit
+        factor = weight / self._unit
+        if not isinstance(factor, Tensor) and factor == 1:
+            return loss, Weight(weight)
+        # As the loss's dtype rounds it: what is lost there, the multiplier makes up for.
+        if isinstance(factor, Tensor):
+            rounded = factor.to(loss.dtype)
+            return loss * move(rounded, loss.device), Weight(weight, rounded.double(), self._unit)
+        number = torch.tensor(factor, dtype=loss.dtype, device="cpu").item()
+        return loss * number, Weight(weight, number, self._unit)
