@@ -13,7 +13,7 @@ from .buffers.devices import move
 
 OVERFLOW = (None, "window", "microbatch", "raise")
 RELEASE = ("microbatch", "backward")
-COMM_DTYPES = (torch.float32, torch.bfloat16)
+COMM_DTYPES = (torch.float32, torch.bfloat16, "auto")
 
 
 def check_options(

@@ -24,6 +24,8 @@ class Report(NamedTuple):
         divisor: fp64 0-d that replaces the sum of weights; None for that sum.
         weighed_after: Whether any weight other than 1 came after its backward, where it is too late for gradients that
             backward has reduced over ranks.
+        micro_batches: How many this rank ran.
+        window: The window's number.
     """
 
     state: Tensor
@@ -32,6 +34,8 @@ class Report(NamedTuple):
     squares: Tensor | None
     divisor: Tensor | None
     weighed_after: bool = False
+    micro_batches: int = 0
+    window: int = 0
 
 
 class Agreement(NamedTuple):
@@ -102,8 +106,8 @@ class Alone:
     def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
         """Note that segments are complete, and send what may go while backward still runs."""
 
-    def send_all(self) -> None:
-        """Send everything that was not sent."""
+    def end_last(self) -> None:
+        """The micro-batch that was said to be the last is complete: send everything that was not sent."""
 
     # ---- at its end
 

@@ -231,7 +231,7 @@ class Intake:
         if self.hooks is not None:
             self.hooks.reset()
         if last:
-            self._ranks.send_all()
+            self._ranks.end_last()
 
     def _warn_of_nothing(self) -> None:
         if not self._warned:
