@@ -60,6 +60,16 @@ class Agreement(NamedTuple):
     error: str | None = None
 
 
+def different_windows(numbers: Sequence[float]) -> str | None:
+    """That ranks, each in the window of such a number, do not end the same one, in words."""
+    if len(set(numbers)) == 1:
+        return None
+    return (
+        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were saved "
+        "in the same window, and end each window on all ranks"
+    )
+
+
 class Alone:
     """A process that ends its windows alone: nothing is communicated.
 
@@ -132,6 +142,15 @@ class Alone:
         return total_norm(buffers, norm_type, device)
 
     # ---- checkpoints
+
+    def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """What ranks have together of something that windows sum up: its sum, or mean where gradients are means.
+
+        Args:
+            tensor: Of the same shape on all ranks; changed.
+            largest: Their elementwise maximum instead.
+        """
+        return tensor
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks that hold different parts of the same gradients, this one's at `shard`."""

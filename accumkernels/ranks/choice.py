@@ -72,7 +72,7 @@ class Choice:
         if self.ddp is None:  # DistributedDataParallel's constructor has done that
             group.broadcast(entry.param for entry in named)
             group.share()
-        early = options["release"] == "backward"
+        early = options["release"] != "microbatch"
         if early:
             group.separate(named[0].param.device)
         return Reduction(group, len(named), early)

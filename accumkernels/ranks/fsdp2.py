@@ -22,7 +22,7 @@ from ..buffers.dtensors import is_dtensor, local
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report
+from .alone import Agreement, Alone, Report, different_windows
 from .own_group import own_group
 
 
@@ -107,22 +107,23 @@ class Mesh(Alone):
         The host reads the result on the CPU; elsewhere in the first window, and in those that may be in error: with a
         divisor, or with weights that came after backward.
         """
-        # One vector, summed: flags, then for every rank its weight and its divisor.
+        # One vector, summed: flags, then for every rank its weight, its divisor and its window.
         device = report.state.device
         state = torch.zeros_like(report.state) if report.dropped else report.state
         flags = torch.tensor([report.dropped, report.weighed_after], dtype=torch.float64, device="cpu")
-        by_rank = torch.zeros(2, self.size, dtype=torch.float64, device=device)
+        by_rank = torch.zeros(3, self.size, dtype=torch.float64, device=device)
         by_rank[0, self.rank] = state[State.WEIGHT]
+        by_rank[2, self.rank] = report.window
         if report.divisor is not None:
             by_rank[1, self.rank] = report.divisor
         vector = torch.cat([state, move(flags, device), by_rank.flatten()])
         dist.all_reduce(vector, group=self._group)
 
         # What the device alone can conclude.
-        sizes = [len(State), 1, 1, self.size, self.size]
-        summed, dropped, after, weights, divisors = vector.split(sizes)
+        sizes = [len(State), 1, 1, self.size, self.size, self.size]
+        summed, dropped, after, weights, divisors, windows = vector.split(sizes)
         wrong = (divisors != divisors[0]).any() | ((after[0] > 0) & (weights != weights[0]).any())
-        wrong &= dropped[0] == 0
+        wrong = wrong & (dropped[0] == 0) | (windows != windows[0]).any()
         together = state.clone()
         together[State.WEIGHT] = weights.mean()
         for flag in (State.FOUND_INF, State.POISONED):
@@ -140,9 +141,11 @@ class Mesh(Alone):
         if device.type != "cpu" and self._compared and report.divisor is None and not report.weighed_after:
             return agreement
         self._compared = True
-        host_state, (any_dropped,), (any_after,), weights, given = (p.tolist() for p in vector.cpu().split(sizes))
-        error = None
-        if not any_dropped and not host_state[State.POISONED]:
+        host_state, (any_dropped,), (any_after,), weights, given, windows = (
+            part.tolist() for part in vector.cpu().split(sizes)
+        )
+        error = different_windows(windows)
+        if error is None and not any_dropped and not host_state[State.POISONED]:
             error = _disagreement(weights, given, any_after > 0)
         return agreement._replace(dropped=any_dropped > 0, weight=sum(weights) / self.size, error=error)
 
@@ -201,6 +204,13 @@ class Mesh(Alone):
             )
 
     # ---- checkpoints
+
+    def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """See `Alone`; collective."""
+        if largest:
+            return self.maximum(tensor)
+        dist.all_reduce(tensor, group=self._group)
+        return tensor.div_(self.size)
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks that hold different parts; row `self.shard` is this rank's."""

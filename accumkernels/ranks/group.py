@@ -108,9 +108,10 @@ class Group:
 
     # ---- sums
 
-    def sum(self, vector: Tensor) -> None:
-        """Sum over all ranks, in place."""
-        torch.distributed.all_reduce(vector, group=self._group)
+    def sum(self, vector: Tensor, largest: bool = False) -> None:
+        """Sum, or maximum, over all ranks, in place."""
+        ops = torch.distributed.ReduceOp
+        torch.distributed.all_reduce(vector, ops.MAX if largest else ops.SUM, group=self._group)
 
     def send(self, piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """Begin to sum a range of a flat buffer over all ranks; what is sent, and what to wait for."""

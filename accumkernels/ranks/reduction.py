@@ -30,7 +30,7 @@ from torch import Tensor
 from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report
+from .alone import Agreement, Alone, Report, different_windows
 from .group import Group
 
 CHUNK_BYTES = 32 * 2**20  # of a flat buffer: long enough for bandwidth, short enough that several are in flight
@@ -282,6 +282,15 @@ class Reduction(Alone):
         if self._came and self._agreements <= _LEARNING:
             self._chunks = _as_they_come(self._buffers, self._group.comm_dtype, self._came)
 
+    # ---- checkpoints
+
+    def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """See `Alone`; collective."""
+        self._group.sum(tensor, largest)
+        return tensor
+
+    # ---- inside
+
     def _send(self) -> None:
         chunk = self._chunks[self._sent]
         self._flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
@@ -299,11 +308,9 @@ class Reduction(Alone):
 
 def _disagreement(divisors: list[float], windows: list[float], marked: float, unmarked: float) -> str | None:
     """What ranks disagree about, in words."""
-    if len(set(windows)) > 1:
-        return (
-            f"ranks are in different windows, by rank {[int(n) for n in windows]}: load states on all ranks that were "
-            "saved in the same window"
-        )
+    differ = different_windows(windows)
+    if differ is not None:
+        return differ
     if len(set(divisors)) > 1:
         return f"divisor must be that of the whole window, over all ranks; by rank it is {divisors} (0.0: none)"
     if marked and unmarked:

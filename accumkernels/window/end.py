@@ -238,7 +238,16 @@ class End:
         sums = self._noise.sums(self._store.device)
         touched = bytes(bytearray().join(buffer.touched for buffer in self._store.buffers))
         squares = None if sums is None else sums[0]
-        report = Report(self._store.state(), touched, window.dropped, squares, divisor, window.weighed_after)
+        report = Report(
+            state=self._store.state(),
+            touched=touched,
+            dropped=window.dropped,
+            squares=squares,
+            divisor=divisor,
+            weighed_after=window.weighed_after,
+            micro_batches=window.micro_batches,
+            window=window.number,
+        )
         agreement = ranks.agree(report)
         verdict = judge(agreement.state, agreement.divisor)
         if not ranks.reduces_sums:

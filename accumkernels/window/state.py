@@ -36,6 +36,7 @@ class Window:
     """Counts and flags of one window; the sums themselves are in the store. Only this room writes it.
 
     Attributes:
+        number: How many windows ended before.
         phase: See `Phase`.
         micro_batches: `accumulate` calls, dropped micro-batches too.
         kept: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
@@ -47,6 +48,7 @@ class Window:
         verdict: Set when the phase becomes FINALIZED.
     """
 
+    number: int = 0
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
     kept: int = 0
@@ -140,6 +142,7 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; a window that is finalized is saved as averaged."""
         return {
+            "number": self.number,
             "micro_batches": self.micro_batches,
             "host_weight": self.host_weight,
             "decided_on_device": self.decided_on_device,
@@ -150,5 +153,5 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become the window that `state_dict` described; this one is empty."""
         self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
-        for name in ("micro_batches", "host_weight", "decided_on_device", "dropped"):
+        for name in ("number", "micro_batches", "host_weight", "decided_on_device", "dropped"):
             setattr(self, name, state[name])
