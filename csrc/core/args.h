@@ -1,4 +1,4 @@
-// What one call of an op works on: raw pointers and numbers, filled by bindings.cpp, consumed by cpu/ and cuda/.
+// What one call of an op works on: raw pointers and numbers, filled by bindings/, consumed by cpu/ and cuda/.
 // No torch, no CUDA headers: the same structs serve the library and the host tests.
 #pragma once
 

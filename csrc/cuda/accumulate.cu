@@ -39,6 +39,12 @@ struct Work {
   Buffer multiplier;
 };
 
+// What a gradient element adds to the buffer.
+template <class Buffer, class Element>
+__device__ Buffer contribution(Element gradient, Buffer multiplier) {
+  return multiply(convert<Buffer>(gradient), multiplier);
+}
+
 template <class Buffer, class Element, bool kAligned, bool kSumSquares>
 struct Accumulate {
   static constexpr int kWidth = kWidthOf<Buffer, Element>;
@@ -159,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kSumSquares ? 3 : 4)
                   : accumulate_piece<Buffer, false, kSumSquares>(entry, main_grad, work);
     if (!outcome.finite_sums && args.flags != nullptr) {
       mark_overflow(args.state);
-      if (!outcome.finite_products) args.flags[entry.packed >> kSegmentShift] = args.tag;
+      if (!outcome.finite_products) set_flag(&args.flags[entry.packed >> kSegmentShift], args.tag);
     }
   }
   if constexpr (kSumSquares) {

@@ -54,7 +54,7 @@ __device__ bool piece_is_finite(const CheckEntry& entry, const Piece& piece) {
 __global__ void __launch_bounds__(kThreads)
     check_finite_kernel(const Table<CheckEntry> __grid_constant__ table, const CheckFiniteArgs __grid_constant__ args) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && args.weight_tensor != nullptr && is_bad_weight(*args.weight_tensor)) {
-    *args.found_inf = 1.0;
+    raise(args.found_inf);
   }
   if (table.count == 0) return;
   const int32_t index = table.find(blockIdx.x);
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads)
   const bool finite =
       is_aligned(entry.data) ? piece_is_finite<true>(entry, piece) : piece_is_finite<false>(entry, piece);
   if (!finite) {
-    *args.found_inf = 1.0;
-    args.flags[entry.packed >> 2] = args.tag;
+    raise(args.found_inf);
+    set_flag(&args.flags[entry.packed >> 2], args.tag);
   }
 }
 

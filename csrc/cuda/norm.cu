@@ -1,5 +1,5 @@
 // norm_: the sum of squares of a list of tensors, or their largest magnitude, in a fixed order.
-#include "../core/element.h"
+#include "../core/arithmetic.h"
 #include "launch.h"
 #include "reduce.h"
 #include "stream.h"

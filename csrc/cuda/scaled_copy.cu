@@ -1,5 +1,6 @@
 // scaled_copy_: outputs[i] = inputs[i] / divisor, between any two element types, rounded once.
-#include "../core/element.h"
+#include "../core/arithmetic.h"
+#include "../core/flags.h"
 #include "launch.h"
 #include "stream.h"
 #include "table.h"
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
   const Piece piece = table.piece(index, entry.numel, blockIdx.x);
   const bool finite = is_aligned(entry.output) && is_aligned(entry.input) ? copy_piece<true>(entry, piece, divisor)
                                                                           : copy_piece<false>(entry, piece, divisor);
-  if (!finite && found_inf != nullptr) *found_inf = 1.0;
+  if (!finite && found_inf != nullptr) raise(found_inf);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "../core/args.h"
-#include "../core/blocks.h"
+#include "blocks.h"
 #include "kernel.h"
 
 namespace accumkernels::cuda {
