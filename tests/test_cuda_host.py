@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn) -> Accumulate:
         segments=draw(st.permutations(range(len(grads)))),
         overwrite=[draw(st.booleans()) for _ in grads],
         alignment=draw(st.sampled_from([1, 2, 3, 32])),
-        shift=draw(st.integers(0, 3)),
+        shift=draw(st.integers(0, 4)),
         checked=draw(st.booleans()),
         state=[3.0, 0.0, 2.0, 0.0],
     )

@@ -4,11 +4,15 @@
 
 #include <cstdint>
 
+#include "numeric.h"
+
 namespace accumkernels {
 
 enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
-static inline int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+AK_HOST_DEVICE static inline int64_t size_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
 
 // Indices into the device state tensor (float64[4]) of an accumulator.
 enum State : int {

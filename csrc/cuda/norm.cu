@@ -15,10 +15,10 @@ struct SpanEntry {
   DType dtype;
 };
 
-template <Norm kNorm, class Element, bool kAligned>
+template <Norm kNorm, class Element, bool kWide>
 struct Reduce {
   static constexpr int kWidth = kWidthOf<Element>;
-  static constexpr int kUnroll = kUnrollOf<kWidth, sizeof(Element)>;
+  static constexpr int kUnroll = kWidth > 4 ? 2 : 4;
   static constexpr int64_t kStripe = kThreads * kWidth;
   // Squares are summed in fp64; a largest magnitude is exact in any type, and fp64 is slow on most GPUs.
   using Result = std::conditional_t<kNorm == Norm::kL2 || sizeof(Element) == 8, double, float>;
@@ -30,7 +30,7 @@ struct Reduce {
   __device__ void run(int64_t i) {
     Element values[kCount][kGroup];
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) load<kAligned>(data + i + u * kStripe, values[u]);
+    for (int u = 0; u < kCount; ++u) load<kWide>(data + i + u * kStripe, values[u]);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
@@ -46,14 +46,16 @@ struct Reduce {
   }
 };
 
-template <Norm kNorm, bool kAligned>
+template <Norm kNorm>
 __device__ double reduce_piece(const SpanEntry& entry, const Piece& piece) {
   double result = 0.0;
   with_elements(entry.data, entry.dtype, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-    Reduce<kNorm, Element, kAligned> body{data + piece.begin, 0};
-    for_each_group(piece.size, body);
-    result = body.result;
+    with_constant(is_aligned<kWidthOf<Element>>(data), [&](auto wide) {
+      Reduce<kNorm, Element, decltype(wide)::value> body{data + piece.begin, 0};
+      for_each_group(piece.size, body);
+      result = body.result;
+    });
   });
   return result;
 }
@@ -63,10 +65,8 @@ __global__ void __launch_bounds__(kThreads)
     norm_kernel(const Table<SpanEntry> __grid_constant__ table, double* partials) {
   const int32_t index = table.find(blockIdx.x);
   const SpanEntry& entry = table.entries[index];
-  const Piece piece = table.piece(index, entry.numel, blockIdx.x);
-  double result =
-      is_aligned(entry.data) ? reduce_piece<kNorm, true>(entry, piece) : reduce_piece<kNorm, false>(entry, piece);
-  result = block_reduce<kNorm, kThreads>(result);
+  const double result =
+      block_reduce<kNorm, kThreads>(reduce_piece<kNorm>(entry, table.piece(index, entry.numel, blockIdx.x)));
   if (threadIdx.x == 0) partials[blockIdx.x] = result;
 }
 

@@ -28,6 +28,10 @@ struct dim3 {
   explicit dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -94,6 +98,11 @@ T __shfl_down_sync(unsigned, T value, unsigned distance) {
   T result;
   cuda_host::exchange(&value, &result, sizeof(T), static_cast<int>(lane + distance < 32 ? lane + distance : lane));
   return result;
+}
+
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
 }
 
 inline cudaError_t cudaDriverGetVersion(int* version) {
