@@ -3,10 +3,12 @@
     python -m benchmarks.compile_report [--json FILE]
 
 Compiles every Triton kernel as a launch would, and reads the SASS of the CUDA kernels in the built library. Standard
-output is a JSON list of {kernel, backend, arch, regs, spills, vector_loads, vector_stores}: registers per thread, bytes
-of stack and local memory per thread (0: nothing is spilled), and how many instructions of the kernel load from or store
-to global memory 128 bits or more at a time. CUDA kernels read the dtype of gradients at run time: one kernel has the
-code for all of them.
+output is a JSON list of {kernel, backend, arch, regs, spills, vector_loads, vector_stores, loops}: registers per
+thread, bytes of stack and local memory per thread (0: nothing is spilled), and how many instructions of the kernel load
+from or store to global memory 128 bits or more at a time. CUDA kernels read the dtype of gradients at run time: one
+kernel has the code for all of them. For each innermost loop, `loops` says how many loads and stores of how many bits a
+thread makes in one turn (4 x 64 of 16-bit gradients and 4 x 128 of an fp32 buffer, say), and how much of that is in
+flight on a multiprocessor before its threads wait. Triton's kernels have no loops over elements.
 
 Left out unless --details is given: Triton's forms for tensors that are not 16-byte aligned, which cannot have wide
 accesses (a CUDA kernel holds both forms), and counts of what would round otherwise than the reference does.
@@ -26,6 +28,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from . import sass
+
 CAPABILITIES = (80, 90, 100)  # that Triton's kernels are compiled for
 _WIDE_IN_PTX = r"\.global[\w.:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"  # disassembling each would take half a second
 _WIDE_LOAD = re.compile(r"\bLDG?\.[\w.]*(?:128|256)\b")
@@ -41,7 +45,7 @@ _TYPES = {"f": "fp32", "d": "fp64", "6__half": "fp16", "13__nv_bfloat16": "bf16"
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kernel for one architecture; the last three only of Triton's, counted in its PTX."""
+    """One kernel for one architecture; `fused` and what follows only of Triton's, counted in its PTX."""
 
     kernel: str
     backend: str
@@ -50,13 +54,22 @@ class Code:
     spills: int
     vector_loads: int
     vector_stores: int
+    loops: Sequence[sass.Loop] = ()  # only of CUDA kernels
     fused: int = 0  # multiply-adds, which round once instead of twice
     flushed: int = 0  # instructions that take subnormal numbers for zero
     approximate: int = 0  # divisions
 
     def brief(self) -> dict[str, object]:
         """What is reported without --details."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in DETAILS}
+        found = {name: value for name, value in dataclasses.asdict(self).items() if name not in DETAILS}
+        return {**found, "loops": [self.moved_by(loop) for loop in self.loops]}
+
+    def moved_by(self, loop: sass.Loop) -> str:
+        """What one turn of a loop moves, and how much of it is in flight on a multiprocessor."""
+        if self.kernel.startswith("scaled_copy"):  # a loop has the code for several dtypes, of which one runs
+            return str(loop)
+        blocks = sass.blocks_per_multiprocessor(self.regs, self.arch)
+        return f"{loop}; {loop.in_flight * sass.BLOCK * blocks // 1024} KB in flight"
 
 
 DETAILS = ("fused", "flushed", "approximate")
@@ -101,14 +114,15 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return usage
 
 
-def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int]]:
-    """Registers, spilled bytes, wide loads and wide stores of each kernel in a library."""
+def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int, list[sass.Loop]]]:
+    """Registers, spilled bytes, wide loads, wide stores and loops of each kernel in a library."""
     text = _cuobjdump("-sass", "-res-usage", "-arch", arch, str(path))
     usage = _usages(text)
     found = {}
     for part in re.split(r"^\s*Function : ", text, flags=re.MULTILINE)[1:]:
         name, _, code = part.partition("\n")
-        found[name.strip()] = (*usage[name.strip()], len(_WIDE_LOAD.findall(code)), len(_WIDE_STORE.findall(code)))
+        wide = (len(_WIDE_LOAD.findall(code)), len(_WIDE_STORE.findall(code)))
+        found[name.strip()] = (*usage[name.strip()], *wide, sass.loops(code))
     return found
 
 
@@ -128,11 +142,11 @@ def triton_code(details: bool = False) -> Iterator[Code]:
                 ptx.count(".ftz"),
                 len(re.findall(r"\bdiv\.(?:full|approx)", ptx)),
             )
-            yield Code(variant.name, "triton", f"sm_{capability}", *_usage(compiled.asm["cubin"]), *wide, *counts)
+            yield Code(variant.name, "triton", f"sm_{capability}", *_usage(compiled.asm["cubin"]), *wide, (), *counts)
 
 
 def cuda_code(library: Path, archs: Sequence[str]) -> list[Code]:
-    """What the library holds for these architectures."""
+    """What a library or an object file holds for these architectures."""
     with ThreadPoolExecutor(2) as pool:
         dumps = list(pool.map(lambda arch: _dump(library, arch), archs))
     return [

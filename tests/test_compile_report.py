@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accumkernels.ops import native, triton_table
-from benchmarks import compile_report
+from benchmarks import compile_report, sass
 from benchmarks.compile_report import CAPABILITIES, Code, readable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,9 +110,10 @@ class TestCompiled:
 
 
 def test_default_is_brief(monkeypatch, capsys):
-    """Without --details an entry has the seven documented fields."""
+    """Without --details an entry has the eight documented fields; 2,048 threads of 32 registers fit, 96 bytes each."""
+    loop = sass.Loop({64: 4, 128: 4}, {128: 4}, 0, 96)
     monkeypatch.setattr(
-        compile_report, "report", lambda details, archs: [Code("k[bf16]", "cuda", "sm_90", 32, 0, 4, 2)]
+        compile_report, "report", lambda details, archs: [Code("k[bf16]", "cuda", "sm_90", 32, 0, 4, 2, [loop])]
     )
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", ""))  # main() takes it away
     assert compile_report.main([]) == 0
@@ -125,6 +126,7 @@ def test_default_is_brief(monkeypatch, capsys):
             "spills": 0,
             "vector_loads": 4,
             "vector_stores": 2,
+            "loops": ["loads 4 x 64 + 4 x 128, stores 4 x 128; 192 KB in flight"],
         }
     ]
 
