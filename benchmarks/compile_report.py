@@ -58,6 +58,7 @@ class Code:
     fused: int = 0  # multiply-adds, which round once instead of twice
     flushed: int = 0  # instructions that take subnormal numbers for zero
     approximate: int = 0  # divisions
+    late_loads: int = 0  # wide loads behind a product, which therefore wait for memory one after the other
 
     def brief(self) -> dict[str, object]:
         """What is reported without --details."""
@@ -72,7 +73,7 @@ class Code:
         return f"{loop}; {loop.in_flight * sass.BLOCK * blocks // 1024} KB in flight"
 
 
-DETAILS = ("fused", "flushed", "approximate")
+DETAILS = ("fused", "flushed", "approximate", "late_loads")
 
 
 def cuobjdump() -> Path:
@@ -126,6 +127,14 @@ def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int, list[sas
     return found
 
 
+def _late_loads(ptx: str) -> int:
+    """Wide loads of other basic blocks than the first that has any, and those in it behind a product."""
+    blocks = re.split(r"^\$L__BB\w+:", ptx, flags=re.MULTILINE)
+    first = next((block for block in blocks if re.search("ld" + _WIDE_IN_PTX, block)), "")
+    in_time = re.split(r"\bmul\.(?:rn\.)?f(?:32|64)\b", first, maxsplit=1)[0]
+    return len(re.findall("ld" + _WIDE_IN_PTX, ptx)) - len(re.findall("ld" + _WIDE_IN_PTX, in_time))
+
+
 def triton_code(details: bool = False) -> Iterator[Code]:
     """Compile Triton's kernels. Only where this process's Triton is the compiler, not the interpreter."""
     from accumkernels.ops import triton_compile
@@ -141,6 +150,7 @@ def triton_code(details: bool = False) -> Iterator[Code]:
                 len(re.findall(r"\bfma\.rn\.f32", ptx)),
                 ptx.count(".ftz"),
                 len(re.findall(r"\bdiv\.(?:full|approx)", ptx)),
+                _late_loads(ptx),
             )
             yield Code(variant.name, "triton", f"sm_{capability}", *_usage(compiled.asm["cubin"]), *wide, (), *counts)
 

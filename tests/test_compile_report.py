@@ -66,9 +66,9 @@ class TestCompiled:
         keys = [(c.kernel, c.backend, c.arch) for c in compiled]
         assert len(set(keys)) == len(keys)
 
-    @pytest.mark.parametrize("flaw", ["spills", "fused", "flushed", "approximate"])
+    @pytest.mark.parametrize("flaw", ["spills", "fused", "flushed", "approximate", "late_loads"])
     def test_no(self, compiled, flaw):
-        """No spilled register, no fused multiply-add, no flushed subnormal number, no approximate division."""
+        """No spilled register, fused multiply-add, flushed subnormal, approximate division, or load that comes late."""
         assert [c for c in compiled if getattr(c, flaw)] == []
 
     def test_accumulate_is_vectorised(self, compiled):
