@@ -34,10 +34,14 @@ CAPABILITIES = (80, 90, 100)  # that Triton's kernels are compiled for
 _WIDE_IN_PTX = r"\.global[\w.:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"  # disassembling each would take half a second
 _WIDE_LOAD = re.compile(r"\bLDG?\.[\w.]*(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG?\.[\w.]*(?:128|256)\b")
+# The capacity of the table in a kernel's arguments: kShortTable and kLongTable of csrc/cuda/table.h.
+_TABLES = {"Li256E": "short", "Li1015E": "", "Li1354E": "", "Li2031E": ""}
 # What template arguments say, by kernel; they are shown as they are mangled otherwise.
 _ARGUMENTS = {
-    "accumulate_kernel": {"Lb0E": "", "Lb1E": "sq_norm"},
-    "norm_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf"},
+    "accumulate_kernel": {"Lb0E": "", "Lb1E": "sq_norm", **_TABLES},
+    "check_finite_kernel": _TABLES,
+    "norm_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf", **_TABLES},
+    "scaled_copy_kernel": _TABLES,
     "norm_finish_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf"},
 }
 _TYPES = {"f": "fp32", "d": "fp64", "6__half": "fp16", "13__nv_bfloat16": "bf16"}

@@ -134,12 +134,14 @@ def test_default_is_brief(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("mangled", "name"),
     [
-        ("_ZN12accumkernels4cuda46_GLOBAL__N__d6_13_accumulate_cu_e87b4417accumulate_kernelIfLb0EEEvNS0_5TableINS1_1XEEE",
+        ("_ZN12accumkernels4cuda46_GLOBAL__N__d6_13_accumulate_cu_e87b4417accumulate_kernelIfLb0ELi2031EEEvNS0_5TableINS1_1XEEE",
          "accumulate_kernel[fp32]"),
         ("_ZN12accumkernels4cuda46_GLOBAL__N__d6_13_accumulate_cu_e87b4417accumulate_kernelIdLb1EEEvNS0_5TableINS1_1XEEE",
          "accumulate_kernel[fp64,sq_norm]"),
         ("_ZN12accumkernels4cuda39_GLOBAL__N__8a_7_norm_cu_1249e70918norm_finish_kernelILNS_4NormE1EEEvPKdlPd",
          "norm_finish_kernel[inf]"),
+        ("_ZN12accumkernels4cuda39_GLOBAL__N__fd_7_norm_cu_1249e70911norm_kernelILNS_4NormE1ELi256EEEvNS0_5TableINS1_1XEEEPd",
+         "norm_kernel[inf,short]"),
         ("_ZN12accumkernels4cuda40_GLOBAL__N__c8_8_probe_cu_0c50b0d312probe_kernelEv", "probe_kernel"),
         ("_ZN12accumkernels4cuda48_GLOBAL__N__61_15_check_finite_cu_d40a8bcc19check_finite_kernelENS0_5TableINS1_1XEEE",
          "check_finite_kernel"),

@@ -125,6 +125,14 @@ def test_accumulate_many_tensors(count, sq_norm):
     assert kernels.launches() - before == -(-count // 2031) * (2 if sq_norm else 1)
 
 
+@pytest.mark.parametrize(("count", "limit"), [(1, 4608), (256, 4608), (257, 32_764)])
+def test_small_launches_copy_little(count, limit):
+    """Up to 256 tensors that are not empty take a table of 4 KB, more of them one of 32 KB."""
+    kernels.largest_arguments()
+    Accumulate(grads_of([1, 0] * count, [torch.float16]), alignment=1).check(HOST)
+    assert limit * 0.9 < kernels.largest_arguments() <= limit
+
+
 @pytest.mark.parametrize("numel", [0, 1, 4097])
 def test_accumulate_skips_empty_tensors(numel):
     """Tensors without elements, first and last, take no block; the one launch updates the state all the same."""

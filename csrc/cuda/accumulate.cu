@@ -142,10 +142,10 @@ __device__ Outcome accumulate_piece(const Element* gradient, Buffer* main_grad, 
 }
 
 // At most 64 registers, for 4 blocks on an SM: no spills on sm_75 to sm_120 (nvcc 13.0).
-template <class Buffer, bool kSumSquares>
+template <class Buffer, bool kSumSquares, int32_t kCapacity>
 __global__ void __launch_bounds__(kThreads, 4)
-    accumulate_kernel(const Table<GradientEntry> __grid_constant__ table, const AccumulateArgs __grid_constant__ args,
-                      double* partials) {
+    accumulate_kernel(const Table<GradientEntry, kCapacity> __grid_constant__ table,
+                      const AccumulateArgs __grid_constant__ args, double* partials) {
   __shared__ Work<Buffer> work;
   if (threadIdx.x == 0) {
     if (table.count > 0) {
@@ -206,10 +206,11 @@ cudaError_t launch_accumulate(const AccumulateArgs& args, double* partials, void
                     static_cast<uint32_t>(gradient.dtype);
   };
   AccumulateArgs per_launch = args;
-  const auto launch = [&](const Table<GradientEntry>& table, int64_t blocks, bool first) {
+  const auto launch = [&](const auto& table, int64_t blocks, bool first) {
+    constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;
     per_launch.count = args.count && first;
-    cudaError_t error =
-        launch_kernel(accumulate_kernel<Buffer, kSumSquares>, blocks, kThreads, stream, table, per_launch, partials);
+    cudaError_t error = launch_kernel(accumulate_kernel<Buffer, kSumSquares, kCapacity>, blocks, kThreads, stream,
+                                      table, per_launch, partials);
     if (kSumSquares && error == cudaSuccess) {
       const double* finished = partials;
       error = launch_kernel(sq_norm_finish_kernel, 1, kFinishThreads, stream, finished, blocks, per_launch);

@@ -52,8 +52,10 @@ __device__ bool piece_is_finite(const CheckEntry& entry, const Piece& piece) {
   return finite;
 }
 
+template <int32_t kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    check_finite_kernel(const Table<CheckEntry> __grid_constant__ table, const CheckFiniteArgs __grid_constant__ args) {
+    check_finite_kernel(const Table<CheckEntry, kCapacity> __grid_constant__ table,
+                        const CheckFiniteArgs __grid_constant__ args) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && args.weight_tensor != nullptr && is_bad_weight(*args.weight_tensor)) {
     raise(args.found_inf);
   }
@@ -77,8 +79,9 @@ int check_finite(const CheckFiniteArgs& args, void* stream) {
     entry->numel = gradient.numel;
     entry->packed = static_cast<uint32_t>(gradient.segment) << 2 | static_cast<uint32_t>(gradient.dtype);
   };
-  const auto launch = [&](const Table<CheckEntry>& table, int64_t blocks, bool) {
-    return launch_kernel(check_finite_kernel, blocks, kThreads, stream, table, args);
+  const auto launch = [&](const auto& table, int64_t blocks, bool) {
+    constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    return launch_kernel(check_finite_kernel<kCapacity>, blocks, kThreads, stream, table, args);
   };
   return launch_in_tables<CheckEntry>(args.gradients, args.num_gradients, args.weight_tensor != nullptr, fill, launch);
 }

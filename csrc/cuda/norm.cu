@@ -60,9 +60,9 @@ __device__ double reduce_piece(const SpanEntry& entry, const Piece& piece) {
   return result;
 }
 
-template <Norm kNorm>
+template <Norm kNorm, int32_t kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    norm_kernel(const Table<SpanEntry> __grid_constant__ table, double* partials) {
+    norm_kernel(const Table<SpanEntry, kCapacity> __grid_constant__ table, double* partials) {
   const int32_t index = table.find(blockIdx.x);
   const SpanEntry& entry = table.entries[index];
   const double result =
@@ -84,8 +84,9 @@ cudaError_t launch_norm(const NormArgs& args, double* partials, void* stream) {
     entry->numel = span.numel;
     entry->dtype = span.dtype;
   };
-  const auto launch = [&](const Table<SpanEntry>& table, int64_t blocks, bool) {
-    const cudaError_t error = launch_kernel(norm_kernel<kNorm>, blocks, kThreads, stream, table, partials);
+  const auto launch = [&](const auto& table, int64_t blocks, bool) {
+    constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    const cudaError_t error = launch_kernel(norm_kernel<kNorm, kCapacity>, blocks, kThreads, stream, table, partials);
     if (error != cudaSuccess) return error;
     const double* finished = partials;
     return launch_kernel(norm_finish_kernel<kNorm>, 1, kFinishThreads, stream, finished, blocks, args.out);

@@ -117,8 +117,10 @@ __device__ bool copy_piece(const CopyEntry& entry, const Piece& piece, const dou
   });
 }
 
+template <int32_t kCapacity>
 __global__ void __launch_bounds__(kThreads, 4)
-    scaled_copy_kernel(const Table<CopyEntry> __grid_constant__ table, const double* divisor, double* found_inf) {
+    scaled_copy_kernel(const Table<CopyEntry, kCapacity> __grid_constant__ table, const double* divisor,
+                       double* found_inf) {
   const int32_t index = table.find(blockIdx.x);
   const CopyEntry& entry = table.entries[index];
   const Piece piece = table.piece(index, entry.numel, blockIdx.x);
@@ -137,8 +139,9 @@ int scaled_copy(const ScaledCopyArgs& args, void* stream) {
     entry->numel = pair.numel;
     entry->dtypes = static_cast<uint32_t>(pair.output_dtype) << 2 | static_cast<uint32_t>(pair.input_dtype);
   };
-  const auto launch = [&](const Table<CopyEntry>& table, int64_t blocks, bool) {
-    return launch_kernel(scaled_copy_kernel, blocks, kThreads, stream, table, args.divisor, args.found_inf);
+  const auto launch = [&](const auto& table, int64_t blocks, bool) {
+    constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    return launch_kernel(scaled_copy_kernel<kCapacity>, blocks, kThreads, stream, table, args.divisor, args.found_inf);
   };
   return launch_in_tables<CopyEntry>(args.pairs, args.num_pairs, false, fill, launch);
 }

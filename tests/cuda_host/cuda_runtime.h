@@ -67,6 +67,7 @@ struct Settings {
 };
 inline Settings settings;
 inline int64_t launches = 0;
+inline int64_t largest_arguments = 0;  // bytes of the arguments of the largest launch so far
 
 void run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel);
 void block_barrier();
@@ -85,6 +86,8 @@ template <class... Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments, size_t,
                              cudaStream_t) {
   if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024) return cudaErrorInvalidValue;
+  const int64_t bytes = static_cast<int64_t>((sizeof(std::remove_reference_t<Parameters>) + ...));
+  if (bytes > cuda_host::largest_arguments) cuda_host::largest_arguments = bytes;
   cuda_host::run_grid(grid, block,
                       [&] { cuda_host::call(kernel, arguments, std::index_sequence_for<Parameters...>()); });
   return cudaSuccess;
