@@ -2,6 +2,7 @@
 #include "../core/arithmetic.h"
 #include "launch.h"
 #include "reduce.h"
+#include "square_sum.h"
 #include "stream.h"
 #include "table.h"
 
@@ -20,7 +21,7 @@ struct Reduce {
   static constexpr int kWidth = kWidthOf<Element>;
   static constexpr int kUnroll = kWidth > 4 ? 2 : 4;
   static constexpr int64_t kStripe = kThreads * kWidth;
-  // Squares are summed in fp64; a largest magnitude is exact in any type, and fp64 is slow on most GPUs.
+  // A largest magnitude is exact in any type, and fp64 is slow on most GPUs.
   using Result = std::conditional_t<kNorm == Norm::kL2 || sizeof(Element) == 8, double, float>;
 
   const Element* data;
@@ -31,17 +32,30 @@ struct Reduce {
     Element values[kCount][kGroup];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) load<kWide>(data + i + u * kStripe, values[u]);
+    if constexpr (kNorm == Norm::kL2 && sizeof(Element) < 8) {
+      SquareSum<Element> sum;
+      for_each(values, [&](Element value) { sum.see(convert<float>(value)); });
+      if (sum.in_range()) {
+        result += sum.total();
+        return;
+      }
+    }
+    for_each(values, [&](Element element) {
+      const Result value = convert<Result>(element);
+      if constexpr (kNorm == Norm::kL2) {
+        result += value * value;
+      } else {
+        result = larger(result, value < 0 ? -value : value);
+      }
+    });
+  }
+
+  template <int kGroup, int kCount, class See>
+  __device__ void for_each(const Element (&values)[kCount][kGroup], See see) {
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-      for (int k = 0; k < kGroup; ++k) {
-        const Result value = convert<Result>(values[u][k]);
-        if constexpr (kNorm == Norm::kL2) {
-          result += value * value;
-        } else {
-          result = larger(result, value < 0 ? -value : value);
-        }
-      }
+      for (int k = 0; k < kGroup; ++k) see(values[u][k]);
     }
   }
 };
