@@ -5,10 +5,12 @@ import importlib
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,21 +68,39 @@ class TestRunner:
         assert [line["name"] for line in lines] == list(found)
 
     def test_a_part_that_takes_too_long_is_cut(self, tmp_path):
-        """With what it has started; what it wrote stays, and the next one runs."""
+        """And the next one runs."""
+        found = run([python("long", NEVER, seconds=0.5), python("next", "pass")], tmp_path)
+        assert (found["long"].status, found["next"].status) == (CUT, PASSED)
+        assert "longer than 0 s" in found["long"].why
+
+    def test_nothing_is_left_behind(self, tmp_path):
+        """A process that a part has started, and that will not end, ends with it."""
         held = tmp_path / "held"
         os.mkfifo(held)
-        child = (
-            f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(held)!r}, 'w'); signal.pause()"
-        )
-        code = f"import subprocess, sys, signal; print('a row', flush=True); subprocess.Popen([sys.executable, '-c', {child!r}]); "
-        code += "signal.pause()"
-        reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-        found = run([python("long", code, seconds=1.0), python("next", "pass")], tmp_path)
-        assert (found["long"].status, found["next"].status) == (CUT, PASSED)
-        assert "longer than 1 s" in found["long"].why
-        assert (tmp_path / "long.log").read_text() == "a row\n"
-        assert os.read(reader, 1) == b""  # nobody has it open any more
-        os.close(reader)
+        child = f"""
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+held = open({str(held)!r}, "w")
+print("here", file=held, flush=True)
+signal.pause()
+"""
+        code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+        stop = runner.Stop()
+        readers = []
+
+        def wait():
+            readers.append(held.open())
+            assert readers[0].readline() == "here\n"
+            stop.signal = signal.SIGTERM
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        (outcome,) = runner.run([python("a", code)], tmp_path, os.environ, 60, stop, lambda outcomes: None)
+        waiting.join()
+        assert (outcome.status, outcome.why) == (CUT, "stopped by SIGTERM")
+        ended, _, _ = select.select([readers[0]], [], [], 30)
+        assert ended and readers[0].read() == ""  # nobody has it open any more
+        readers[0].close()
 
     def test_no_part_begins_without_time(self, tmp_path):
         """It is listed as not run."""
