@@ -332,6 +332,13 @@ class TestStages:
             first = make(setting)[0]
             assert first.environment == {"ACCUMKERNELS_BUILD_CUDA": "1", "ACCUMKERNELS_CUDA_ARCHS": "9.0"}
 
+    def test_only_files_with_gpu_tests_are_collected(self, setting):
+        """Another may need a package that the machine does not have, and pytest would run nothing at all."""
+        (part,) = [p for p in stages.first(setting) if p.name == "tests"]
+        files = {Path(a).name for a in part.command if a.endswith(".py")}
+        assert {"test_cuda_graph.py", "test_weight_gradients.py"} < files
+        assert not {"test_demo.py", "test_structure.py", "test_gpu_check.py"} & files
+
     def test_parts_have_names_of_their_own(self, setting):
         """And each result goes to a file of its own."""
         for make in stages.STAGES.values():
