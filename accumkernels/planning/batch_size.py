@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,14 +13,13 @@ from torch.optim import Optimizer
 
 from ..batch_statistics import uses_batch_statistics
 from .agreement import Agreement
-from .batches import Source, dummy_batches, loaded_batches, made_batches
 from .checks import no_accumulator, one_of, positive_int
-from .garbage import Garbage
-from .meters import describe_peak, meter_for
+from .meters import describe_peak
 from .progress import trial_progress
 from .search import largest_that_fits
 from .snapshot import Snapshot
-from .trial import Training, Trial
+from .trial import Trial
+from .trial_setup import check_trainable, training_for
 
 MODES = ("power", "binsearch")
 
@@ -31,16 +31,29 @@ class BatchSize(int):
         tried: Every size tried, in order: (size, ok, peak_bytes, samples_per_second).
         reason: What kept it from being larger: "oom" (a larger size did not fit), "max" (`max_batch_size`) or
             "dataset" (`dataset_size`).
+        optimizer_seconds: What an optimizer step takes, on the slowest rank; None where it was not measured.
+        accumulate: Micro-batches per optimizer step in the trials; None where they ran without an accumulator.
     """
 
     tried: list[Trial]
     reason: str
+    optimizer_seconds: float | None
+    accumulate: int | None
 
-    def __new__(cls, value: int, tried: Sequence[Trial] = (), reason: str = "") -> BatchSize:
+    def __new__(
+        cls,
+        value: int,
+        tried: Sequence[Trial] = (),
+        reason: str = "",
+        optimizer_seconds: float | None = None,
+        accumulate: int | None = None,
+    ) -> BatchSize:
         """Make one; `find_batch_size` does."""
         self = super().__new__(cls, value)
         self.tried = list(tried)
         self.reason = reason
+        self.optimizer_seconds = optimizer_seconds
+        self.accumulate = accumulate
         return self
 
     @property
@@ -138,17 +151,20 @@ def find_batch_size(
         start = _start(model, cap, step)
         no_accumulator(model, "find_batch_size")
         one_of(mode, "mode", MODES)
-        training = Training(
-            model=model,
-            device=_device(device),
-            source=_source(input_shape, output_shape, make_batch, make_loader),
-            loss_fn=_callable(loss_fn, "loss_fn"),
-            optimizer_fn=_callable(optimizer_fn, "optimizer_fn") or torch.optim.Adam,
-            amp_dtype=_amp(amp_dtype),
-            iterations=max(2, positive_int(num_iterations, "num_iterations")),
-            accumulate=None if accumulate is None else positive_int(accumulate, "accumulate"),
-            meter=meter_for(_device(device), _limit(memory_limit), _fraction(margin)),
-            garbage=Garbage(),
+        training = training_for(
+            model,
+            device,
+            input_shape,
+            output_shape,
+            make_batch=make_batch,
+            make_loader=make_loader,
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            amp_dtype=amp_dtype,
+            num_iterations=num_iterations,
+            accumulate=accumulate,
+            memory_limit=memory_limit,
+            margin=margin,
         )
         snapshot = Snapshot(model)
     except BaseException:
@@ -159,6 +175,7 @@ def find_batch_size(
     cap, bound, start = min((c, b) for c, b, _ in everyones) + (max(s for _, _, s in everyones),)
     tried: list[Trial] = []
     failures: list[str] = []
+    updates: list[float] = []  # seconds of an optimizer step, one measurement per size that fits
 
     def fits(size: int) -> bool:
         try:
@@ -168,11 +185,13 @@ def find_batch_size(
             raise
         everyones = agreement.gather(found)
         _check_ranks(everyones, f"batch size {size}")
-        trials = [trial for trial, _ in everyones]
+        trials = [outcome.trial for outcome in everyones]
         ok = all(trial.ok for trial in trials)
         rate = min(trial.samples_per_second for trial in trials) if ok else 0.0
         tried.append(Trial(size, ok, max(trial.peak_bytes for trial in trials), rate))
-        failures.extend(failure for _, failure in everyones if failure)
+        failures.extend(outcome.failure for outcome in everyones if outcome.failure)
+        if ok:
+            updates.append(max(outcome.optimizer_seconds for outcome in everyones))
         return ok
 
     with training.garbage, trial_progress(progress) as training.on_step:
@@ -184,7 +203,8 @@ def find_batch_size(
         raise RuntimeError(
             f"find_batch_size: not even the smallest batch fits on {training.device}: {sizes}: {failures[0]}"
         )
-    return BatchSize(largest, tried, "oom" if failures else bound)
+    # Its time does not depend on the batch: the median of all sizes is less noisy than any one.
+    return BatchSize(largest, tried, "oom" if failures else bound, statistics.median(updates), training.accumulate)
 
 
 def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
@@ -197,17 +217,7 @@ def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
 
 def _start(model: Any, cap: int, step: int) -> int:
     """The smallest size to try."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    params = list(model.named_parameters())
-    for name, param in params:
-        if nn.parameter.is_lazy(param) or param.is_meta:
-            kind = "on the meta device" if param.is_meta else "lazy: run the model once first"
-            raise ValueError(f"model: parameter {name!r} is {kind}")
-        if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
-            raise ValueError(f"model: parameter {name!r} is sharded (DTensor): the trials cannot run without its ranks")
-    if not any(param.requires_grad for _, param in params):
-        raise ValueError("model has no trainable parameter")
+    check_trainable(model)
     batchnorm = uses_batch_statistics(model)
     start = max(2, step) if batchnorm and step == 1 else step
     if start > cap:
@@ -218,53 +228,6 @@ def _start(model: Any, cap: int, step: int) -> int:
             "(max_batch_size, dataset_size)"
         )
     return start
-
-
-def _source(input_shape: Any, output_shape: Any, make_batch: Any, make_loader: Any) -> Source:
-    if make_batch is not None and make_loader is not None:
-        raise ValueError("give make_batch or make_loader, not both")
-    if make_batch is not None:
-        return made_batches(_callable(make_batch, "make_batch"))
-    if make_loader is not None:
-        return loaded_batches(_callable(make_loader, "make_loader"))
-    return dummy_batches(input_shape, output_shape)
-
-
-def _device(device: Any) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device: {device!r} is no device ({error})") from None
-    if chosen.type != "cuda":
-        return chosen
-    if not torch.cuda.is_available():
-        raise ValueError(f"device: {device!r}, but torch finds no usable GPU")
-    torch.cuda.init()  # so that its random generators exist, to be remembered
-    return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
-
-
-def _callable(function: Any, name: str) -> Any:
-    if function is not None and not callable(function):
-        raise TypeError(f"{name} must be callable, got {type(function).__name__}")
-    return function
-
-
-def _amp(dtype: Any) -> torch.dtype | None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"amp_dtype must be a torch.dtype or None, got {type(dtype).__name__}")
-    return dtype
-
-
-def _limit(memory_limit: Any) -> int | None:
-    return None if memory_limit is None else positive_int(memory_limit, "memory_limit")
-
-
-def _fraction(margin: Any) -> float:
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise TypeError(f"margin must be a number, got {type(margin).__name__}")
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin must be at least 0 and less than 1, got {margin!r}")
-    return float(margin)
 
 
 def _check_ranks(everyones: list[Any], what: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import wrong_type
 from .checks import positive_int
 from .trees import samples, to_device
 
@@ -23,7 +24,7 @@ def per_sample_shape(shape: Any, name: str) -> tuple[int, ...]:
     if isinstance(shape, int) and not isinstance(shape, bool):
         shape = (shape,)
     if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise TypeError(f"{name} must be a tuple of ints, the shape of one sample, got {type(shape).__name__}")
+        raise wrong_type(name, "a tuple of ints, the shape of one sample", shape)
     return tuple(positive_int(size, f"every size in {name}") for size in shape)
 
 
@@ -74,9 +75,7 @@ def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
 
 def _checked(batch: Any, origin: str) -> Any:
     if not isinstance(batch, Mapping) and not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise TypeError(
-            f"{origin} must give (input, target) or a dict of keyword arguments, got {type(batch).__name__}"
-        )
+        raise wrong_type(f"what {origin} returns", "(input, target) or a dict of keyword arguments", batch)
     return batch
 
 

@@ -7,9 +7,11 @@ import math
 import operator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..buffers.store import has_accumulator
+from ..errors import wrong_type
 
 
 def positive_int(value: Any, name: str) -> int:
@@ -23,7 +25,7 @@ def positive_int(value: Any, name: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise wrong_type(name, "an int", value)
     number = int(number)  # not a BatchSize
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
@@ -37,10 +39,70 @@ def positive_float(value: Any, name: str) -> float:
         TypeError, ValueError: names the argument and its value.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        raise wrong_type(name, "a number", value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
     return float(value)
+
+
+def fraction(value: Any, name: str, *, zero: bool = True) -> float:
+    """`value` as a float of at least 0 (or more than 0) and less than 1.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number", value)
+    if not (0 <= value < 1 and (zero or value > 0)):
+        raise ValueError(f"{name} must be {'at least' if zero else 'more than'} 0 and less than 1, got {value!r}")
+    return float(value)
+
+
+def is_callable(value: Any, name: str) -> Any:
+    """`value`, which can be called.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not callable(value):
+        raise wrong_type(name, "callable", value)
+    return value
+
+
+def is_module(value: Any, name: str = "model") -> nn.Module:
+    """`value`, which is a module.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not isinstance(value, nn.Module):
+        raise wrong_type(name, "a torch.nn.Module", value)
+    return value
+
+
+def as_device(value: Any) -> torch.device:
+    """`value` as a device, whether this machine has it or not.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
+        raise wrong_type("device", "a torch.device or its name", value)
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"device: {value!r} is no device ({error})") from None
+
+
+def amp_dtype_or_none(value: Any) -> torch.dtype | None:
+    """`value`, which is a dtype to autocast to, or None.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if value is not None and not isinstance(value, torch.dtype):
+        raise wrong_type("amp_dtype", "a torch.dtype or None", value)
+    return value
 
 
 def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..accumulator import FusedAccumulator
 from ..batch_statistics import uses_batch_statistics
+from ..errors import wrong_type
 from .batches import made_batches, training_loss
-from .checks import no_accumulator, positive_int
+from .checks import amp_dtype_or_none, as_device, is_callable, is_module, no_accumulator, positive_int
 from .fakes import FakeDevice, LiveFakeBytes
 from .live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
 from .snapshot import Snapshot
@@ -111,8 +113,6 @@ class _Run:
         batches = made_batches(self.make_batch)(size, self.device)
         if self.accumulate is None:
             return self._steps(batches, live, parameters, None)
-        from ..accumulator import FusedAccumulator
-
         with FusedAccumulator(self.model, overflow=None, process_group=False) as acc:
             return self._steps(batches, live, parameters, acc)
 
@@ -198,12 +198,13 @@ def memory_report(
     """
     size = positive_int(batch_size, "batch_size")
     steps = None if accumulate is None else positive_int(accumulate, "accumulate")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    is_module(model)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not callable(make_batch):
-        raise TypeError(f"make_batch must be callable, got {type(make_batch).__name__}")
+        raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
+    is_callable(make_batch, "make_batch")
+    if loss_fn is not None:
+        is_callable(loss_fn, "loss_fn")
+    amp_dtype_or_none(amp_dtype)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
@@ -211,7 +212,7 @@ def memory_report(
     if not any(id(p) in owned for p in params):
         raise ValueError("optimizer owns none of the model's trainable parameters")
     own = params[0].device
-    target = own if device is None else torch.device(device)
+    target = own if device is None else as_device(device)
     if not fake and target.type != own.type:
         raise ValueError(f"the model is on {own}: a report for {target} needs fake=True, or model.to({str(target)!r})")
     if not fake and own.type == "meta":

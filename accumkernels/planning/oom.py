@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from ..errors import wrong_type
+
 # What allocators and libraries write into a plain RuntimeError. Only texts that mean memory: others that come with it
 # at times (CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_SUPPORTED) are bugs too, which a smaller batch would hide.
 _MESSAGES = re.compile(
@@ -47,7 +49,7 @@ def is_oom_error(exception: BaseException) -> bool:
         TypeError: `exception` is no exception.
     """
     if not isinstance(exception, BaseException):
-        raise TypeError(f"exception must be an exception, got {type(exception).__name__}")
+        raise wrong_type("exception", "an exception", exception)
     seen: set[int] = set()
     link: BaseException | None = exception
     while link is not None and id(link) not in seen:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .checks import positive_float, positive_int
+from ..errors import wrong_type
+from .checks import fraction, positive_float, positive_int
 
 
 class Milestones:
@@ -29,10 +30,10 @@ class Milestones:
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
         if not isinstance(sizes, Mapping):
-            raise TypeError(f"sizes must map steps to batch sizes, got {type(sizes).__name__}")
+            raise wrong_type("sizes", "a mapping from steps to batch sizes", sizes)
         for step in sizes:
             if isinstance(step, bool) or not isinstance(step, int):
-                raise TypeError(f"sizes: steps must be ints, got {step!r}")
+                raise wrong_type("every step in sizes", "an int", step)
             if step < 0:
                 raise ValueError(f"sizes: steps must not be negative, got {step}")
         if 0 not in sizes:
@@ -53,8 +54,7 @@ class Milestones:
             maximum: No batch is larger; from there on, decay the learning rate.
         """
         size = positive_int(batch_size, "batch_size")
-        if not 0 < gamma < 1:
-            raise ValueError(f"gamma must be between 0 and 1, got {gamma!r}")
+        gamma = fraction(gamma, "gamma", zero=False)
         limit = None if maximum is None else positive_int(maximum, "maximum")
         sizes = {0: size}
         for power, step in enumerate(sorted(milestones), 1):

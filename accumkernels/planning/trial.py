@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..accumulator import FusedAccumulator
 from .batches import Source, training_loss
 from .garbage import Garbage
 from .interrupts import interrupts_later
@@ -41,6 +42,20 @@ class Trial(NamedTuple):
     samples_per_second: float
 
 
+class Outcome(NamedTuple):
+    """A trial, and what `BatchSize.tried` does not say of it.
+
+    Attributes:
+        trial: What the size did.
+        failure: Why it does not fit, in a line; "" where it does.
+        optimizer_seconds: Of one optimizer step, or of the step of a window; 0.0 where the size does not fit.
+    """
+
+    trial: Trial
+    failure: str
+    optimizer_seconds: float
+
+
 @dataclass
 class Training:
     """All that a trial needs to know but the batch size."""
@@ -57,23 +72,20 @@ class Training:
     garbage: Garbage
     on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
 
-    def try_size(self, size: int, snapshot: Snapshot) -> tuple[Trial, str]:
+    def try_size(self, size: int, snapshot: Snapshot) -> Outcome:
         """Train, and put back everything that training changes.
 
         Args:
             size: Samples of a micro-batch.
             snapshot: Restored afterwards, whatever happens.
 
-        Returns:
-            What came of it, and why it does not fit, in a line ("" where it does).
-
         Raises:
             Whatever training raises and is not out of memory, as it is.
         """
-        rate, failure = 0.0, ""
+        rate, optimizer_seconds, failure = 0.0, 0.0, ""
         with self.meter.trial():
             try:
-                rate = self._train(size, snapshot)
+                rate, optimizer_seconds = self._train(size, snapshot)
             except BaseException as error:
                 if not is_oom_error(error):
                     raise
@@ -90,10 +102,10 @@ class Training:
             _log.info("batch size %d does not fit: %s", size, failure)
         else:
             _log.info("batch size %d fits: peak %s, %.4g samples/s", size, format_bytes(trial.peak_bytes), rate)
-        return trial, failure
+        return Outcome(trial, failure, 0.0 if failure else optimizer_seconds)
 
-    def _train(self, size: int, snapshot: Snapshot) -> float:
-        """The trial itself; the answer is in samples per second."""
+    def _train(self, size: int, snapshot: Snapshot) -> tuple[float, float]:
+        """Train; the answer is in samples per second, and the seconds of an optimizer step."""
         for param in self.model.parameters():
             param.grad = None
         if len({param.device for param in self.model.parameters()}) == 1:  # else it is spread over devices on purpose
@@ -103,32 +115,42 @@ class Training:
             with self.meter.counting([*self.model.parameters(), *self.model.buffers()]):
                 optimizer = self.optimizer_fn(trained)
                 snapshot.include(optimizer)  # it may be one that exists already
-                step = self._step(optimizer, self.source(size, self.device), size, stack)
+                micro_batches, update = self._halves(optimizer, self.source(size, self.device), size, stack)
                 counted = self.meter.counted_steps
                 first = self.iterations if counted is None else min(counted, self.iterations)
                 # Where counting slows every op down, two steps more are timed without.
                 total = max(self.iterations, first + 2)
                 for index in range(first):
-                    next(step)
+                    micro_batches()
+                    update()
                     self.on_step(size, index + 1, total)
             timed = total - first
             if first == 0:  # nothing has warmed up yet
-                next(step)
+                micro_batches()
+                update()
                 timed -= 1
             self.meter.synchronize()
             begin = time.perf_counter()
             for index in range(total - timed, total):
-                next(step)
+                micro_batches()
+                update()
                 self.on_step(size, index + 1, total)
             self.meter.synchronize()
             seconds = time.perf_counter() - begin
-            step.close()
-        return timed * size * (self.accumulate or 1) / max(seconds, 1e-9)
 
-    def _step(
+            # One step more, to time its update alone; the wait in between would slow down the steps above.
+            micro_batches()
+            self.meter.synchronize()
+            begin = time.perf_counter()
+            update()
+            self.meter.synchronize()
+            optimizer_seconds = time.perf_counter() - begin
+        return timed * size * (self.accumulate or 1) / max(seconds, 1e-9), optimizer_seconds
+
+    def _halves(
         self, optimizer: Optimizer, batches: Iterator[Any], size: int, stack: contextlib.ExitStack
-    ) -> Generator[None, None, None]:
-        """An optimizer step each time it is asked for the next item."""
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The two halves of a training step: all of its micro-batches, and the update."""
 
         def loss() -> Tensor:
             enabled = self.amp_dtype is not None
@@ -136,21 +158,26 @@ class Training:
                 return training_loss(self.model, next(batches), self.loss_fn)
 
         if self.accumulate is None:
-            while True:
+
+            def plain_update() -> None:
                 # Stepped whatever the gradients are: a GradScaler would skip the first steps while it looks for its
                 # scale, and the optimizer's state, which it makes in its first step, would be missing in the measure.
-                loss().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                yield
-        from ..accumulator import FusedAccumulator
+
+            return lambda: loss().backward(), plain_update
 
         acc = stack.enter_context(FusedAccumulator(self.model, overflow=None, process_group=False))
-        while True:
-            for _ in range(self.accumulate):
+        count = self.accumulate
+
+        def window() -> None:
+            for _ in range(count):
                 acc.backward(loss(), weight=size)
+
+        def update() -> None:
             acc.step(optimizer)
-            yield
+
+        return window, update
 
 
 def _clear_frames(error: BaseException) -> None:
