@@ -1,4 +1,4 @@
-"""suggest_learning_rate and schedules of growing batches."""
+"""suggest_learning_rate, suggest_betas and schedules of growing batches."""
 
 import math
 
@@ -15,6 +15,31 @@ def test_rules():
     assert ak.suggest_learning_rate(0.1, 256, 1024) == pytest.approx(0.4)
     assert ak.suggest_learning_rate(0.1, 256, 64, rule="linear") == pytest.approx(0.025)
     assert ak.suggest_learning_rate(3e-4, 256, 1024, rule="sqrt") == pytest.approx(6e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 64, 512, 100_000])
+def test_betas(batch_size):
+    """The second moment's half-life stays what it was, counted in samples; steps of several sizes compose."""
+    beta2 = ak.suggest_betas(0.999, 512, batch_size)
+    assert math.log(0.5) / math.log(beta2) * batch_size == pytest.approx(math.log(0.5) / math.log(0.999) * 512)
+    assert ak.suggest_betas(beta2, batch_size, 512) == pytest.approx(0.999)
+    assert ak.suggest_betas(0.0, 512, batch_size) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((1.0, 1, 1), ValueError, "beta2 must be at least 0 and less than 1, got 1.0"),
+        ((math.nan, 1, 1), ValueError, "beta2 must be at least 0 and less than 1, got nan"),
+        (((0.9, 0.999), 1, 1), TypeError, r"beta2 must be a number, got \(0.9, 0.999\)"),
+        ((0.9, 0, 1), ValueError, "base_batch_size must be at least 1, got 0"),
+        ((0.9, 1, True), TypeError, "batch_size must be an int, got True"),
+    ],
+)
+def test_wrong_betas(arguments, error, match):
+    """Named with their value."""
+    with pytest.raises(error, match=match):
+        ak.suggest_betas(*arguments)
 
 
 @pytest.mark.parametrize(
