@@ -25,8 +25,8 @@ def batchnorm_modules(model: nn.Module) -> list[str]:
     return [name for name, _ in batchnorms(model)]
 
 
-# The fewest channels in a group. Over images a channel is many values and two channels are plenty; over (N, C) it is one
-# value, and a group of two is normalized to its signs, (+1, -1) or (-1, +1), from which nothing learns.
+# The fewest channels in a group. Over images a channel is many values and two channels are plenty; over (N, C) it is
+# one value, and a group of two is normalized to its signs, (+1, -1) or (-1, +1), from which nothing learns.
 _LEAST_CHANNELS = 2
 _LEAST_CHANNELS_1D = 8
 
