@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..batch_statistics import uses_batch_statistics
-from .agreement import Agreement
+from .agreement import Agreement, check_ranks
 from .checks import no_accumulator, one_of, positive_int
 from .meters import describe_peak
 from .progress import trial_progress
@@ -171,7 +171,7 @@ def find_batch_size(
         agreement.gather(None)
         raise
     everyones = agreement.gather((cap, bound, start))
-    _check_ranks(everyones, "its arguments")
+    check_ranks(everyones, "find_batch_size", "its arguments")
     cap, bound, start = min((c, b) for c, b, _ in everyones) + (max(s for _, _, s in everyones),)
     tried: list[Trial] = []
     failures: list[str] = []
@@ -184,7 +184,7 @@ def find_batch_size(
             agreement.gather(None)  # the others wait for an answer
             raise
         everyones = agreement.gather(found)
-        _check_ranks(everyones, f"batch size {size}")
+        check_ranks(everyones, "find_batch_size", f"batch size {size}")
         trials = [outcome.trial for outcome in everyones]
         ok = all(trial.ok for trial in trials)
         rate = min(trial.samples_per_second for trial in trials) if ok else 0.0
@@ -228,14 +228,3 @@ def _start(model: Any, cap: int, step: int) -> int:
             "(max_batch_size, dataset_size)"
         )
     return start
-
-
-def _check_ranks(everyones: list[Any], what: str) -> None:
-    """Stop where another rank did.
-
-    Raises:
-        RuntimeError: names the first.
-    """
-    for rank, found in enumerate(everyones):
-        if found is None:
-            raise RuntimeError(f"find_batch_size: rank {rank} failed at {what}; its own error says why")

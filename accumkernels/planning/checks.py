@@ -45,6 +45,19 @@ def positive_float(value: Any, name: str) -> float:
     return float(value)
 
 
+def seconds(value: Any, name: str) -> float:
+    """`value` as a time, a finite float of at least 0.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number of seconds", value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+    return float(value)
+
+
 def fraction(value: Any, name: str, *, zero: bool = True) -> float:
     """`value` as a float of at least 0 (or more than 0) and less than 1.
 

@@ -41,9 +41,9 @@ def suggest_betas(beta2: float, base_batch_size: int, batch_size: int) -> float:
     """Scale Adam's `beta2` that works at one batch size to another: `beta2 ** (batch_size / base_batch_size)`.
 
     A squared gradient counts half in Adam's average after `log(1/2) / log(beta2)` steps. The rule keeps this half-life
-    fixed in samples, or tokens, instead of in steps (Marek et al. 2025, "Small Batch Size Training for Language Models",
-    arXiv:2507.07101, who trained with batches of 1 to 4096 sequences that way): 0.999 at 32 samples is 0.992 at 256, and
-    0.99997 at 1.
+    fixed in samples, or tokens, instead of in steps (Marek et al. 2025, "Small Batch Size Training for Language
+    Models", arXiv:2507.07101, who trained with batches of 1 to 4096 sequences that way): 0.999 at 32 samples is 0.992
+    at 256, and 0.99997 at 1.
 
     It assumes that how fast squared gradients change depends on the samples seen, not on the steps taken. `beta1`, the
     average of the gradient itself, is left alone, as in that paper; the rule of Malladi et al. 2022

@@ -1,0 +1,178 @@
+"""What training steps cost in time, measured, and the time of windows that follows from it.
+
+A step without accumulation takes s seconds: forward, backward and the optimizer's step, which takes O of them. With
+several ranks it also waits R seconds for the reduction. A window of K >= 2 micro-batches pays for both once::
+
+    T(1) = s + R
+    T(K) = K (s - O + A) + O + R
+
+A is what a micro-batch takes longer inside a window, where its gradients are added to the flat buffers. It is
+negative where weight gradients are added without being written first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .agreement import Agreement, check_ranks
+from .checks import no_accumulator, positive_int
+from .snapshot import Snapshot
+from .trial import Training
+from .trial_setup import check_trainable, training_for
+
+# Two lengths of windows tell what a micro-batch takes from what the end of a window takes.
+_SHORT, _LONG = 2, 6
+_ROUNDS = 3  # of everything, in turns; the median is taken
+
+
+class StepCosts(NamedTuple):
+    """What steps cost: the arguments of `plan` by name, as in `plan(512, 12, **costs._asdict())`.
+
+    Attributes:
+        samples_per_second: On one rank, in training without accumulation, by micro-batch size.
+        optimizer_seconds: What a window takes on top of its micro-batches: averaging and the optimizer's step.
+        reduction_seconds: What it takes to reduce the gradients over ranks; 0.0 for one rank.
+        accumulate_seconds: What a micro-batch takes longer in a window than in a step of its own; may be negative.
+    """
+
+    samples_per_second: Mapping[int, float]
+    optimizer_seconds: float
+    reduction_seconds: float = 0.0
+    accumulate_seconds: float = 0.0
+
+    def step_seconds(self, size: float) -> float:
+        """What a step without accumulation takes with so many samples, without its reduction.
+
+        Between two sizes that were measured the time is on the line between theirs; beyond them all, samples take as
+        long as at the nearest.
+        """
+        known = sorted((n, n / rate) for n, rate in self.samples_per_second.items())
+        for (n, low), (m, high) in zip(known, known[1:], strict=False):
+            if n <= size <= m:
+                return low + (high - low) * (size - n) / (m - n)
+        n, nearest = known[0] if size < known[0][0] else known[-1]
+        return nearest * size / n
+
+    def window_seconds(self, steps: int, size: float) -> float:
+        """What a window of `steps` micro-batches of `size` samples takes; one alone is not accumulated."""
+        single = self.step_seconds(size)
+        if steps == 1:
+            return single + self.reduction_seconds
+        micro_batch = single - self.optimizer_seconds + self.accumulate_seconds
+        return steps * micro_batch + self.optimizer_seconds + self.reduction_seconds
+
+
+def measure_step_costs(
+    model: nn.Module,
+    device: torch.device | str,
+    micro_batch_size: int,
+    *,
+    input_shape: Sequence[int] | int | None = None,
+    output_shape: Sequence[int] | int | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    make_batch: Callable[[int], Any] | None = None,
+    make_loader: Callable[[int], Iterable[Any]] | None = None,
+    amp_dtype: torch.dtype | None = None,
+    num_iterations: int = 5,
+    process_group: Any = None,
+) -> StepCosts:
+    """Measure what `plan` needs to say whether accumulating is worth it.
+
+    Trains on trial at one micro-batch size: without accumulation, in windows of 2 and in windows of 6 micro-batches,
+    three times in turns. Afterwards everything is as it was, as with `find_batch_size`. With torch.distributed every
+    rank must call this; the slowest rank counts, and the reduction of fp32 gradients is timed as well, alone: where
+    DistributedDataParallel hides a part of it behind backward, a step without accumulation takes less than predicted.
+
+    Args:
+        model: As for `find_batch_size`, like all that are not named here.
+        device: Where to train.
+        micro_batch_size: Samples of a micro-batch; it must fit.
+        input_shape: Of one sample, for random inputs.
+        output_shape: Of one sample's target.
+        loss_fn: By default the mean squared error.
+        optimizer_fn: By default `torch.optim.Adam`.
+        make_batch: Instead of the shapes.
+        make_loader: Instead of the shapes.
+        amp_dtype: Run under autocast to this dtype.
+        num_iterations: Steps or windows per trial.
+        process_group: The ranks that reduce; None for all, False for this one alone.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: named with its value.
+        RuntimeError: the micro-batch does not fit, or the model has a FusedAccumulator.
+    """
+    agreement = Agreement(process_group)
+    try:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        size = positive_int(micro_batch_size, "micro_batch_size")
+        check_trainable(model)
+        no_accumulator(model, "measure_step_costs")
+        training = training_for(
+            model,
+            device,
+            input_shape,
+            output_shape,
+            make_batch=make_batch,
+            make_loader=make_loader,
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            amp_dtype=amp_dtype,
+            num_iterations=num_iterations,
+            accumulate=None,
+            memory_limit=None,
+            margin=0.0,
+        )
+        snapshot = Snapshot(model)
+        lengths = (None, _SHORT, _LONG)
+        with training.garbage:
+            rounds = [[_seconds(training, snapshot, size, length) for length in lengths] for _ in range(_ROUNDS)]
+    except BaseException:
+        agreement.gather(None)  # the others wait for an answer
+        raise
+    everyones = agreement.gather([statistics.median(times) for times in zip(*rounds, strict=True)])
+    check_ranks(everyones, "measure_step_costs", "its trials")
+    single, short, long = (max(times) for times in zip(*everyones, strict=True))
+    reduction = _reduction_seconds(model, training, agreement, process_group)
+
+    micro_batch = (long - short) / (_LONG - _SHORT)
+    optimizer = max(0.0, short - _SHORT * micro_batch)
+    optimizer = min(optimizer, single)  # where both are noise
+    return StepCosts({size: size / single}, optimizer, reduction, micro_batch - (single - optimizer))
+
+
+def _seconds(training: Training, snapshot: Snapshot, size: int, length: int | None) -> float:
+    """Seconds of a window of `length` micro-batches, or of a step without accumulation."""
+    training.accumulate = length
+    outcome = training.try_size(size, snapshot)
+    if not outcome.trial.ok:
+        raise RuntimeError(
+            f"measure_step_costs: a micro-batch of {size} does not fit on {training.device}: {outcome.failure}"
+        )
+    return size * (length or 1) / outcome.trial.samples_per_second
+
+
+def _reduction_seconds(model: nn.Module, training: Training, agreement: Agreement, group: Any) -> float:
+    """Seconds to sum the gradients, in fp32, over ranks; of the slowest one."""
+    if agreement.size == 1:
+        return 0.0
+    numel = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    flat = torch.zeros(numel, device=training.device)
+    times = []
+    for _ in range(1 + 2 * _ROUNDS):
+        torch.distributed.barrier(group)
+        training.meter.synchronize()
+        begin = time.perf_counter()
+        torch.distributed.all_reduce(flat, group=group)
+        training.meter.synchronize()
+        times.append(time.perf_counter() - begin)
+    return max(agreement.gather(statistics.median(times[1:])))  # without the first, which sets up connections
