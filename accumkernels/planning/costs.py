@@ -12,7 +12,6 @@ negative where weight gradients are added without being written first.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from .trial_setup import check_trainable, training_for
 
 # Two lengths of windows tell what a micro-batch takes from what the end of a window takes.
 _SHORT, _LONG = 2, 6
-_ROUNDS = 3  # of everything, in turns; the median is taken
 
 
 class StepCosts(NamedTuple):
@@ -61,13 +59,15 @@ class StepCosts(NamedTuple):
         n, nearest = known[0] if size < known[0][0] else known[-1]
         return nearest * size / n
 
+    def micro_batch_seconds(self, size: float) -> float:
+        """What a micro-batch of so many samples takes in a window."""
+        return self.step_seconds(size) - self.optimizer_seconds + self.accumulate_seconds
+
     def window_seconds(self, steps: int, size: float) -> float:
         """What a window of `steps` micro-batches of `size` samples takes; one alone is not accumulated."""
-        single = self.step_seconds(size)
         if steps == 1:
-            return single + self.reduction_seconds
-        micro_batch = single - self.optimizer_seconds + self.accumulate_seconds
-        return steps * micro_batch + self.optimizer_seconds + self.reduction_seconds
+            return self.step_seconds(size) + self.reduction_seconds
+        return steps * self.micro_batch_seconds(size) + self.optimizer_seconds + self.reduction_seconds
 
 
 def measure_step_costs(
@@ -83,14 +83,18 @@ def measure_step_costs(
     make_loader: Callable[[int], Iterable[Any]] | None = None,
     amp_dtype: torch.dtype | None = None,
     num_iterations: int = 5,
+    rounds: int = 5,
     process_group: Any = None,
 ) -> StepCosts:
     """Measure what `plan` needs to say whether accumulating is worth it.
 
-    Trains on trial at one micro-batch size: without accumulation, in windows of 2 and in windows of 6 micro-batches,
-    three times in turns. Afterwards everything is as it was, as with `find_batch_size`. With torch.distributed every
-    rank must call this; the slowest rank counts, and the reduction of fp32 gradients is timed as well, alone: where
-    DistributedDataParallel hides a part of it behind backward, a step without accumulation takes less than predicted.
+    Trains on trial at one micro-batch size: without accumulation, in windows of 2 and in windows of 6 micro-batches, in
+    turns. The fastest trial of each kind counts, since whatever else the machine does only adds time. Afterwards
+    everything is as it was, as with `find_batch_size`.
+
+    With torch.distributed every rank must call this; the slowest rank counts. The reduction of fp32 gradients is timed
+    alone: where DistributedDataParallel hides a part of it behind backward, a step without accumulation takes less than
+    predicted.
 
     Args:
         model: As for `find_batch_size`, like all that are not named here.
@@ -104,6 +108,7 @@ def measure_step_costs(
         make_loader: Instead of the shapes.
         amp_dtype: Run under autocast to this dtype.
         num_iterations: Steps or windows per trial.
+        rounds: Trials of each kind.
         process_group: The ranks that reduce; None for all, False for this one alone.
 
     Raises:
@@ -132,21 +137,22 @@ def measure_step_costs(
             memory_limit=None,
             margin=0.0,
         )
+        turns = range(positive_int(rounds, "rounds"))
         snapshot = Snapshot(model)
         lengths = (None, _SHORT, _LONG)
         with training.garbage:
-            rounds = [[_seconds(training, snapshot, size, length) for length in lengths] for _ in range(_ROUNDS)]
+            trials = [[_seconds(training, snapshot, size, length) for length in lengths] for _ in turns]
     except BaseException:
         agreement.gather(None)  # the others wait for an answer
         raise
-    everyones = agreement.gather([statistics.median(times) for times in zip(*rounds, strict=True)])
+    everyones = agreement.gather([min(times) for times in zip(*trials, strict=True)])
     check_ranks(everyones, "measure_step_costs", "its trials")
     single, short, long = (max(times) for times in zip(*everyones, strict=True))
-    reduction = _reduction_seconds(model, training, agreement, process_group)
+    reduction = _reduction_seconds(model, training, agreement, process_group, len(turns))
 
-    micro_batch = (long - short) / (_LONG - _SHORT)
-    optimizer = max(0.0, short - _SHORT * micro_batch)
-    optimizer = min(optimizer, single)  # where both are noise
+    # The windows differ by micro-batches alone. Noise must not make their time negative, nor more than there is.
+    micro_batch = min(max(long - short, 0.0) / (_LONG - _SHORT), short / _SHORT)
+    optimizer = short - _SHORT * micro_batch
     return StepCosts({size: size / single}, optimizer, reduction, micro_batch - (single - optimizer))
 
 
@@ -161,18 +167,18 @@ def _seconds(training: Training, snapshot: Snapshot, size: int, length: int | No
     return size * (length or 1) / outcome.trial.samples_per_second
 
 
-def _reduction_seconds(model: nn.Module, training: Training, agreement: Agreement, group: Any) -> float:
+def _reduction_seconds(model: nn.Module, training: Training, agreement: Agreement, group: Any, rounds: int) -> float:
     """Seconds to sum the gradients, in fp32, over ranks; of the slowest one."""
     if agreement.size == 1:
         return 0.0
     numel = sum(param.numel() for param in model.parameters() if param.requires_grad)
     flat = torch.zeros(numel, device=training.device)
     times = []
-    for _ in range(1 + 2 * _ROUNDS):
+    for _ in range(1 + rounds):
         torch.distributed.barrier(group)
         training.meter.synchronize()
         begin = time.perf_counter()
         torch.distributed.all_reduce(flat, group=group)
         training.meter.synchronize()
         times.append(time.perf_counter() - begin)
-    return max(agreement.gather(statistics.median(times[1:])))  # without the first, which sets up connections
+    return max(agreement.gather(min(times[1:])))  # without the first, which sets up connections

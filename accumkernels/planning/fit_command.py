@@ -18,6 +18,7 @@ import argparse
 import importlib
 import inspect
 import re
+import reprlib
 import sys
 import traceback
 from collections.abc import Mapping
@@ -102,7 +103,7 @@ def arguments_for(arguments: argparse.Namespace) -> dict[str, Any]:
     made = _factory(arguments.factory)()
     if not isinstance(made, Mapping):
         raise FitError(
-            f"{arguments.factory} must return a dict of find_batch_size's arguments, got {type(made).__name__}"
+            f"{arguments.factory} must return a dict of find_batch_size's arguments, got {reprlib.repr(made)}"
         )
     known = inspect.signature(find_batch_size).parameters
     unknown = [str(key) for key in made if key not in known]
@@ -130,7 +131,7 @@ def table(found: BatchSize) -> str:
     return "\n".join(lines)
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether the innermost frame of an error is in this package."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).parent == Path(__file__).parent
@@ -153,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = find_batch_size(**call)
     except (TypeError, ValueError) as error:
-        if not _is_ours(error):
+        if not is_ours(error):
             raise  # the user's own code failed: its traceback helps
         print(f"accumkernels fit: error: {error}", file=sys.stderr)
         return 2

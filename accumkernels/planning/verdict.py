@@ -91,8 +91,8 @@ class Judgement:
             if self.noise_scale is not None:
                 needed = self.samples_needed(self.steps) / self.samples_needed(1)
                 why += (
-                    f". At a noise scale of {self.noise_scale:.4g} this batch takes {needed:.3g} times the samples to a "
-                    "loss that K = 1 takes"
+                    f". At a noise scale of {self.noise_scale:.4g} it takes {needed:.3g} times the samples to a loss "
+                    "that K = 1 takes"
                 )
             return Verdict(self.steps, f"K = {self.steps} for the batch {self.target}", why)
         times = [self.seconds_to_loss(steps) for steps in range(1, self.steps + 1)]
@@ -111,18 +111,19 @@ class Judgement:
         compared = self.steps if best == 1 else best
         samples = _change(self.seconds_per_sample(compared) / self.seconds_per_sample(1))
         why = f"with K = {compared} a sample takes {samples} time than with K = 1"
-        update = self._update_share()
+        costs = self._costs()
         if self.noise_scale is None:
             if best == 1:
-                return f"{why}, too little for {compared} times fewer optimizer steps; {update}"
+                slower = self.seconds_per_sample(compared) > self.seconds_per_sample(1)
+                return f"{why}{'' if slower else f', too little for {compared} times fewer steps'}; {costs}"
             if best == self.steps:
-                return f"{why}: {update}"
+                return f"{why}: {costs}"
             rest = _change(self.seconds_per_sample(self.steps) / self.seconds_per_sample(best))
-            return f"{why}: {update}; from there to K = {self.steps} it takes only {rest}"
+            return f"{why}: {costs}; from there to K = {self.steps} it takes only {rest}"
         needed = self.samples_needed(compared) / self.samples_needed(1)
         total = _change(self.seconds_to_loss(compared) / self.seconds_to_loss(1))
         why += (
-            f" ({update}) and, at a noise scale of {self.noise_scale:.4g}, a loss takes {needed:.3g} times the "
+            f" ({costs}) and, at a noise scale of {self.noise_scale:.4g}, a loss takes {needed:.3g} times the "
             f"samples: {total} time in all"
         )
         if best in (1, self.steps):
@@ -130,13 +131,12 @@ class Judgement:
         rest = _change(self.seconds_to_loss(self.steps) / self.seconds_to_loss(best))
         return f"{why}; K = {self.steps} takes {rest} than that"
 
-    def _update_share(self) -> str:
-        """The part of a step without accumulation that windows pay for once."""
+    def _costs(self) -> str:
+        """What a window pays for once, and what for each micro-batch."""
         assert self.costs is not None
         once = self.costs.optimizer_seconds + self.costs.reduction_seconds
-        share = once / self.costs.window_seconds(1, self.size)
-        what = "optimizer step and reduction are" if self.costs.reduction_seconds else "the optimizer step is"
-        return f"{what} {_percent(share)} of a step with K = 1"
+        what = "optimizer step and reduction take" if self.costs.reduction_seconds else "the optimizer step takes"
+        return f"{what} {_ms(once)}, a micro-batch {_ms(self.costs.micro_batch_seconds(self.size))}"
 
     def _faster_size(self) -> str:
         """Point to a smaller micro-batch size where samples are computed faster."""
@@ -145,7 +145,7 @@ class Judgement:
             return ""
 
         def rate(size: float) -> float:
-            return size / max(costs.step_seconds(size) - costs.optimizer_seconds, 1e-12)
+            return size / max(costs.micro_batch_seconds(size), 1e-12)
 
         smaller = [size for size in costs.samples_per_second if size < self.size]
         fastest = max(smaller, key=rate, default=None)
@@ -158,10 +158,10 @@ class Judgement:
         )
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _change(ratio: float) -> str:
     """Say a ratio for people: 0.75 is "25 % less"."""
-    return f"{_percent(abs(ratio - 1))} {'less' if ratio <= 1 else 'more'}"
+    return f"{100 * abs(ratio - 1):.0f} % {'less' if ratio <= 1 else 'more'}"
