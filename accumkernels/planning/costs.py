@@ -22,13 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import Agreement, check_ranks
-from .checks import no_accumulator, positive_int
+from .checks import no_accumulator, positive_float, positive_int
 from .snapshot import Snapshot
 from .trial import Training
 from .trial_setup import check_trainable, training_for
 
 # Two lengths of windows tell what a micro-batch takes from what the end of a window takes.
 _SHORT, _LONG = 2, 6
+_LEAST_TRIALS = 3
+_REDUCTIONS = 10
 
 
 class StepCosts(NamedTuple):
@@ -83,14 +85,14 @@ def measure_step_costs(
     make_loader: Callable[[int], Iterable[Any]] | None = None,
     amp_dtype: torch.dtype | None = None,
     num_iterations: int = 5,
-    rounds: int = 5,
+    duration: float = 10.0,
     process_group: Any = None,
 ) -> StepCosts:
     """Measure what `plan` needs to say whether accumulating is worth it.
 
     Trains on trial at one micro-batch size: without accumulation, in windows of 2 and in windows of 6 micro-batches, in
-    turns. The fastest trial of each kind counts, since whatever else the machine does only adds time. Afterwards
-    everything is as it was, as with `find_batch_size`.
+    turns. The fastest of each kind counts, since whatever else the machine does only adds time. Afterwards everything
+    is as it was, as with `find_batch_size`.
 
     With torch.distributed every rank must call this; the slowest rank counts. The reduction of fp32 gradients is timed
     alone: where DistributedDataParallel hides a part of it behind backward, a step without accumulation takes less than
@@ -108,7 +110,7 @@ def measure_step_costs(
         make_loader: Instead of the shapes.
         amp_dtype: Run under autocast to this dtype.
         num_iterations: Steps or windows per trial.
-        rounds: Trials of each kind.
+        duration: Seconds to go on for, with three trials of each kind at least: the longer, the less noise.
         process_group: The ranks that reduce; None for all, False for this one alone.
 
     Raises:
@@ -137,18 +139,21 @@ def measure_step_costs(
             memory_limit=None,
             margin=0.0,
         )
-        turns = range(positive_int(rounds, "rounds"))
+        # What else the host does only adds time. On other devices steps overlap, and would take longer timed singly.
+        training.one_by_one = training.device.type == "cpu"
+        end = time.perf_counter() + positive_float(duration, "duration")
         snapshot = Snapshot(model)
-        lengths = (None, _SHORT, _LONG)
+        trials: list[list[float]] = []
         with training.garbage:
-            trials = [[_seconds(training, snapshot, size, length) for length in lengths] for _ in turns]
+            while len(trials) < _LEAST_TRIALS or time.perf_counter() < end:
+                trials.append([_seconds(training, snapshot, size, length) for length in (None, _SHORT, _LONG)])
     except BaseException:
         agreement.gather(None)  # the others wait for an answer
         raise
     everyones = agreement.gather([min(times) for times in zip(*trials, strict=True)])
     check_ranks(everyones, "measure_step_costs", "its trials")
     single, short, long = (max(times) for times in zip(*everyones, strict=True))
-    reduction = _reduction_seconds(model, training, agreement, process_group, len(turns))
+    reduction = _reduction_seconds(model, training, agreement, process_group)
 
     # The windows differ by micro-batches alone. Noise must not make their time negative, nor more than there is.
     micro_batch = min(max(long - short, 0.0) / (_LONG - _SHORT), short / _SHORT)
@@ -167,14 +172,14 @@ def _seconds(training: Training, snapshot: Snapshot, size: int, length: int | No
     return size * (length or 1) / outcome.trial.samples_per_second
 
 
-def _reduction_seconds(model: nn.Module, training: Training, agreement: Agreement, group: Any, rounds: int) -> float:
+def _reduction_seconds(model: nn.Module, training: Training, agreement: Agreement, group: Any) -> float:
     """Seconds to sum the gradients, in fp32, over ranks; of the slowest one."""
     if agreement.size == 1:
         return 0.0
     numel = sum(param.numel() for param in model.parameters() if param.requires_grad)
     flat = torch.zeros(numel, device=training.device)
     times = []
-    for _ in range(1 + rounds):
+    for _ in range(1 + _REDUCTIONS):
         torch.distributed.barrier(group)
         training.meter.synchronize()
         begin = time.perf_counter()

@@ -71,6 +71,7 @@ class Training:
     meter: Meter
     garbage: Garbage
     on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
+    one_by_one: bool = False  # time steps singly, and take the fastest
 
     def try_size(self, size: int, snapshot: Snapshot) -> Outcome:
         """Train, and put back everything that training changes.
@@ -129,14 +130,17 @@ class Training:
                 micro_batches()
                 update()
                 timed -= 1
-            self.meter.synchronize()
-            begin = time.perf_counter()
-            for index in range(total - timed, total):
-                micro_batches()
-                update()
-                self.on_step(size, index + 1, total)
-            self.meter.synchronize()
-            seconds = time.perf_counter() - begin
+            seconds, done = [], total - timed
+            for steps in [1] * timed if self.one_by_one else [timed]:
+                self.meter.synchronize()
+                begin = time.perf_counter()
+                for _ in range(steps):
+                    micro_batches()
+                    update()
+                    done += 1
+                    self.on_step(size, done, total)
+                self.meter.synchronize()
+                seconds.append((time.perf_counter() - begin) / steps)
 
             # One step more, to time its update alone; the wait in between would slow down the steps above.
             micro_batches()
@@ -145,7 +149,7 @@ class Training:
             update()
             self.meter.synchronize()
             optimizer_seconds = time.perf_counter() - begin
-        return timed * size * (self.accumulate or 1) / max(seconds, 1e-9), optimizer_seconds
+        return size * (self.accumulate or 1) / max(min(seconds), 1e-9), optimizer_seconds
 
     def _halves(
         self, optimizer: Optimizer, batches: Iterator[Any], size: int, stack: contextlib.ExitStack
