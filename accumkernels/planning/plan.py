@@ -15,7 +15,7 @@ from .checks import positive_float, positive_int, seconds
 from .costs import StepCosts
 from .live_bytes import format_bytes
 from .trees import samples, slice_samples
-from .verdict import Judgement
+from .worth import Comparison
 
 T = TypeVar("T")
 
@@ -67,17 +67,17 @@ class AccumulationPlan:
         Where samples hardly take longer with a smaller K (5 % at most), the smaller K wins; with a noise scale, where
         training to a given loss does.
         """
-        return self._judgement.verdict().text
+        return self._comparison.recommendation().text
 
     @property
     def why(self) -> str:
         """The reason of the verdict, with its numbers; it says so where costs are not known."""
-        return self._judgement.verdict().why
+        return self._comparison.recommendation().why
 
     @property
     def best_steps(self) -> int:
         """The K of the verdict: the number of micro-batches to accumulate, `accumulation_steps` at most."""
-        return self._judgement.verdict().accumulation_steps
+        return self._comparison.recommendation().accumulation_steps
 
     def seconds_per_sample(self, accumulation_steps: int) -> float:
         """Predict the time of a window of so many micro-batches, over its samples on all ranks.
@@ -89,11 +89,11 @@ class AccumulationPlan:
         steps = positive_int(accumulation_steps, "accumulation_steps")
         if self.costs is None:
             raise RuntimeError(f"nothing to predict a time from: give plan() {', '.join(self._missing)}")
-        return self._judgement.seconds_per_sample(steps)
+        return self._comparison.seconds_per_sample(steps)
 
     @property
-    def _judgement(self) -> Judgement:
-        return Judgement(
+    def _comparison(self) -> Comparison:
+        return Comparison(
             self.target_batch_size,
             self.accumulation_steps,
             self.max_micro_batch_size,
@@ -192,19 +192,19 @@ class AccumulationPlan:
         lines = [f"{name:<20} {value:>{width}}  {note}".rstrip() for name, value, note in rows]
         total = f"({sizes}) x {self.world_size} ranks" if self.world_size > 1 else sizes
         lines += [f"{total} = {self.target_batch_size}", *self._times()]
-        verdict = self._judgement.verdict()
-        return "\n".join([*lines, f"verdict: {verdict.text}, since {verdict.why}"])
+        advice = self._comparison.recommendation()
+        return "\n".join([*lines, f"verdict: {advice.text}, since {advice.why}"])
 
     def _times(self) -> list[str]:
         """The predicted times, for powers of two and for the K that matter."""
         if self.costs is None:
             return []
-        judgement, noise = self._judgement, self.noise_scale is not None
+        comparison, noise = self._comparison, self.noise_scale is not None
         powers = {2**power for power in range(self.accumulation_steps.bit_length())}
         lines = ["", f"{'K':>6}  {'batch':>8}  {'ms per sample':>13}" + ("  time to a loss" if noise else "")]
         for steps in sorted(powers | {self.best_steps, self.accumulation_steps}):
-            row = f"{steps:>6}  {judgement.batch(steps):>8.0f}  {1e3 * judgement.seconds_per_sample(steps):>13.4g}"
-            relative = judgement.seconds_to_loss(steps) / judgement.seconds_to_loss(1)
+            row = f"{steps:>6}  {comparison.batch(steps):>8.0f}  {1e3 * comparison.seconds_per_sample(steps):>13.4g}"
+            relative = comparison.seconds_to_loss(steps) / comparison.seconds_to_loss(1)
             lines.append(row + (f"  {relative:>14.0%}" if noise else "").replace("%", " %"))
         return lines
 

@@ -17,7 +17,7 @@ WORTH_IT = 0.05  # a gain in time below this fraction is not worth more micro-ba
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Recommendation:
     """How many micro-batches to accumulate.
 
     Attributes:
@@ -32,8 +32,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What is judged: a plan, with what is known of its costs.
+class Comparison:
+    """Numbers of micro-batches up to a plan's, compared by what is known of their costs.
 
     Attributes:
         target: Samples per optimizer step that are wanted, over all ranks.
@@ -77,12 +77,12 @@ class Judgement:
         """What is to be small: seconds of a sample, times the samples that are needed, where that is known."""
         return self.seconds_per_sample(steps) * self.samples_needed(steps)
 
-    def verdict(self) -> Verdict:
-        """Judge."""
+    def recommendation(self) -> Recommendation:
+        """Recommend one of them."""
         if self.steps == 1:
             ranks = " on each rank" if self.world_size > 1 else ""
             why = f"the batch of {self.target} is one micro-batch{ranks}: there is nothing to accumulate"
-            return Verdict(1, "K = 1", why + self._faster_size())
+            return Recommendation(1, "K = 1", why + self._faster_size())
         if self.costs is None:
             why = (
                 f"a micro-batch has at most {self.most} samples{self.limit}; whether a smaller batch trains as fast is "
@@ -94,7 +94,7 @@ class Judgement:
                     f". At a noise scale of {self.noise_scale:.4g} it takes {needed:.3g} times the samples to a loss "
                     "that K = 1 takes"
                 )
-            return Verdict(self.steps, f"K = {self.steps} for the batch {self.target}", why)
+            return Recommendation(self.steps, f"K = {self.steps} for the batch {self.target}", why)
         times = [self.seconds_to_loss(steps) for steps in range(1, self.steps + 1)]
         enough = (1 + WORTH_IT) * min(times)
         best = next(steps for steps, seconds in enumerate(times, 1) if seconds <= enough)
@@ -104,7 +104,7 @@ class Judgement:
             text, why = f"K up to {best}", self._why(best)
         else:
             text, why = f"K = {best} for the batch {self.target}", self._why(best) + self.limit
-        return Verdict(best, text, why + self._faster_size())
+        return Recommendation(best, text, why + self._faster_size())
 
     def _why(self, best: int) -> str:
         """Compare with not accumulating, and with accumulating up to the target."""
@@ -136,7 +136,7 @@ class Judgement:
         assert self.costs is not None
         once = self.costs.optimizer_seconds + self.costs.reduction_seconds
         what = "optimizer step and reduction take" if self.costs.reduction_seconds else "the optimizer step takes"
-        return f"{what} {_ms(once)}, a micro-batch {_ms(self.costs.micro_batch_seconds(self.size))}"
+        return f"{what} {_time(once)}, a micro-batch {_time(self.costs.micro_batch_seconds(self.size))}"
 
     def _faster_size(self) -> str:
         """Point to a smaller micro-batch size where samples are computed faster."""
@@ -158,8 +158,8 @@ class Judgement:
         )
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _change(ratio: float) -> str:
