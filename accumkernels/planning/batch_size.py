@@ -191,7 +191,7 @@ def find_batch_size(
         tried.append(Trial(size, ok, max(trial.peak_bytes for trial in trials), rate))
         failures.extend(outcome.failure for outcome in everyones if outcome.failure)
         if ok:
-            updates.append(max(outcome.optimizer_seconds for outcome in everyones))
+            updates.append(max(outcome.parts[-1] for outcome in everyones))
         return ok
 
     with training.garbage, trial_progress(progress) as training.on_step:

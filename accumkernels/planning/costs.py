@@ -27,8 +27,7 @@ from .snapshot import Snapshot
 from .trial import Training
 from .trial_setup import check_trainable, training_for
 
-# Two lengths of windows tell what a micro-batch takes from what the end of a window takes.
-_SHORT, _LONG = 2, 6
+_WINDOW = 4  # micro-batches: the first is written to the buffers, the others are added
 _LEAST_TRIALS = 3
 _REDUCTIONS = 10
 
@@ -90,9 +89,9 @@ def measure_step_costs(
 ) -> StepCosts:
     """Measure what `plan` needs to say whether accumulating is worth it.
 
-    Trains on trial at one micro-batch size: without accumulation, in windows of 2 and in windows of 6 micro-batches, in
-    turns. The fastest of each kind counts, since whatever else the machine does only adds time. Afterwards everything
-    is as it was, as with `find_batch_size`.
+    Trains on trial at one micro-batch size, without accumulation and in windows of 4 micro-batches, in turns. Each part
+    of a step is timed alone, and its fastest run counts, since whatever else the machine does only adds time. On a GPU
+    a wait after each part is in the measure. Afterwards everything is as it was, as with `find_batch_size`.
 
     With torch.distributed every rank must call this; the slowest rank counts. The reduction of fp32 gradients is timed
     alone: where DistributedDataParallel hides a part of it behind backward, a step without accumulation takes less than
@@ -139,37 +138,48 @@ def measure_step_costs(
             memory_limit=None,
             margin=0.0,
         )
-        # What else the host does only adds time. On other devices steps overlap, and would take longer timed singly.
-        training.one_by_one = training.device.type == "cpu"
+        training.steps_in_parts = training.iterations
         end = time.perf_counter() + positive_float(duration, "duration")
         snapshot = Snapshot(model)
-        trials: list[list[float]] = []
+        single, window = _Fastest(), _Fastest()
         with training.garbage:
-            while len(trials) < _LEAST_TRIALS or time.perf_counter() < end:
-                trials.append([_seconds(training, snapshot, size, length) for length in (None, _SHORT, _LONG)])
+            while single.runs < _LEAST_TRIALS or time.perf_counter() < end:
+                single.add(_parts(training, snapshot, size, None))
+                window.add(_parts(training, snapshot, size, _WINDOW))
     except BaseException:
         agreement.gather(None)  # the others wait for an answer
         raise
-    everyones = agreement.gather([min(times) for times in zip(*trials, strict=True)])
+    # The first micro-batch of a window is not like the others: what it takes more, or less, is paid for once.
+    first, *others, update = window.parts
+    micro_batch = sum(others) / len(others)
+    everyones = agreement.gather((sum(single.parts), micro_batch, max(0.0, update + first - micro_batch)))
     check_ranks(everyones, "measure_step_costs", "its trials")
-    single, short, long = (max(times) for times in zip(*everyones, strict=True))
+    step, micro_batch, once = (max(times) for times in zip(*everyones, strict=True))
     reduction = _reduction_seconds(model, training, agreement, process_group)
-
-    # The windows differ by micro-batches alone. Noise must not make their time negative, nor more than there is.
-    micro_batch = min(max(long - short, 0.0) / (_LONG - _SHORT), short / _SHORT)
-    optimizer = short - _SHORT * micro_batch
-    return StepCosts({size: size / single}, optimizer, reduction, micro_batch - (single - optimizer))
+    return StepCosts({size: size / step}, once, reduction, micro_batch - (step - once))
 
 
-def _seconds(training: Training, snapshot: Snapshot, size: int, length: int | None) -> float:
-    """Seconds of a window of `length` micro-batches, or of a step without accumulation."""
+class _Fastest:
+    """The least seconds of each part of a step, over all trials so far."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.parts: tuple[float, ...] = ()
+
+    def add(self, parts: tuple[float, ...]) -> None:
+        self.parts = tuple(map(min, self.parts, parts)) if self.runs else parts
+        self.runs += 1
+
+
+def _parts(training: Training, snapshot: Snapshot, size: int, length: int | None) -> tuple[float, ...]:
+    """Seconds of the parts of a window of `length` micro-batches, or of a step without accumulation."""
     training.accumulate = length
     outcome = training.try_size(size, snapshot)
     if not outcome.trial.ok:
         raise RuntimeError(
             f"measure_step_costs: a micro-batch of {size} does not fit on {training.device}: {outcome.failure}"
         )
-    return size * (length or 1) / outcome.trial.samples_per_second
+    return outcome.parts
 
 
 def _reduction_seconds(model: nn.Module, training: Training, agreement: Agreement, group: Any) -> float:

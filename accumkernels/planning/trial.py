@@ -48,12 +48,12 @@ class Outcome(NamedTuple):
     Attributes:
         trial: What the size did.
         failure: Why it does not fit, in a line; "" where it does.
-        optimizer_seconds: Of one optimizer step, or of the step of a window; 0.0 where the size does not fit.
+        parts: Seconds of each micro-batch and, last, of the update; nothing where the size does not fit.
     """
 
     trial: Trial
     failure: str
-    optimizer_seconds: float
+    parts: tuple[float, ...]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Training:
     meter: Meter
     garbage: Garbage
     on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
-    one_by_one: bool = False  # time steps singly, and take the fastest
+    steps_in_parts: int = 1  # after the trial, to time parts; the fastest of each counts
 
     def try_size(self, size: int, snapshot: Snapshot) -> Outcome:
         """Train, and put back everything that training changes.
@@ -83,10 +83,11 @@ class Training:
         Raises:
             Whatever training raises and is not out of memory, as it is.
         """
-        rate, optimizer_seconds, failure = 0.0, 0.0, ""
+        rate, failure = 0.0, ""
+        parts: tuple[float, ...] = ()
         with self.meter.trial():
             try:
-                rate, optimizer_seconds = self._train(size, snapshot)
+                rate, parts = self._train(size, snapshot)
             except BaseException as error:
                 if not is_oom_error(error):
                     raise
@@ -103,10 +104,10 @@ class Training:
             _log.info("batch size %d does not fit: %s", size, failure)
         else:
             _log.info("batch size %d fits: peak %s, %.4g samples/s", size, format_bytes(trial.peak_bytes), rate)
-        return Outcome(trial, failure, 0.0 if failure else optimizer_seconds)
+        return Outcome(trial, failure, () if failure else parts)
 
-    def _train(self, size: int, snapshot: Snapshot) -> tuple[float, float]:
-        """Train; the answer is in samples per second, and the seconds of an optimizer step."""
+    def _train(self, size: int, snapshot: Snapshot) -> tuple[float, tuple[float, ...]]:
+        """Train; the answer is in samples per second, and the seconds of a step's parts."""
         for param in self.model.parameters():
             param.grad = None
         if len({param.device for param in self.model.parameters()}) == 1:  # else it is spread over devices on purpose
@@ -116,45 +117,44 @@ class Training:
             with self.meter.counting([*self.model.parameters(), *self.model.buffers()]):
                 optimizer = self.optimizer_fn(trained)
                 snapshot.include(optimizer)  # it may be one that exists already
-                micro_batches, update = self._halves(optimizer, self.source(size, self.device), size, stack)
+                parts = self._parts(optimizer, self.source(size, self.device), size, stack)
                 counted = self.meter.counted_steps
                 first = self.iterations if counted is None else min(counted, self.iterations)
                 # Where counting slows every op down, two steps more are timed without.
                 total = max(self.iterations, first + 2)
                 for index in range(first):
-                    micro_batches()
-                    update()
+                    for part in parts:
+                        part()
                     self.on_step(size, index + 1, total)
             timed = total - first
             if first == 0:  # nothing has warmed up yet
-                micro_batches()
-                update()
+                for part in parts:
+                    part()
                 timed -= 1
-            seconds, done = [], total - timed
-            for steps in [1] * timed if self.one_by_one else [timed]:
-                self.meter.synchronize()
-                begin = time.perf_counter()
-                for _ in range(steps):
-                    micro_batches()
-                    update()
-                    done += 1
-                    self.on_step(size, done, total)
-                self.meter.synchronize()
-                seconds.append((time.perf_counter() - begin) / steps)
-
-            # One step more, to time its update alone; the wait in between would slow down the steps above.
-            micro_batches()
             self.meter.synchronize()
             begin = time.perf_counter()
-            update()
+            for index in range(total - timed, total):
+                for part in parts:
+                    part()
+                self.on_step(size, index + 1, total)
             self.meter.synchronize()
-            optimizer_seconds = time.perf_counter() - begin
-        return size * (self.accumulate or 1) / max(min(seconds), 1e-9), optimizer_seconds
+            seconds = time.perf_counter() - begin
 
-    def _halves(
+            # Parts are timed in steps of their own: to wait after each of them would slow down the steps above.
+            times = [[self._seconds(part) for part in parts] for _ in range(self.steps_in_parts)]
+        rate = timed * size * (self.accumulate or 1) / max(seconds, 1e-9)
+        return rate, tuple(min(column) for column in zip(*times, strict=True))
+
+    def _seconds(self, part: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        part()
+        self.meter.synchronize()
+        return time.perf_counter() - begin
+
+    def _parts(
         self, optimizer: Optimizer, batches: Iterator[Any], size: int, stack: contextlib.ExitStack
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The two halves of a training step: all of its micro-batches, and the update."""
+    ) -> list[Callable[[], None]]:
+        """The parts of a training step, to be called in order: its micro-batches, and the update."""
 
         def loss() -> Tensor:
             enabled = self.amp_dtype is not None
@@ -163,25 +163,23 @@ class Training:
 
         if self.accumulate is None:
 
-            def plain_update() -> None:
+            def update() -> None:
                 # Stepped whatever the gradients are: a GradScaler would skip the first steps while it looks for its
                 # scale, and the optimizer's state, which it makes in its first step, would be missing in the measure.
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-            return lambda: loss().backward(), plain_update
+            return [lambda: loss().backward(), update]
 
         acc = stack.enter_context(FusedAccumulator(self.model, overflow=None, process_group=False))
-        count = self.accumulate
 
-        def window() -> None:
-            for _ in range(count):
-                acc.backward(loss(), weight=size)
+        def micro_batch() -> None:
+            acc.backward(loss(), weight=size)
 
-        def update() -> None:
+        def end() -> None:
             acc.step(optimizer)
 
-        return window, update
+        return [micro_batch] * self.accumulate + [end]
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -1,0 +1,179 @@
+"""What `ak.plan` says of six trainings, held against the trainings themselves.
+
+    python -m benchmarks.verdict [--cases 1,6] [--csv FILE]
+
+For each case the costs of a step are measured (`planning.costs.measure_step_costs`), and the plan predicts the time of
+a sample for every number of micro-batches K. Then loops as users write them are timed with K = 1 (stock training; over
+ranks DistributedDataParallel), powers of two, and the verdict's K, in turns. Both keep the fastest, so that what else a
+machine does counts little. A verdict is right where, by the times of the loops, no K that was timed reaches a loss in
+more than 10 % less time: 5 % is what `plan` does not deem worth it, and 5 % is left to the measurement. Everything runs
+on the CPU, in a process for each rank with one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+
+import accumkernels as ak
+from accumkernels.planning.costs import measure_step_costs
+
+from ..harness.machine import environment
+from ..harness.measure import Timer
+from ..harness.results import Row, groups, write_csv, write_json
+from ..methods.verdict import CASES, Case, loop
+
+COLUMNS = (
+    *("case", "parameters", "micro_batch", "target", "ranks", "noise_scale", "micro_batches", "us_per_sample"),
+    *("us_per_sample_predicted", "error", "time_to_loss", "verdict", "why", "right", "device", "threads"),
+    *("instruction_set", "torch", "python", "commit", "date"),
+)
+TOLERANCE = 1.10
+
+
+class Measured(NamedTuple):
+    """A plan with its verdict, and seconds per sample by K as loops took them."""
+
+    plan: ak.AccumulationPlan
+    seconds: dict[int, float]
+    parameters: int
+
+
+def measure(case: Case, duration: float, repetitions: int) -> Measured:
+    """Predict, then train; every rank calls this."""
+    costs = measure_step_costs(
+        case.model(),
+        "cpu",
+        case.micro_batch,
+        make_batch=case.batch,
+        optimizer_fn=case.optimizer,
+        duration=duration,
+    )
+    plan = ak.plan(
+        case.target, case.micro_batch, world_size=case.ranks, noise_scale=case.noise_scale, **costs._asdict()
+    )
+    powers = {2**power for power in range(plan.accumulation_steps.bit_length())}
+    counts = sorted(powers | {plan.accumulation_steps, plan.best_steps})
+    loops = {steps: loop(case, steps) for steps in counts}
+    timer = Timer(torch.device("cpu"))
+    found: dict[int, list[float]] = {steps: [] for steps in counts}
+    for turn in range(repetitions + 2):  # two to warm up
+        for steps in counts:
+            seconds = torch.tensor(0.0, dtype=torch.float64)
+            if case.ranks > 1:
+                torch.distributed.barrier()
+            seconds += timer(loops[steps])
+            if case.ranks > 1:
+                torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
+            if turn >= 2:
+                found[steps].append(seconds.item() / (steps * case.micro_batch * case.ranks))
+    parameters = sum(param.numel() for param in case.model().parameters())
+    return Measured(plan, {steps: min(seconds) for steps, seconds in found.items()}, parameters)
+
+
+def _rank(rank: int, name: str, port: int, path: str, duration: float, repetitions: int) -> None:
+    """A process of its own; rank 0 writes what was measured."""
+    torch.set_num_threads(1)
+    case = CASES[name]
+    if case.ranks > 1:
+        torch.distributed.init_process_group(
+            "gloo", f"tcp://127.0.0.1:{port}", timedelta(minutes=10), world_size=case.ranks, rank=rank
+        )
+    measured = measure(case, duration, repetitions)
+    if rank == 0:
+        Path(path).write_bytes(pickle.dumps(measured))
+    if case.ranks > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def spawn(name: str, duration: float, repetitions: int) -> Measured:
+    """Measure a case in processes of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "measured")
+        mp.spawn(_rank, (name, port, str(path), duration, repetitions), nprocs=CASES[name].ranks)
+        return pickle.loads(path.read_bytes())
+
+
+def rows(name: str, case: Case, measured: Measured, about: Row) -> list[Row]:
+    """A row per K."""
+    plan = measured.plan
+    needed = {
+        steps: 1 + (steps * case.micro_batch * case.ranks / case.noise_scale if case.noise_scale else 0.0)
+        for steps in measured.seconds
+    }
+    to_loss = {steps: seconds * needed[steps] for steps, seconds in measured.seconds.items()}
+    right = to_loss[plan.best_steps] <= TOLERANCE * min(to_loss.values())
+    found = []
+    for steps, seconds in measured.seconds.items():
+        predicted = plan.seconds_per_sample(steps)
+        row: Row = {
+            **about,
+            **{"case": name, "parameters": measured.parameters, "micro_batch": case.micro_batch},
+            **{"target": case.target, "ranks": case.ranks, "noise_scale": case.noise_scale, "micro_batches": steps},
+            "us_per_sample": float(f"{1e6 * seconds:.4g}"),
+            "us_per_sample_predicted": float(f"{1e6 * predicted:.4g}"),
+            "error": float(f"{predicted / seconds - 1:.3f}"),
+            "time_to_loss": float(f"{to_loss[steps] / to_loss[1]:.3f}"),
+            **{"verdict": plan.verdict, "why": plan.why, "right": right, "threads": 1},
+        }
+        found.append({column: row.get(column) for column in COLUMNS})
+    return found
+
+
+def show(console: Console, found: Sequence[Row]) -> None:
+    """A table per case."""
+    for group in groups(found, "case").values():
+        first = group[0]
+        title = f"{first['case']}: {first['parameters']:,} parameters. {first['verdict']}, since {first['why']}. "
+        table = Table(title=title + ("Right." if first["right"] else "Wrong."), title_justify="left")
+        for header in ("K", "us per sample", "predicted", "error", "time to a loss"):
+            table.add_column(header, justify="right", no_wrap=True)
+        for r in group:
+            cells = (r["micro_batches"], r["us_per_sample"], r["us_per_sample_predicted"])
+            table.add_row(*map(str, cells), f"{float(str(r['error'])):+.1%}", f"{float(str(r['time_to_loss'])):.2f}")
+        console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; exit status 1 where a verdict is wrong or a time is predicted more than 15 % off."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", default="1,2,3,4,5,6", help=f"by number: {', '.join(CASES)}")
+    parser.add_argument("--duration", type=float, default=20.0, help="seconds to measure the costs of a case for")
+    parser.add_argument("--repetitions", type=int, default=60, help="of each loop")
+    parser.add_argument("--csv", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args(argv)
+    names = list(CASES)
+    console = Console(width=max(Console().width, 150))
+    about = environment(torch.device("cpu"))
+    found: list[Row] = []
+    for number in map(int, arguments.cases.split(",")):
+        name = names[number - 1]
+        added = rows(name, CASES[name], spawn(name, arguments.duration, arguments.repetitions), about)
+        show(console, added)
+        found += added
+        if arguments.csv:
+            write_csv(arguments.csv, found)
+        if arguments.json:
+            write_json(arguments.json, found)
+    return 0 if all(row["right"] and abs(float(str(row["error"]))) <= 0.15 for row in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
