@@ -4,10 +4,11 @@
 
 For each case the costs of a step are measured (`planning.costs.measure_step_costs`), and the plan predicts the time of
 a sample for every number of micro-batches K. Then loops as users write them are timed with K = 1 (stock training; over
-ranks DistributedDataParallel), powers of two, and the verdict's K, in turns. Both keep the fastest, so that what else a
-machine does counts little. A verdict is right where, by the times of the loops, no K that was timed reaches a loss in
-more than 10 % less time: 5 % is what `plan` does not deem worth it, and 5 % is left to the measurement. Everything runs
-on the CPU, in a process for each rank with one thread each.
+ranks DistributedDataParallel), powers of two, and the verdict's K, in turns. The fastest run of each micro-batch and of
+each update counts, as in the measurement of the costs, so that what else a machine does hardly matters. A verdict is
+right where, by the times of the loops, no K that was timed reaches a loss in more than 10 % less time: 5 % is what
+`plan` does not deem worth it, and 5 % is left to the measurement. Everything runs on the CPU, in a process for each rank
+with one thread each.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ COLUMNS = (
     *("instruction_set", "torch", "python", "commit", "date"),
 )
 TOLERANCE = 1.10
+STEPS = 4  # of a loop in each turn: the first finds another loop's data in the caches
 
 
 class Measured(NamedTuple):
@@ -68,19 +70,23 @@ def measure(case: Case, duration: float, repetitions: int) -> Measured:
     counts = sorted(powers | {plan.accumulation_steps, plan.best_steps})
     loops = {steps: loop(case, steps) for steps in counts}
     timer = Timer(torch.device("cpu"))
-    found: dict[int, list[float]] = {steps: [] for steps in counts}
-    for turn in range(repetitions + 2):  # two to warm up
+    parts = {steps: [float("inf")] * len(loops[steps]) for steps in counts}
+    for _ in range(repetitions):
         for steps in counts:
-            seconds = torch.tensor(0.0, dtype=torch.float64)
             if case.ranks > 1:
                 torch.distributed.barrier()
-            seconds += timer(loops[steps])
-            if case.ranks > 1:
-                torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
-            if turn >= 2:
-                found[steps].append(seconds.item() / (steps * case.micro_batch * case.ranks))
+            for _ in range(STEPS):
+                seconds = [timer(part) for part in loops[steps]]
+                parts[steps] = list(map(min, parts[steps], seconds))
+    # What a window takes undisturbed is the sum of its parts; with several ranks, on the slowest.
+    found = {}
+    for steps in counts:
+        window = torch.tensor(sum(parts[steps]), dtype=torch.float64)
+        if case.ranks > 1:
+            torch.distributed.all_reduce(window, torch.distributed.ReduceOp.MAX)
+        found[steps] = window.item() / (steps * case.micro_batch * case.ranks)
     parameters = sum(param.numel() for param in case.model().parameters())
-    return Measured(plan, {steps: min(seconds) for steps, seconds in found.items()}, parameters)
+    return Measured(plan, found, parameters)
 
 
 def _rank(rank: int, name: str, port: int, path: str, duration: float, repetitions: int) -> None:

@@ -84,28 +84,25 @@ CASES = {
 }
 
 
-def loop(case: Case, steps: int) -> Callable[[], object]:
-    """One step of training with K micro-batches, as a user writes it; without an accumulator for K = 1."""
+def loop(case: Case, steps: int) -> list[Callable[[], object]]:
+    """A step of training with K micro-batches as a user writes it, in parts to be called in order.
+
+    They are the micro-batches and the update; for K = 1 there is no accumulator.
+    """
     torch.manual_seed(0)
     model, batch = case.model(), case.batch(case.micro_batch)
     if steps == 1:
         trained = DistributedDataParallel(model) if case.ranks > 1 else model
         optimizer = case.optimizer(trained.parameters())
 
-        def step() -> None:
-            trained(**batch).backward()
+        def update() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        return step
+        return [lambda: trained(**batch).backward(), update]
 
     group = torch.distributed.group.WORLD if case.ranks > 1 else None
     acc = ak.FusedAccumulator(model, process_group=group)
     windowed = case.optimizer(acc.parameters())
 
-    def window() -> None:
-        for _ in range(steps):
-            acc.backward(model(**batch))
-        acc.step(windowed)
-
-    return window
+    return [lambda: acc.backward(model(**batch))] * steps + [lambda: acc.step(windowed)]
