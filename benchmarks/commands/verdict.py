@@ -7,13 +7,14 @@ a sample for every number of micro-batches K. Then loops as users write them are
 ranks DistributedDataParallel), powers of two, and the verdict's K, in turns. The fastest run of each micro-batch and of
 each update counts, as in the measurement of the costs, so that what else a machine does hardly matters. A verdict is
 right where, by the times of the loops, no K that was timed reaches a loss in more than 10 % less time: 5 % is what
-`plan` does not deem worth it, and 5 % is left to the measurement. Everything runs on the CPU, in a process for each rank
-with one thread each.
+`plan` does not deem worth it, and 5 % is left to the measurement. Everything runs on the CPU, in a process for each
+rank, with one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import pickle
 import socket
 import sys
@@ -42,7 +43,7 @@ COLUMNS = (
     *("instruction_set", "torch", "python", "commit", "date"),
 )
 TOLERANCE = 1.10
-STEPS = 4  # of a loop in each turn: the first finds another loop's data in the caches
+STEPS = 6  # of a loop in each turn; the first makes the optimizer's state
 
 
 class Measured(NamedTuple):
@@ -68,16 +69,17 @@ def measure(case: Case, duration: float, repetitions: int) -> Measured:
     )
     powers = {2**power for power in range(plan.accumulation_steps.bit_length())}
     counts = sorted(powers | {plan.accumulation_steps, plan.best_steps})
-    loops = {steps: loop(case, steps) for steps in counts}
     timer = Timer(torch.device("cpu"))
-    parts = {steps: [float("inf")] * len(loops[steps]) for steps in counts}
+    parts = {steps: [float("inf")] * (steps + 1) for steps in counts}
     for _ in range(repetitions):
         for steps in counts:
+            step = loop(case, steps)  # alone in memory and in the caches, as in training
             if case.ranks > 1:
                 torch.distributed.barrier()
             for _ in range(STEPS):
-                seconds = [timer(part) for part in loops[steps]]
-                parts[steps] = list(map(min, parts[steps], seconds))
+                parts[steps] = list(map(min, parts[steps], [timer(part) for part in step]))
+            del step
+            gc.collect()
     # What a window takes undisturbed is the sum of its parts; with several ranks, on the slowest.
     found = {}
     for steps in counts:
@@ -161,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default="1,2,3,4,5,6", help=f"by number: {', '.join(CASES)}")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds to measure the costs of a case for")
-    parser.add_argument("--repetitions", type=int, default=60, help="of each loop")
+    parser.add_argument("--repetitions", type=int, default=20, help="turns of each loop")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
