@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..errors import wrong_type
 from ..window.noise_scale import NoiseScale
 from .batch_size import BatchSize
-from .checks import positive_float, positive_int, seconds
+from .checks import is_callable, positive_float, positive_int, seconds
 from .costs import StepCosts
 from .live_bytes import format_bytes
 from .trees import samples, slice_samples
@@ -83,7 +83,7 @@ class AccumulationPlan:
         """Predict the time of a window of so many micro-batches, over its samples on all ranks.
 
         Raises:
-            TypeError, ValueError: `accumulation_steps` is no positive int.
+            TypeError, ValueError: `accumulation_steps` is not a positive int.
             RuntimeError: `costs` are not known.
         """
         steps = positive_int(accumulation_steps, "accumulation_steps")
@@ -145,10 +145,14 @@ class AccumulationPlan:
             first_step: The step that the first window is, where training is resumed.
 
         Raises:
-            ValueError: `first_step` is negative, or `schedule` answers with no positive int.
+            TypeError, ValueError: `first_step` is no int or negative, `schedule` cannot be called, or `schedule` answers with no positive int.
         """
+        if isinstance(first_step, bool) or not isinstance(first_step, int):
+            raise wrong_type("first_step", "an int", first_step)
         if first_step < 0:
             raise ValueError(f"first_step must not be negative, got {first_step}")
+        if schedule is not None:
+            is_callable(schedule, "schedule")
         return self._windows(loader, schedule, first_step)
 
     def _windows(self, loader: Iterable[T], schedule: Callable[[int], int] | None, step: int) -> Iterator[list[T]]:

@@ -54,6 +54,8 @@ class Milestones:
             maximum: No batch is larger; from there on, decay the learning rate.
         """
         size = positive_int(batch_size, "batch_size")
+        if isinstance(milestones, str) or not isinstance(milestones, Iterable):
+            raise wrong_type("milestones", "steps", milestones)
         gamma = fraction(gamma, "gamma", zero=False)
         limit = None if maximum is None else positive_int(maximum, "maximum")
         sizes = {0: size}

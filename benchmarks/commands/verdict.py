@@ -19,6 +19,7 @@ import pickle
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -54,8 +55,8 @@ class Measured(NamedTuple):
     parameters: int
 
 
-def measure(case: Case, duration: float, repetitions: int) -> Measured:
-    """Predict, then train; every rank calls this."""
+def measure(case: Case, duration: float) -> Measured:
+    """Predict, then train, for `duration` seconds each; every rank calls this."""
     costs = measure_step_costs(
         case.model(),
         "cpu",
@@ -71,7 +72,8 @@ def measure(case: Case, duration: float, repetitions: int) -> Measured:
     counts = sorted(powers | {plan.accumulation_steps, plan.best_steps})
     timer = Timer(torch.device("cpu"))
     parts = {steps: [float("inf")] * (steps + 1) for steps in counts}
-    for _ in range(repetitions):
+    end = time.monotonic() + duration
+    while _all(time.monotonic() < end, case):
         for steps in counts:
             step = loop(case, steps)  # alone in memory and in the caches, as in training
             if case.ranks > 1:
@@ -91,7 +93,16 @@ def measure(case: Case, duration: float, repetitions: int) -> Measured:
     return Measured(plan, found, parameters)
 
 
-def _rank(rank: int, name: str, port: int, path: str, duration: float, repetitions: int) -> None:
+def _all(go_on: bool, case: Case) -> bool:
+    """Whether every rank goes on."""
+    if case.ranks == 1:
+        return go_on
+    said = torch.tensor(int(go_on))
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN)
+    return bool(said)
+
+
+def _rank(rank: int, name: str, port: int, path: str, duration: float) -> None:
     """A process of its own; rank 0 writes what was measured."""
     torch.set_num_threads(1)
     case = CASES[name]
@@ -99,7 +110,7 @@ def _rank(rank: int, name: str, port: int, path: str, duration: float, repetitio
         torch.distributed.init_process_group(
             "gloo", f"tcp://127.0.0.1:{port}", timedelta(minutes=10), world_size=case.ranks, rank=rank
         )
-    measured = measure(case, duration, repetitions)
+    measured = measure(case, duration)
     if rank == 0:
         Path(path).write_bytes(pickle.dumps(measured))
     if case.ranks > 1:
@@ -107,14 +118,14 @@ def _rank(rank: int, name: str, port: int, path: str, duration: float, repetitio
         torch.distributed.destroy_process_group()
 
 
-def spawn(name: str, duration: float, repetitions: int) -> Measured:
+def spawn(name: str, duration: float) -> Measured:
     """Measure a case in processes of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measured")
-        mp.spawn(_rank, (name, port, str(path), duration, repetitions), nprocs=CASES[name].ranks)
+        mp.spawn(_rank, (name, port, str(path), duration), nprocs=CASES[name].ranks)
         return pickle.loads(path.read_bytes())
 
 
@@ -162,8 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit status 1 where a verdict is wrong or a time is predicted more than 15 % off."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default="1,2,3,4,5,6", help=f"by number: {', '.join(CASES)}")
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds to measure the costs of a case for")
-    parser.add_argument("--repetitions", type=int, default=20, help="turns of each loop")
+    parser.add_argument(
+        "--duration", type=float, default=30.0, help="seconds for a case's costs, and again for its loops"
+    )
     parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
@@ -173,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: list[Row] = []
     for number in map(int, arguments.cases.split(",")):
         name = names[number - 1]
-        added = rows(name, CASES[name], spawn(name, arguments.duration, arguments.repetitions), about)
+        added = rows(name, CASES[name], spawn(name, arguments.duration), about)
         show(console, added)
         found += added
         if arguments.csv:
