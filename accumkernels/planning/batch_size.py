@@ -1,4 +1,4 @@
-"""The largest batch size that fits: found by training, so that what is answered has run."""
+"""Find the largest batch size that fits by training with it, so that the answer has really run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class BatchSize(int):
 
     Attributes:
         tried: Every size tried, in order: (size, ok, peak_bytes, samples_per_second).
-        reason: What kept it from being larger: "oom" (a larger size did not fit), "max" (`max_batch_size`) or
+        reason: Why it is not larger: "oom" (a larger size did not fit), "max" (`max_batch_size`) or
             "dataset" (`dataset_size`).
-        optimizer_seconds: What an optimizer step takes, on the slowest rank; None where it was not measured.
-        accumulate: Micro-batches per optimizer step in the trials; None where they ran without an accumulator.
+        optimizer_seconds: Time of an optimizer step on the slowest rank; None if it was not measured.
+        accumulate: Micro-batches per optimizer step in the trials; None if they ran without an accumulator.
     """
 
     tried: list[Trial]
@@ -63,7 +63,7 @@ class BatchSize(int):
 
     @property
     def fastest(self) -> int:
-        """Of the sizes that fit, the one with the most samples per second: not always the largest."""
+        """The size with the most samples per second among those that fit; it is not always the largest."""
         fitting = [trial for trial in self.tried if trial.ok]
         return max(fitting, key=lambda trial: trial.samples_per_second).size if fitting else int(self)
 
@@ -100,47 +100,47 @@ def find_batch_size(
 
     Sizes are tried with whole training steps, in the modes the model is in: doubling from 1 (2 where BatchNorm trains)
     until memory runs out or the cap is reached, then, with "binsearch", between the last two. Only out of memory
-    (`is_oom_error`) makes a size smaller; every other exception comes out as it is. Afterwards, also after an error or
+    (`is_oom_error`) makes a size smaller; every other exception is raised unchanged. Afterwards, also after an error or
     a Ctrl-C, the model (parameters, buffers, `.grad`s, hooks, attributes, mode, device), the optimizer and the random
     generators of torch, CUDA, Python and numpy are what they were, bit for bit. `.grad`s that exist stay in memory
     meanwhile.
 
     With torch.distributed every rank must call this; all try the same sizes and return the same answer, the largest
-    that fits on every rank. The trials themselves do not communicate: of a DistributedDataParallel model, its module is
-    run.
+    that fits on every rank. The trials themselves do not communicate: for a DistributedDataParallel model they run its
+    module.
 
     Args:
-        model: Moved to `device` for the trials where it is elsewhere; one that is spread over devices stays so.
+        model: Moved to `device` for the trials if it is elsewhere; a model spread over several devices is not moved.
         device: Where to train.
-        input_shape: Of one sample, without the batch dimension, for random fp32 inputs; not used (None) with
-            `make_batch` or `make_loader`.
-        output_shape: Of one sample's target, the same way.
-        dataset_size: Samples there are: no larger batch is tried.
+        input_shape: Shape of one sample without the batch dimension, for random fp32 inputs; None with `make_batch` or
+            `make_loader`.
+        output_shape: Shape of one sample's target, likewise.
+        dataset_size: Number of samples; no larger batch is tried.
         max_batch_size: No larger batch is tried either.
         num_iterations: Training steps per size; at least 2 are run, since optimizers make their state in the first.
         loss_fn: `loss_fn(output, target)`, by default the mean squared error; for a dict batch, by default
             `output.loss`, else `loss_fn(output, batch)`.
-        optimizer_fn: From the list of trainable parameters to an optimizer; by default `torch.optim.Adam`.
+        optimizer_fn: Makes an optimizer from the list of trainable parameters; by default `torch.optim.Adam`.
         make_batch: `make_batch(n)` returns `(input, target)`, or a dict for models that are called with keywords.
             Called for every micro-batch and timed with it.
-        mode: "power": the largest power of two that fits (times `multiple_of`, where that is none). "binsearch": the
-            largest size.
+        mode: "power" finds `multiple_of` times the largest power of two that fits, "binsearch" the largest size.
         amp_dtype: Run under autocast to this dtype.
         margin: Fraction of the device's memory that must stay free at the peak, in [0, 1).
         multiple_of: Try only multiples of this; 8 suits matrix units in 16 bit.
-        accumulate: Train with a FusedAccumulator and this many micro-batches per step, so that its buffers are in the
-            measure.
-        memory_limit: Bytes of a smaller device to find the answer for. On the CPU, where memory does not run out in
-            time, it takes the place of the device's: the tensors alive are counted after every op.
+        accumulate: Train with a FusedAccumulator and this many micro-batches per step, so that its buffers are measured
+            too.
+        memory_limit: Memory in bytes of a smaller device to find the answer for. A CPU's memory runs out far too late
+            for a trial; there the limit holds for the tensors that are alive after each op.
         make_loader: `make_loader(n)` returns a DataLoader, or any iterable, of batches as `make_batch` makes them:
             then loading is part of the samples per second.
         process_group: The ranks that agree; None for all, False for this one alone.
         progress: Show a progress bar; by default on a terminal, where rich is installed.
 
     Raises:
-        TypeError, ValueError: an argument is wrong: named with its value. A cap of 1 with BatchNorm in training.
-        RuntimeError: nothing fits: with the bytes of each size tried; the model has a FusedAccumulator; or another rank
-            failed.
+        TypeError, ValueError: an argument is wrong (the message repeats its value), or the cap is 1 and BatchNorm is in
+            training.
+        RuntimeError: nothing fits (the message has the bytes of each size tried), the model has a FusedAccumulator, or
+            another rank failed.
     """
     agreement = Agreement(process_group)
     try:
@@ -208,7 +208,7 @@ def find_batch_size(
 
 
 def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
-    """The largest size to try, and whose it is."""
+    """The largest size to try, and which argument set it."""
     cap, bound = positive_int(dataset_size, "dataset_size"), "dataset"
     if max_batch_size is not None and positive_int(max_batch_size, "max_batch_size") <= cap:
         return positive_int(max_batch_size, "max_batch_size"), "max"

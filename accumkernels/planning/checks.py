@@ -1,4 +1,4 @@
-"""Checks of numbers that planning functions are given."""
+"""Checks of what planning functions are given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import wrong_type
 
 
 def positive_int(value: Any, name: str) -> int:
-    """`value` as an int of at least 1; anything with `__index__` but bool.
+    """Return `value` as an int of at least 1. It may be anything with `__index__` except a bool.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -33,7 +33,7 @@ def positive_int(value: Any, name: str) -> int:
 
 
 def positive_float(value: Any, name: str) -> float:
-    """`value` as a positive finite float.
+    """Return `value` as a positive finite float.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -46,7 +46,7 @@ def positive_float(value: Any, name: str) -> float:
 
 
 def seconds(value: Any, name: str) -> float:
-    """`value` as a time, a finite float of at least 0.
+    """Return `value`, a time, as a finite float of at least 0.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -59,7 +59,7 @@ def seconds(value: Any, name: str) -> float:
 
 
 def fraction(value: Any, name: str, *, zero: bool = True) -> float:
-    """`value` as a float of at least 0 (or more than 0) and less than 1.
+    """Return `value` as a float less than 1 that is at least 0, or more than 0.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -72,7 +72,7 @@ def fraction(value: Any, name: str, *, zero: bool = True) -> float:
 
 
 def is_callable(value: Any, name: str) -> Any:
-    """`value`, which can be called.
+    """Check that `value` can be called, and return it.
 
     Raises:
         TypeError: names the argument and its value.
@@ -83,7 +83,7 @@ def is_callable(value: Any, name: str) -> Any:
 
 
 def is_module(value: Any, name: str = "model") -> nn.Module:
-    """`value`, which is a module.
+    """Check that `value` is a module, and return it.
 
     Raises:
         TypeError: names the argument and its value.
@@ -94,7 +94,7 @@ def is_module(value: Any, name: str = "model") -> nn.Module:
 
 
 def as_device(value: Any) -> torch.device:
-    """`value` as a device, whether this machine has it or not.
+    """Return `value` as a device, whether this machine has it or not.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -104,11 +104,11 @@ def as_device(value: Any) -> torch.device:
     try:
         return torch.device(value)
     except RuntimeError as error:
-        raise ValueError(f"device: {value!r} is no device ({error})") from None
+        raise ValueError(f"device must name a device, got {value!r} ({error})") from None
 
 
 def amp_dtype_or_none(value: Any) -> torch.dtype | None:
-    """`value`, which is a dtype to autocast to, or None.
+    """Check that `value` is a dtype or None, and return it.
 
     Raises:
         TypeError: names the argument and its value.
@@ -129,9 +129,9 @@ def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
 
 
 def no_accumulator(model: nn.Module, caller: str) -> None:
-    """Check that no FusedAccumulator is at work on a model that is about to train on trial.
+    """Check that a model that is about to train on trial has no FusedAccumulator.
 
-    Its hooks would take the trial's gradients into its window, and its buffers would be in the measure.
+    Its hooks would take the trial's gradients into its window, and its buffers would be measured too.
 
     Raises:
         RuntimeError: names the first parameter that has one.

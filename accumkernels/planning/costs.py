@@ -1,4 +1,4 @@
-"""What training steps cost in time, measured, and the time of windows that follows from it.
+"""Measure what training steps cost in time, and predict the time of windows from it.
 
 A step without accumulation takes s seconds: forward, backward and the optimizer's step, which takes O of them. With
 several ranks it also waits R seconds for the reduction. A window of K >= 2 micro-batches pays for both once::
@@ -33,13 +33,13 @@ _REDUCTIONS = 10
 
 
 class StepCosts(NamedTuple):
-    """What steps cost: the arguments of `plan` by name, as in `plan(512, 12, **costs._asdict())`.
+    """The costs of training steps. They are arguments of `plan` by name: `plan(512, 12, **costs._asdict())`.
 
     Attributes:
-        samples_per_second: On one rank, in training without accumulation, by micro-batch size.
-        optimizer_seconds: What a window takes on top of its micro-batches: averaging and the optimizer's step.
-        reduction_seconds: What it takes to reduce the gradients over ranks; 0.0 for one rank.
-        accumulate_seconds: What a micro-batch takes longer in a window than in a step of its own; may be negative.
+        samples_per_second: Rate of one rank in training without accumulation, by micro-batch size.
+        optimizer_seconds: Time that a window takes on top of its micro-batches: averaging and the optimizer's step.
+        reduction_seconds: Time to reduce the gradients over ranks; 0.0 for one rank.
+        accumulate_seconds: Time that a micro-batch takes longer in a window than in a step of its own; may be negative.
     """
 
     samples_per_second: Mapping[int, float]
@@ -48,7 +48,7 @@ class StepCosts(NamedTuple):
     accumulate_seconds: float = 0.0
 
     def step_seconds(self, size: float) -> float:
-        """What a step without accumulation takes with so many samples, without its reduction.
+        """Seconds of a step without accumulation on so many samples, without its reduction.
 
         Between two sizes that were measured the time is on the line between theirs; beyond them all, samples take as
         long as at the nearest.
@@ -61,11 +61,11 @@ class StepCosts(NamedTuple):
         return nearest * size / n
 
     def micro_batch_seconds(self, size: float) -> float:
-        """What a micro-batch of so many samples takes in a window."""
+        """Seconds of a micro-batch of so many samples in a window."""
         return self.step_seconds(size) - self.optimizer_seconds + self.accumulate_seconds
 
     def window_seconds(self, steps: int, size: float) -> float:
-        """What a window of `steps` micro-batches of `size` samples takes; one alone is not accumulated."""
+        """Seconds of a window of `steps` micro-batches of `size` samples; a single one is not accumulated."""
         if steps == 1:
             return self.step_seconds(size) + self.reduction_seconds
         return steps * self.micro_batch_seconds(size) + self.optimizer_seconds + self.reduction_seconds
@@ -87,7 +87,7 @@ def measure_step_costs(
     duration: float = 10.0,
     process_group: Any = None,
 ) -> StepCosts:
-    """Measure what `plan` needs to say whether accumulating is worth it.
+    """Measure the costs that `plan` needs to say whether accumulating is worth it.
 
     Trains on trial at one micro-batch size, without accumulation and in windows of 4 micro-batches, in turns. Each part
     of a step is timed alone, and its fastest run counts, since whatever else the machine does only adds time. On a GPU
@@ -98,11 +98,11 @@ def measure_step_costs(
     predicted.
 
     Args:
-        model: As for `find_batch_size`, like all that are not named here.
+        model: As for `find_batch_size`, like every argument without an explanation of its own.
         device: Where to train.
         micro_batch_size: Samples of a micro-batch; it must fit.
-        input_shape: Of one sample, for random inputs.
-        output_shape: Of one sample's target.
+        input_shape: Shape of one sample, for random inputs.
+        output_shape: Shape of one sample's target.
         loss_fn: By default the mean squared error.
         optimizer_fn: By default `torch.optim.Adam`.
         make_batch: Instead of the shapes.

@@ -1,7 +1,7 @@
 """`python -m accumkernels fit MODULE:FACTORY`: find the batch size of a user's own model.
 
 The factory is a function without arguments that returns the arguments of `find_batch_size` in a dict; `model` is the
-only one that must be there. What the command line says goes before what the factory says::
+only one that must be there. Options on the command line override what the factory returns::
 
     # train.py
     def fit():
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
         "fit",
         help="find the largest batch size at which a model of yours trains",
         description="Find the largest micro-batch by training: FACTORY() returns the arguments of "
-        "accumkernels.find_batch_size in a dict, 'model' at least; the options go before them.",
+        "accumkernels.find_batch_size in a dict with 'model' at least; options override them.",
     )
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="as in train:fit for fit() in train.py")
     parser.add_argument("--device", help="default: the factory's, else cuda where there is one, else cpu")
@@ -95,10 +95,10 @@ def _factory(place: str) -> Any:
 
 
 def arguments_for(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `find_batch_size` is called with: the factory's answer, and the command line over it.
+    """Collect the arguments of `find_batch_size`: what the factory returns, overridden by the command line.
 
     Raises:
-        FitError: MODULE:FACTORY or its answer is wrong.
+        FitError: MODULE:FACTORY, or what it returns, is wrong.
     """
     made = _factory(arguments.factory)()
     if not isinstance(made, Mapping):
@@ -145,7 +145,7 @@ _REASONS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Find it, print a table and, with `--target`, the plan; the answer is the exit status."""
+    """Find the size, print a table and, with `--target`, the plan; return the exit status."""
     try:
         call = arguments_for(arguments)
     except FitError as error:

@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes, measured in a run or predicted without the device."""
+"""Say where the memory of a training step goes, measured in a run or predicted without the device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class MemoryReport:
     Attributes:
         batch_size: Samples of a micro-batch.
         parameters: Parameters and buffers of the model.
-        gradients: Every `.grad`. All of them and the parts before and after exist when the optimizer steps.
+        gradients: Every `.grad`. They are all alive, with parameters, accumulators and state, when the optimizer steps.
         accumulators: Flat buffers of a FusedAccumulator.
         optimizer: The optimizer's state, after its first step.
-        activations: What the forward pass leaves for backward, and the batch itself; of that, what the peak has on top
+        activations: The batch, and what the forward pass leaves for backward; of that, only what the peak has on top
             of the parts above: gradients reuse the memory of activations that backward has freed.
         workspace: The rest of the peak: temporaries of backward and of the optimizer's step.
         per_sample: By how much the peak of forward and backward grows with a sample.
@@ -83,7 +83,7 @@ class MemoryReport:
 
 
 class _Peaks(NamedTuple):
-    """What one batch size used, in bytes."""
+    """Bytes that one batch size used."""
 
     parameters: int
     gradients: int
@@ -96,7 +96,7 @@ class _Peaks(NamedTuple):
 
 @dataclass
 class _Run:
-    """What is trained for a report; on fake or on real tensors."""
+    """The training that a report measures, on fake or on real tensors."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -176,9 +176,9 @@ def memory_report(
     own peak is taken instead, and what it has on top is workspace.
 
     With `fake=True` nothing is allocated or computed: copies of model and optimizer, made of fake tensors, take the
-    steps, as if on `device`. A laptop can so plan for a card that it does not have. Where torch has no CUDA, CPU
-    kernels stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator does,
-    and optimizers take the way that they take there.
+    steps, as if on `device`, so a laptop can plan for a card that it does not have. Where torch has no CUDA, CPU
+    kernels stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator rounds
+    them, and optimizers choose the implementation that they would choose there.
 
     Args:
         model: On any device, the meta device too with `fake=True`.
@@ -192,7 +192,7 @@ def memory_report(
         fake: Predict instead of measuring.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; a device is given without `fake=True` that is not the model's.
+        TypeError, ValueError: an argument is wrong, or `device` is not the model's and `fake` is not set.
         RuntimeError: the model has a FusedAccumulator, and `fake` is not set.
         torch.OutOfMemoryError: the run does not fit.
     """

@@ -1,4 +1,4 @@
-"""From the batch that is wanted to micro-batches that fit: micro-batches x steps x ranks."""
+"""Plan how to reach a batch with micro-batches that fit: micro-batches x steps x ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AccumulationPlan:
         world_size: Ranks of data parallelism.
         micro_batch_sizes: Samples of each micro-batch of a window, on every rank; larger ones first, so that memory
             that does not suffice runs out at once.
-        costs: What steps cost in time, or None where `plan` was not told all of it.
+        costs: The costs of a step, or None if `plan` was not given all of them.
         noise_scale: In samples, or None.
     """
 
@@ -136,16 +136,16 @@ class AccumulationPlan:
         """Group a loader's micro-batches into windows, one per optimizer step; the last one may be shorter.
 
         Args:
-            loader: Gives micro-batches; for sizes that are not all equal, `DataLoader(dataset,
-                batch_sampler=plan.batch_sampler(sampler))` gives exactly the plan's. It is read one window ahead of the
-                caller at most.
-            schedule: Target batch size by optimizer step, asked as a window begins (`planning.schedule`), instead of
-                `target_batch_size`. The window has the number of full micro-batches that comes nearest. It must answer
-                the same on every rank.
-            first_step: The step that the first window is, where training is resumed.
+            loader: An iterable of micro-batches. `DataLoader(dataset, batch_sampler=plan.batch_sampler(sampler))`
+                returns exactly the plan's sizes. It is read one window ahead of the caller at most.
+            schedule: A function from the optimizer step to the target batch size (`planning.schedule`), which replaces
+                `target_batch_size`; it is called as a window begins. The window has the number of full micro-batches
+                that comes nearest. It must return the same on every rank.
+            first_step: The optimizer step of the first window, if training is resumed.
 
         Raises:
-            TypeError, ValueError: `first_step` is no int or negative, `schedule` cannot be called, or `schedule` answers with no positive int.
+            TypeError, ValueError: `first_step` is not an int or is negative; `schedule` cannot be called, or returns
+                something else than a positive int.
         """
         if isinstance(first_step, bool) or not isinstance(first_step, int):
             raise wrong_type("first_step", "an int", first_step)
@@ -177,8 +177,8 @@ class AccumulationPlan:
         """Batches of indices in the plan's micro-batch sizes, for `DataLoader(dataset, batch_sampler=...)`.
 
         Args:
-            sampler: Gives one rank's indices: `torch.utils.data.RandomSampler(dataset)`, `DistributedSampler(dataset)`,
-                or a range.
+            sampler: Yields one rank's indices: `torch.utils.data.RandomSampler(dataset)`,
+                `DistributedSampler(dataset)`, or a range.
         """
         return BatchSampler(sampler, self.micro_batch_sizes)
 
@@ -241,7 +241,7 @@ class BatchSampler:
         return number
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to the sampler, where it has the method (DistributedSampler)."""
+        """Pass the epoch on to the sampler if it has the method (DistributedSampler)."""
         set_epoch: Any = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -272,12 +272,12 @@ def plan(
         target_batch_size: Samples per optimizer step, over all ranks.
         max_micro_batch_size: Largest micro-batch that fits one device, as from `find_batch_size`.
         world_size: Ranks of data parallelism; each takes the same share.
-        samples_per_second: On one rank, in training steps without accumulation, optimizer included and reduction not:
-            a number for the plan's micro-batches, or numbers by micro-batch size.
-        optimizer_seconds: Of one optimizer step.
-        reduction_seconds: Of one reduction of the gradients over ranks, as far as a step waits for it; with several
-            ranks there is no verdict without it.
-        accumulate_seconds: What a micro-batch takes longer inside of a window; it may be negative.
+        samples_per_second: Rate of one rank in training without accumulation, with the optimizer and without the
+            reduction: a number for the plan's micro-batches, or a mapping from micro-batch sizes to numbers.
+        optimizer_seconds: Time of one optimizer step.
+        reduction_seconds: Time that a step waits for the reduction of the gradients over ranks; with several ranks
+            there is no verdict without it.
+        accumulate_seconds: Time that a micro-batch takes longer inside a window; it may be negative.
         noise_scale: The critical batch size in samples, `acc.noise_scale()`; it grows while the loss falls.
 
     Raises:
@@ -297,14 +297,14 @@ def plan(
         )
     sizes = _balanced(share, most)
 
-    # What is not given is taken from the measurements of a BatchSize, or is missing.
+    # Costs that are not given come from the measurements of a BatchSize, or are missing.
     rates = _rates(samples_per_second, sizes[0])
     update = None if optimizer_seconds is None else seconds(optimizer_seconds, "optimizer_seconds")
     if isinstance(max_micro_batch_size, BatchSize):
         measured = max_micro_batch_size
         rates = rates or _measured_rates(measured, measured.optimizer_seconds if update is None else update)
         if update is None and rates is not None and measured.optimizer_seconds is not None:
-            # Where a step is hardly more than its optimizer, either time may be the longer one by chance.
+            # If a step is hardly more than its optimizer, either time may be the longer one by chance.
             update = min(measured.optimizer_seconds, StepCosts(rates, 0.0).step_seconds(share / len(sizes)))
     reduction = 0.0 if ranks == 1 else None
     if reduction_seconds is not None:
@@ -340,7 +340,7 @@ def _measured_rates(found: BatchSize, update: float | None) -> Mapping[int, floa
 
 
 def _limit(found: int) -> str:
-    """What ran out of memory, of the sizes that were tried."""
+    """Name the smallest size that ran out of memory."""
     failed = [trial for trial in found.tried if not trial.ok] if isinstance(found, BatchSize) else []
     if not failed:
         return ""

@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; the answer is the exit status."""
+    """Print the plan; return the exit status."""
     try:
         print(_plan(arguments))
     except FitError as error:

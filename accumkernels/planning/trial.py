@@ -1,4 +1,4 @@
-"""Training a few steps at one batch size, to see whether it fits."""
+"""Train a few steps at one batch size, to see whether it fits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 class Trial(NamedTuple):
-    """What a size did.
+    """The result of one size.
 
     Attributes:
         size: Samples of a micro-batch.
         ok: Whether it fits.
-        peak_bytes: The most memory in use at a time; of a size that does not fit, until it ran out.
-        samples_per_second: In training, after warming up; 0.0 for a size that does not fit.
+        peak_bytes: The most memory in use at a time; for a size that does not fit, until it ran out.
+        samples_per_second: Measured in training, after warming up; 0.0 for a size that does not fit.
     """
 
     size: int
@@ -43,11 +43,11 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A trial, and what `BatchSize.tried` does not say of it.
+    """A trial with what `BatchSize.tried` does not have.
 
     Attributes:
-        trial: What the size did.
-        failure: Why it does not fit, in a line; "" where it does.
+        trial: The result of the size.
+        failure: Why it does not fit, in a line; "" if it does.
         parts: Seconds of each micro-batch and, last, of the update; nothing where the size does not fit.
     """
 
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Training:
-    """All that a trial needs to know but the batch size."""
+    """Everything that a trial needs to know, except the batch size."""
 
     model: nn.Module
     device: torch.device
@@ -81,7 +81,7 @@ class Training:
             snapshot: Restored afterwards, whatever happens.
 
         Raises:
-            Whatever training raises and is not out of memory, as it is.
+            Whatever training raises, unchanged, unless it means out of memory.
         """
         rate, failure = 0.0, ""
         parts: tuple[float, ...] = ()
@@ -107,7 +107,7 @@ class Training:
         return Outcome(trial, failure, () if failure else parts)
 
     def _train(self, size: int, snapshot: Snapshot) -> tuple[float, tuple[float, ...]]:
-        """Train; the answer is in samples per second, and the seconds of a step's parts."""
+        """Train; return samples per second, and the seconds of a step's parts."""
         for param in self.model.parameters():
             param.grad = None
         if len({param.device for param in self.model.parameters()}) == 1:  # else it is spread over devices on purpose
@@ -120,7 +120,7 @@ class Training:
                 parts = self._parts(optimizer, self.source(size, self.device), size, stack)
                 counted = self.meter.counted_steps
                 first = self.iterations if counted is None else min(counted, self.iterations)
-                # Where counting slows every op down, two steps more are timed without.
+                # Counting slows every op down, so two more steps are timed without it.
                 total = max(self.iterations, first + 2)
                 for index in range(first):
                     for part in parts:
@@ -183,7 +183,7 @@ class Training:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of the local variables of every frame that an exception and those it is chained to went through."""
+    """Clear the local variables of every frame that an exception, or one it is chained to, went through."""
     queue: list[BaseException | None] = [error]
     seen: set[int] = set()
     while queue:

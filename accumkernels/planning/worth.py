@@ -1,8 +1,8 @@
 """Whether to accumulate at all: which number of micro-batches trains fastest, and why.
 
-Where the noise scale B_noise is known, the time to a given loss counts: the time of a sample, which falls with the
-batch B because a step is paid for less often, times the samples needed, which grow as `1 + B / B_noise` (McCandlish et
-al. 2018, arXiv:1812.06162). Where it is not, only the time of a sample is known. Since a smaller batch needs no more
+If the noise scale B_noise is known, the time to a given loss counts: the time of a sample, which falls with the batch B
+because a step is paid for less often, times the samples needed, which grow as `1 + B / B_noise` (McCandlish et al.
+2018, arXiv:1812.06162). If it is not known, only the time of a sample counts. Since a smaller batch needs no more
 samples (the same source; Marek et al. 2025, arXiv:2507.07101), the smallest batch wins whose samples take hardly longer
 than the fastest.
 """
@@ -41,7 +41,7 @@ class Comparison:
         most: Samples that fit at a time.
         world_size: Ranks.
         costs: None where they are not all known.
-        missing: What is not known of them, by the names of `plan`'s arguments.
+        missing: The names of the costs that are not known.
         noise_scale: In samples, or None.
         limit: Why no larger micro-batch fits, to end a sentence with; or nothing.
     """
@@ -74,7 +74,7 @@ class Comparison:
         return 1.0 if self.noise_scale is None else 1 + self.batch(steps) / self.noise_scale
 
     def seconds_to_loss(self, steps: int) -> float:
-        """What is to be small: seconds of a sample, times the samples that are needed, where that is known."""
+        """Seconds of a sample, times the samples that are needed if that is known: the smaller, the better."""
         return self.seconds_per_sample(steps) * self.samples_needed(steps)
 
     def recommendation(self) -> Recommendation:
@@ -132,7 +132,7 @@ class Comparison:
         return f"{why}; K = {self.steps} takes {rest} than that"
 
     def _costs(self) -> str:
-        """What a window pays for once, and what for each micro-batch."""
+        """Say what a window pays for once, and what for each micro-batch."""
         assert self.costs is not None
         once = self.costs.optimizer_seconds + self.costs.reduction_seconds
         what = "optimizer step and reduction take" if self.costs.reduction_seconds else "the optimizer step takes"

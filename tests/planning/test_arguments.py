@@ -68,7 +68,7 @@ def arguments():
                 yield pytest.param(function, right, name, id=f"{function.__qualname__}-{name}")
 
 
-@pytest.mark.parametrize(("function", "right", "name"), arguments())
+@pytest.mark.parametrize(("function", "right", "name"), [*arguments()])
 def test_wrong_type(function, right, name):
     """The message names the argument and repeats the value; nothing has run."""
     kind = ValueError if name in ("mode", "rule") else TypeError

@@ -385,7 +385,7 @@ def test_progress_bar(capsys):
         ({"optimizer_fn": "Adam"}, TypeError, "optimizer_fn must be callable, got 'Adam'"),
         ({"memory_limit": 0}, ValueError, "memory_limit must be at least 1, got 0"),
         ({"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0"),
-        ({"device": "gpu"}, ValueError, "device: 'gpu' is no device"),
+        ({"device": "gpu"}, ValueError, "device must name a device, got 'gpu'"),
         *(
             ()
             if torch.cuda.is_available()
