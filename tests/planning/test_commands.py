@@ -116,7 +116,7 @@ def test_fit_options(factories, capsys):
         ("no_such_module:fit", "there is no module 'no_such_module' on the path"),
         ("user_factories:missing", "'user_factories' has no function 'missing'"),
         ("user_factories:number", "'user_factories' has no function 'number'"),
-        ("user_factories:text", "user_factories:text must return a dict of find_batch_size's arguments, got str"),
+        ("user_factories:text", "user_factories:text must return a dict of find_batch_size's arguments, got 'model'"),
         ("user_factories:unknown", "user_factories:unknown returns batch; find_batch_size takes model, device"),
         ("user_factories:modelless", "user_factories:modelless returns no 'model'"),
     ],
