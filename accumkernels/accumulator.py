@@ -17,6 +17,7 @@ from .buffers.parameters import check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
 from .ranks.choice import choose_ranks
+from .ranks.pipeline import Stages, refuse_in_stages, stages_of
 from .ranks.unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
 from .window.end import End
@@ -111,6 +112,7 @@ class FusedAccumulator:
         check_options(
             params, scaler, overflow, release, bucket_bytes, master_weights, noise_scale, autocast_route, comm_dtype
         )
+        self._release = release
         chosen = choose_ranks(params, process_group)
         named = named_parameters(chosen.params)
         self._scaler = LossScaler(scaler)
@@ -120,6 +122,7 @@ class FusedAccumulator:
             comm_dtype,
             autocast_route=autocast_route,
             noise_scale=noise_scale,
+            scaled=self._scaler.scaler is not None,
             overflow=overflow,
             release=release,
             master_weights=master_weights,
@@ -337,6 +340,9 @@ class FusedAccumulator:
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
+        if self._ended == self.micro_batches == 0:  # stages may have been built after the accumulator
+            together, scaled = isinstance(self._ranks, Stages), self._scaler.scaler is not None
+            refuse_in_stages(stages_of(self._store.named), self._release, scaled, together)
         last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):

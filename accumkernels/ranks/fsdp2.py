@@ -57,15 +57,13 @@ class Mesh(Alone):
         norms of a tensor parallel model do, or be one of many experts. Copies have the same values, and lie on a part
         of a mesh along whose rest other parameters are cut.
         """
-        inside = {
-            ranks for entry in named if is_dtensor(entry.param) for ranks in _parts_of_mesh(entry.param)
-        }
+        inside = {ranks for entry in named if is_dtensor(entry.param) for ranks in _parts_of_mesh(entry.param)}
         contents = {
             ranks: _content([entry for entry in named if meshes[id(entry.param)] == ranks], ranks)
             for ranks in dict.fromkeys(meshes.values())
             if len(ranks) < self.size and ranks in inside
         }
-        copies = {ranks: 1 for ranks in meshes.values()}
+        copies = dict.fromkeys(meshes.values(), 1)
         wanted = torch.full((1,), bool(contents), dtype=torch.int64, device=local(named[0].param).device)
         if self.maximum(wanted).item():
             everyones: list[Any] = [None] * self.size
@@ -264,7 +262,7 @@ def _cut(param: Any) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(dim) for dim in cut)
 
 
-def _group_of(ranks: list[int], params: Sequence[Any]) -> dist.ProcessGroup:
+def _group_of(ranks: list[int], params: Sequence[Any]) -> Any:
     """A group of exactly these ranks: that of a mesh dimension, of the whole world, or a new one."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -295,7 +293,7 @@ def _disagreement(weights: list[float], divisors: list[float], weighed_after: bo
     if weighed_after and len(set(weights)) > 1:
         return (
             f"the weights of this window sum, by rank, to {weights}, and were given to accumulate(): that is after "
-            "FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which puts them into losses (docs/fsdp2.md)"
+            "FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md)"
         )
     return None
 

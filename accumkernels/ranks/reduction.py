@@ -80,9 +80,7 @@ def _chunks(buffer: FlatBuffer, sent_in: torch.dtype | str, cuts: Sequence[int] 
     return chunks
 
 
-def _as_they_come(
-    buffers: Sequence[FlatBuffer], sent_in: torch.dtype | str, came: Sequence[float]
-) -> list[_Chunk]:
+def _as_they_come(buffers: Sequence[FlatBuffer], sent_in: torch.dtype | str, came: Sequence[float]) -> list[_Chunk]:
     """All chunks in the order in which their gradients are complete; what never comes is in chunks of its own.
 
     Args:

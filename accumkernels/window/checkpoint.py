@@ -79,12 +79,17 @@ def save(store: Store, ranks: Alone, window: Window, serial: int, *, reduced: bo
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
-        "rank": ALL_RANKS if of_all else ranks.rank,
+        "rank": ALL_RANKS if of_all and not ranks.distinct else ranks.rank,
         "world_size": ranks.size,
         "window": of_window,
         "serial": serial,
         "state": state,
-        "touched": [s.name for b, is_touched in zip(store.buffers, touched, strict=True) for s in b.segments if is_touched[s.index]],
+        "touched": [
+            s.name
+            for b, is_touched in zip(store.buffers, touched, strict=True)
+            for s in b.segments
+            if is_touched[s.index]
+        ],
         "sums": {
             s.name: _sum(buffer, s, tensor, is_touched[s.index])
             for buffer, tensor, is_touched in zip(store.buffers, tensors, touched, strict=True)

@@ -24,7 +24,7 @@ from .optimizers import owned
 from .scaling import LossScaler
 from .state import Phase, Window
 from .sums import Sums
-from .weight import Weight, Weigher
+from .weight import Weigher, Weight
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class Intake:
         stash = {} if self.route is None else self.route.stash
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
-        loss_scale = self._scaler.loss_scale() if has_grads else None
+        loss_scale = self._scaler.loss_scale(lazily=self._ranks.sharded) if has_grads else None
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)

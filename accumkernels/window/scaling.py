@@ -68,14 +68,19 @@ class LossScaler:
         """The loss times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def loss_scale(self) -> Tensor | None:
+    def loss_scale(self, lazily: bool = False) -> Tensor | None:
         """The scale that gradients carry now, fp32 on the scaler's device; None when they carry none.
+
+        Args:
+            lazily: Whether losses may have been scaled on another rank alone, the last of a pipeline.
 
         Raises:
             RuntimeError: the scaler has not scaled any loss yet.
         """
         if self.scaler is None:
             return None
+        if self.scaler._scale is None and lazily:
+            self.scaler.scale(torch.zeros((), device=self.scaler._device))
         if self.scaler._scale is None:
             raise RuntimeError(
                 "accumulate() with a GradScaler that has never scaled a loss: call acc.backward(loss), or "

@@ -86,8 +86,7 @@ class Sums:
             squares = self._noise.squares(buffer.device)
             weighted = squares if plain or squares is None else torch.zeros_like(squares)
             self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)
-            if weighted is not squares:
-                assert squares is not None
+            if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, weight)
         if count and not plain:  # the gradients hold a part of the weight already
             self._accumulate(first, Captured([], []), weight.total, None, tag, drops, None, True)
