@@ -12,7 +12,7 @@ from torch import Tensor
 from .buffers.devices import move
 
 OVERFLOW = (None, "window", "microbatch", "raise")
-RELEASE = ("microbatch", "backward")
+RELEASE = ("auto", "microbatch", "backward")
 COMM_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -38,9 +38,9 @@ def check_options(
         raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {overflow!r}")
     if release not in RELEASE:
         raise ValueError(f"release must be one of {', '.join(map(repr, RELEASE))}, got {release!r}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-        raise TypeError(f"bucket_bytes must be an int, got {type(bucket_bytes).__name__}")
-    if bucket_bytes <= 0:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | None):
+        raise TypeError(f"bucket_bytes must be an int or None, got {bucket_bytes!r}")
+    if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if autocast_route != "auto" and not isinstance(autocast_route, bool):
         raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
@@ -53,12 +53,9 @@ def check_options(
 
     if release == "backward" and overflow in ("microbatch", "raise"):
         raise ValueError(
-            f"overflow={overflow!r} needs release='microbatch': whether a micro-batch is used is known only when all "
-            "of its gradients are there"
+            f"overflow={overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is known only when "
+            "all of its gradients are there"
         )
-    if release == "backward" and noise_scale is not False:
-        raise ValueError("noise_scale needs release='microbatch': in buckets a micro-batch has no norm")
-
     if not isinstance(master_weights, bool):
         raise TypeError(f"master_weights must be a bool, got {type(master_weights).__name__}")
     if autocast_route is True and not isinstance(params, torch.nn.Module):

@@ -120,15 +120,17 @@ class AutocastRoute:
     Args:
         module: The model. Nothing keeps it alive but the caller.
         store: Where its parameters have their segments.
-        hooks: With `release="backward"`, what gradients are handed to as they come.
+        hooks: What gradients are handed to as they come, where they are released in backward.
         always: Whether gradients are taken in every backward; else only inside `taking()`, and otherwise they are
             widened into `.grad`, where a loop of its own may look for them.
 
     Attributes:
+        keeps_whole: Whether no gradient may come in several parts.
         stash: Per flat buffer and segment, the 16-bit gradients taken.
     """
 
     def __init__(self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool) -> None:
+        self.keeps_whole = False
         self._taking = False  # while a backward runs that `accumulate` follows at once
         self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
         self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
@@ -162,6 +164,15 @@ class AutocastRoute:
     def parameters(self) -> int:
         """How many parameters take the route."""
         return sum(id(s.param) not in self._elsewhere for s in self._shadows.values())
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether gradients are released in backward, each when it is there."""
+        return self._hooks is not None and self._hooks.listens
+
+    def in_parts(self, buffer: FlatBuffer, index: int) -> bool:
+        """Whether a segment's gradient may come in two parts, a 16-bit one and an fp32 one: a tied embedding."""
+        return id(buffer.params[index]) in self._direct
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -225,7 +236,7 @@ class AutocastRoute:
     def _connect(self, shadow: _Shadow) -> Tensor:
         """Put the shadow into this micro-batch's graph; all of them at once, unless they are released one by one."""
         shadows = [shadow]
-        if self._hooks is None:
+        if not self._one_by_one:
             shadows = [s for s in self._shadows.values() if s.tensor is not None and self._may_route(s.param)]
         tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
         for s, tensor in zip(shadows, tensors, strict=True):
@@ -239,8 +250,8 @@ class AutocastRoute:
 
     def take(self, shadow: _Shadow, grad: Tensor) -> None:
         """Keep a gradient for `accumulate`, or hand it over in backward."""
-        if self._hooks is not None:
-            self._hooks.collect(shadow.buffer, shadow.segment.index, grad)
+        if self._hooks is not None and self._hooks.listens and self._hooks.takes:
+            self._hooks.collect((shadow.buffer, shadow.segment.index), grad)
         else:
             self.stash.setdefault(shadow.buffer, {}).setdefault(shadow.segment.index, []).append(grad)
 
@@ -294,9 +305,9 @@ class AutocastRoute:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
-        if self._hooks is not None and id(param) in self._direct:
-            return False  # its gradient comes in two parts, which "microbatch" adds up before they are accumulated
-        ours = 0 if self._hooks is None else 1
+        if self.keeps_whole and self._one_by_one and id(param) in self._direct:
+            return False  # its gradient would come in two parts
+        ours = 1 if self._one_by_one else 0
         after = param._post_accumulate_grad_hooks
         return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
 
