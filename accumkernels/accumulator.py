@@ -304,7 +304,8 @@ class FusedAccumulator:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
             weight: See `accumulate`.
             last: This is the window's last micro-batch on this rank: with a process group, sums are sent while backward
-                completes them, where it adds buckets, else when it has ended. Not with `release="microbatch"`. Other ranks may do without. The result is the same.
+                completes them, where it adds buckets, else when it has ended. Not with `release="microbatch"`. Other
+                ranks may do without. The result is the same.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")

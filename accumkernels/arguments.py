@@ -53,8 +53,8 @@ def check_options(
 
     if release == "backward" and overflow in ("microbatch", "raise"):
         raise ValueError(
-            f"overflow={overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is known only when "
-            "all of its gradients are there"
+            f"overflow={overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is known only "
+            "when all of its gradients are there"
         )
     if not isinstance(master_weights, bool):
         raise TypeError(f"master_weights must be a bool, got {type(master_weights).__name__}")

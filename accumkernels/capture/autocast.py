@@ -31,6 +31,7 @@ from ..buffers.store import Store
 from ..hooks import Handles, Hook
 from .autocast_watch import Watch
 from .during_backward import DuringBackward
+from .streams import Ready, Streams
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -126,14 +127,17 @@ class AutocastRoute:
 
     Attributes:
         keeps_whole: Whether no gradient may come in several parts.
+        used: Whether a module ran under autocast in this window.
         stash: Per flat buffer and segment, the 16-bit gradients taken.
     """
 
     def __init__(self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool) -> None:
-        self.keeps_whole = False
+        self.keeps_whole = self.used = False
         self._taking = False  # while a backward runs that `accumulate` follows at once
         self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
         self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
+        self._streams = Streams()  # that what is stashed was computed on
+        self._rounded: dict[torch.device, Ready] = {}  # when shadows on CUDA devices were
         self._store = store
         self._hooks = hooks
         self._always = always
@@ -210,6 +214,7 @@ class AutocastRoute:
         device_type = self._store.device.type
         if not torch.is_autocast_enabled(device_type):
             return
+        self.used = True
         dtype = torch.get_autocast_dtype(device_type)
         if learning:
             if dtype in _HALF and not _compiles(module):
@@ -225,6 +230,8 @@ class AutocastRoute:
                 continue
             if shadow.holds != shadow.current():
                 self._refresh()
+            if param.is_cuda:
+                self._rounded[param.device].wait()
             live = self._live.get(id(param))
             if live is None:
                 live = self._connect(shadow)
@@ -253,6 +260,8 @@ class AutocastRoute:
         if self._hooks is not None and self._hooks.listens and self._hooks.takes:
             self._hooks.collect((shadow.buffer, shadow.segment.index), grad)
         else:
+            if grad.is_cuda:
+                self._streams.see(grad.device)
             self.stash.setdefault(shadow.buffer, {}).setdefault(shadow.segment.index, []).append(grad)
 
     def _watch(self, slots: _Slots, module: nn.Module, dtype: torch.dtype) -> None:
@@ -365,6 +374,9 @@ class AutocastRoute:
                 shadows[0].buffer.ops.scaled_copy_(outputs, inputs)
             else:  # a parameter that is not dense
                 torch._foreach_copy_(outputs, inputs)
+            device = shadows[0].param.device
+            if device.type == "cuda":  # all modules' shadows, on the stream of the first one to run
+                self._rounded[device] = Ready(device)
             # A graph that still holds the old values must notice.
             torch.autograd.graph.increment_version(outputs)
             for shadow in shadows:
@@ -374,13 +386,20 @@ class AutocastRoute:
         """Forget what was taken; the optimizer has stepped, so the shadow is rounded anew."""
         self.clear()
         self._listening = True
+        self.used = False
         for shadow in self._shadows.values():
             shadow.holds = None
+
+    def taken(self) -> dict[FlatBuffer, dict[int, list[Tensor]]]:
+        """What was taken, for the current streams to read."""
+        self._streams.join()
+        return self.stash
 
     def clear(self) -> None:
         """Forget what was taken, at the end of a micro-batch; what was learned in it is used from now on."""
         self.settle()
         self.stash.clear()
+        self._streams.forget()
         self._casts.clear()
         self._live.clear()
         self._generation += 1

@@ -7,7 +7,7 @@ import torch
 
 def _raw(device: torch.device) -> int:
     """The current stream's handle: a twentieth of the time of `torch.cuda.current_stream`, per gradient."""
-    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return]
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 class Streams:

@@ -16,6 +16,7 @@ from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
+from ..capture.autocast_presence import AutocastPresence
 from ..capture.during_backward import Bucket, DuringBackward, default_bucket_bytes
 from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
@@ -45,7 +46,6 @@ class Intake:
 
     Attributes:
         hooks: What takes gradients while backward runs; None with `release="microbatch"`.
-        route: The autocast route, where there is one.
         serial: Micro-batches ever accumulated: what the kernels store in flags.
     """
 
@@ -79,7 +79,7 @@ class Intake:
             sink = Hook(self, functools.partial(Intake._add_bucket, weight=1.0), in_graphs=True)
             self.hooks = DuringBackward(self._bucket_bytes, sink, always=release == "backward")
             self._listen_to(store.buffers)
-        self.route = None if module is None else AutocastRoute(module, store, self.hooks, always_route)
+        self._autocast = None if module is None else AutocastPresence(module, store, self.hooks, always_route)
 
     # ---- the life of a window
 
@@ -88,10 +88,14 @@ class Intake:
         self._window = window
         if self.hooks is not None:
             self.hooks.reset()
-        if self.route is not None:
-            self.route.open_window()
-            self.route.keeps_whole = self._noise.on
+        if self._autocast is not None:
+            self._autocast.open_window(keeps_whole=self._noise.on)
         self.listen(True)
+
+    @property
+    def route(self) -> AutocastRoute | None:
+        """The autocast route, while autocast is used."""
+        return None if self._autocast is None else self._autocast.route
 
     def prepare_window(self) -> None:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
@@ -163,7 +167,7 @@ class Intake:
 
     def remove(self) -> None:
         """Take off every hook."""
-        for capture in (self.hooks, self.route):
+        for capture in (self.hooks, self._autocast):
             if capture is not None:
                 capture.remove()
 
@@ -175,10 +179,10 @@ class Intake:
         run = functools.partial(loss.backward, **kwargs)
         if self.hooks is not None and self.hooks.listens:
             run = functools.partial(self._run_adding, self.hooks, run, weight, last)
-        if self.route is None:
+        if self._autocast is None:
             run()
         else:
-            with self.route.taking():
+            with self._autocast.around(loss):
                 run()
 
     def _run_adding(self, hooks: DuringBackward, run: Any, weight: float | Tensor, last: bool) -> None:
@@ -214,7 +218,7 @@ class Intake:
         self._scaler.check_not_unscaled(self._owns_some)
 
         # Collect: `.grad`s stay where they are until the ops have taken them.
-        stash = {} if self.route is None else self.route.stash
+        stash = {} if self.route is None else self.route.taken()
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale() if has_grads else None

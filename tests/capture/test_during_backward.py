@@ -471,7 +471,6 @@ def test_backward_after_finalize_is_torchs():
 
 def test_hooks_leave_with_the_accumulator():
     """remove(), leaving `with`, or dropping the accumulator takes off every hook; copies of the model have none."""
-
     model = mlp()
     with ak.FusedAccumulator(model, release="backward") as acc:
         assert hooks(model) == 6
