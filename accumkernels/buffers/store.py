@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import ops
 from ..ops.schema import State
 from .devices import worst
+from .drift import AsBuilt
 from .flat import FlatBuffer, flat_buffers
 from .layout import Segment
 from .masters import Masters
@@ -45,6 +46,7 @@ class Store:
         self.states: dict[torch.device, Tensor] = {}
         self._backend = backend
         self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
+        self._as_built: AsBuilt | None = None
         ops.select(backend, named[0].param.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
         self.masters = Masters(named) if master_weights else None
@@ -132,6 +134,8 @@ class Store:
                 if target is not segment.param:
                     self._places[id(target)] = (buffer, segment)
                     _stores[target] = weakref.ref(self)
+        sharded = any(buffer.sharded for buffer in self.buffers)
+        self._as_built = None if sharded else AsBuilt(self.named, [s for b in self.buffers for s in b.segments])
         return buffers
 
     def check_drift(self) -> None:
@@ -140,6 +144,8 @@ class Store:
         Raises:
             RuntimeError: names the parameter and its change of dtype, device, shape or identity.
         """
+        if self._as_built is not None and self._as_built.holds():
+            return
         for entry in self.named:
             place = self.place(entry.param)
             change = entry.check_identity() or (place[1].drift() if place else None)
