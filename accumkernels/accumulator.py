@@ -51,13 +51,14 @@ class FusedAccumulator:
 
     Args:
         params: A module, also in DistributedDataParallel, or an iterable of parameters, of (name, parameter) pairs, or
-            of param groups. Frozen parameters take no memory until they are unfrozen. Of DTensors (FSDP2's
-            `fully_shard`, to be applied before) this rank's parts are accumulated, see docs/fsdp2.md.
+            of param groups. Frozen parameters take no memory until they are unfrozen. For DTensors (call FSDP2's
+            `fully_shard` first), each rank accumulates its local shard: see docs/fsdp2.md.
         scaler: A `torch.amp.GradScaler`; a disabled one means the same as None. Gradients are unscaled while they are
             accumulated; do not call `scaler.unscale_`.
-        overflow: What a gradient with inf or nan does. "window" (default): the step is skipped and the scale backs off.
-            "microbatch": the micro-batch contributes neither gradient nor weight, the others are used. "raise":
-            `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is checked.
+        overflow: What happens when a gradient has inf or nan. "window" (default): the step is skipped and the scale
+            backs off. "microbatch": the micro-batch contributes neither gradient nor weight, and the others are used.
+            "raise": `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is
+            checked.
         release: When gradients are added. "backward": in buckets while backward runs, so that they never live all at
             once. The weight must then be known before backward: pass it to `acc.backward`. An exception in backward
             breaks the window until `zero_()`. "microbatch": by `accumulate()`, which consumes `.grad`; an exception in
@@ -69,11 +70,11 @@ class FusedAccumulator:
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
-        process_group: The ranks of data parallel training; False for one process of many that is alone on purpose. Not
-            needed where `params` is a DistributedDataParallel module: that has a group. Parameters and module buffers
-            become those of the group's rank 0 now, and buffers again after every window. Micro-batches communicate
-            nothing (a DistributedDataParallel module is kept silent); `finalize` and `step` are collective, also on a
-            rank that ran no micro-batch: see `finalize`. Not for DTensors, which know their ranks.
+        process_group: The ranks of data parallel training. False: do not reduce across ranks. Leave it out where
+            `params` is a DistributedDataParallel module, which has a group, and for DTensors, which know their ranks.
+            Parameters and module buffers are broadcast from the group's rank 0 now, and buffers again after every
+            window. Micro-batches communicate nothing (a DistributedDataParallel module is kept silent); `finalize` and
+            `step` are collective, also on a rank that ran no micro-batch: see `finalize`.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
@@ -82,9 +83,9 @@ class FusedAccumulator:
             does; True does so in every backward; False never. After `param.data.copy_` in mid-window, which torch's
             version counters do not notice either, old values are used until the window ends.
         backend: "auto", "native", "triton" or "reference".
-        comm_dtype: What fp32 sums are reduced in over ranks. torch.bfloat16 halves the bytes; every rank's sum is
-            rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an element
-            is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
+        comm_dtype: The dtype in which fp32 sums are reduced over ranks. torch.bfloat16 halves the bytes; every rank's
+            sum is rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an
+            element is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and its value.
@@ -155,9 +156,10 @@ class FusedAccumulator:
         return [buffer.tensor for buffer in self._store.buffers if not buffer.released]
 
     def parameters(self) -> Iterator[Tensor]:
-        """What to build the optimizer over, in the order given, frozen parameters included.
+        """The tensors to build the optimizer over, in the order given, frozen parameters included.
 
-        With `master_weights=True` the fp32 masters of fp16 and bf16 parameters, and all other parameters themselves.
+        With `master_weights=True` these are the fp32 masters of fp16 and bf16 parameters, and all other parameters
+        themselves.
         """
         return (self._store.target(entry.param) for entry in self._store.named)
 
@@ -183,9 +185,9 @@ class FusedAccumulator:
             self._store.masters.refresh()
 
     def main_grad(self, param: Tensor) -> Tensor:
-        """A parameter's view of its flat buffer, shaped and strided like the parameter (of a DTensor: its local part).
+        """A parameter's view of its flat buffer, shaped and strided like the parameter (a DTensor: its local shard).
 
-        The content is undefined while the parameter has got no gradient in this window.
+        Its content is undefined until the parameter gets a gradient in this window.
 
         Raises:
             ValueError: `param` is not accumulated here, or frozen.
@@ -220,7 +222,7 @@ class FusedAccumulator:
     def weight(self) -> Tensor:
         """Sum of the weights of the window's micro-batches, dropped ones not counted; fp64 0-d, on the first device.
 
-        This rank's until `finalize`, afterwards that of all ranks; so is `found_inf`.
+        Until `finalize` it is this rank's sum, afterwards that of all ranks. The same holds for `found_inf`.
         """
         return self._store.state()[State.WEIGHT].clone()
 
@@ -228,7 +230,7 @@ class FusedAccumulator:
     def found_inf(self) -> Tensor:
         """Whether any gradient of this window was not finite: fp32 0-d, 0.0 or 1.0, on the first device.
 
-        With DTensors ranks agree when the window ends; before, it is what this rank found.
+        With DTensors, ranks agree when the window ends; until then it is what this rank found.
         """
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
@@ -242,7 +244,7 @@ class FusedAccumulator:
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises.
 
-        With DTensors, of those whose part on this rank was not finite.
+        With DTensors, it names those whose local shard was not finite.
         """
         return self._store.flagged()[1]
 
@@ -385,6 +387,8 @@ class FusedAccumulator:
 
         Args:
             *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one.
+                Without an enabled GradScaler there may be none, for an update written by hand: it reads the `.grad`s
+                where `step_was_skipped` is False.
             divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
                 several ranks that of them all, the same number on each.
 
@@ -583,7 +587,7 @@ class FusedAccumulator:
         self._intake.open_window(self._window)
 
     def _prepare_empty_window(self) -> None:
-        """What the first micro-batch would have done, where there was none and other ranks may have had one."""
+        """Do what the first micro-batch would have done: there was none here, but other ranks may have had one."""
         if self._ranks.ends_together and self.micro_batches == 0:
             self._intake.prepare_window()
 

@@ -89,7 +89,7 @@ class FlatBuffer:
         return f"flat buffer of {len(self.segments)} segments, {elements:,} elements, {self.dtype} on {self.device}"
 
     def first_touches(self, indices: list[int]) -> list[bool]:
-        """Of segments: whether they hold no sum of this window yet."""
+        """For each of these segments, whether it holds no sum of this window yet."""
         touched = self.touched
         if not any(touched):
             return [True] * len(indices)

@@ -137,7 +137,7 @@ def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any
         tensors = checked[key].items()
         problems.append(
             _listed(
-                f"{key} that are cut over ranks otherwise (load them with torch.distributed.checkpoint)",
+                f"{key} that are sharded differently (load them with torch.distributed.checkpoint)",
                 (name for name, tensor in tensors if name in places and not _cut_alike(tensor, places[name])),
             )
         )
@@ -154,7 +154,7 @@ def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _fault(found: Any, form: Any, path: str) -> str | None:
-    """Where something has not the form it should have, in words; None where it has."""
+    """Say in words where `found` does not have the form it should have; None where it does."""
     if not isinstance(form, dict):
         kinds = form if isinstance(form, tuple) else (form,)
         return None if isinstance(found, kinds) else f"{path} is {type(found).__name__}"

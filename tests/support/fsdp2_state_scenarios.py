@@ -113,10 +113,10 @@ def what_does_not_fit(rank, size):
     with pytest.raises(RuntimeError, match=message):
         acc.load_state_dict({**state, "world_size": 3})
     plain = {name: tensor.full_tensor() for name, tensor in state["sums"].items()}
-    with pytest.raises(RuntimeError, match=r"sums that are cut over ranks otherwise .*first\.weight"):
+    with pytest.raises(RuntimeError, match=r"sums that are sharded differently .*first\.weight"):
         acc.load_state_dict({**state, "sums": plain})
     alone = ak.FusedAccumulator(net(), process_group=False)
-    with pytest.raises(RuntimeError, match=r"sums that are cut over ranks otherwise .*that 2 ranks shared, here are 1"):
+    with pytest.raises(RuntimeError, match=r"sums that are sharded differently .*that 2 ranks shared, here are 1"):
         alone.load_state_dict(state)
     acc.zero_()
     between = acc.state_dict()
