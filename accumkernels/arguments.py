@@ -13,7 +13,7 @@ from .buffers.devices import move
 from .errors import wrong_type
 
 OVERFLOW = (None, "window", "microbatch", "raise")
-RELEASE = ("microbatch", "backward")
+RELEASE = ("auto", "microbatch", "backward")
 COMM_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -39,9 +39,9 @@ def check_options(
         raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {overflow!r}")
     if release not in RELEASE:
         raise ValueError(f"release must be one of {', '.join(map(repr, RELEASE))}, got {release!r}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | None):
         raise wrong_type("bucket_bytes", "an int", bucket_bytes)
-    if bucket_bytes <= 0:
+    if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if autocast_route != "auto" and not isinstance(autocast_route, bool):
         raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
@@ -54,12 +54,9 @@ def check_options(
 
     if release == "backward" and overflow in ("microbatch", "raise"):
         raise ValueError(
-            f"overflow={overflow!r} needs release='microbatch': whether a micro-batch is used is known only when all "
-            "of its gradients are there"
+            f"overflow={overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is known only "
+            "when all of its gradients are there"
         )
-    if release == "backward" and noise_scale is not False:
-        raise ValueError("noise_scale needs release='microbatch': in buckets a micro-batch has no norm")
-
     if not isinstance(master_weights, bool):
         raise wrong_type("master_weights", "a bool", master_weights)
     if autocast_route is True and not isinstance(params, torch.nn.Module):

@@ -21,7 +21,7 @@ from tests.support.models import batch, mlp
             ValueError,
             "overflow must be one of None, 'window', 'microbatch', 'raise', got 'never'",
         ),
-        ({"release": "forward"}, ValueError, "release must be one of 'microbatch', 'backward', got 'forward'"),
+        ({"release": "forward"}, ValueError, "release must be one of 'auto', 'microbatch', 'backward', got 'forward'"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive, got 0"),
         ({"bucket_bytes": 1e6}, TypeError, "bucket_bytes must be an int, got 1000000.0"),
         ({"backend": "cuda"}, ValueError, "backend must be one of .*, got 'cuda'"),
