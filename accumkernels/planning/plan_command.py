@@ -23,6 +23,7 @@ _OPTIONS = {
     "optimizer_seconds": "--optimizer-seconds",
     "reduction_seconds": "--reduction-seconds",
     "noise_scale": "--noise-scale",
+    "duration": "--duration",
 }
 _COSTS = ("samples_per_second", "optimizer_seconds", "reduction_seconds")
 
@@ -51,6 +52,7 @@ def add_parser(commands: Any) -> None:
         "--device", help="to measure on (default: the factory's, else cuda where there is one, else cpu)"
     )
     parser.add_argument("--amp", choices=AMP, help="measure under autocast to this dtype")
+    parser.add_argument("--duration", type=float, default=10.0, metavar="S", help="seconds to measure (default: 10)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,7 +82,8 @@ def _plan(arguments: argparse.Namespace) -> AccumulationPlan:
         return made
     known = inspect.signature(measure_step_costs).parameters
     call = {name: value for name, value in arguments_for(arguments).items() if name in known}
-    costs = measure_step_costs(**call, micro_batch_size=made.micro_batch_sizes[0])._asdict()
+    call |= {"micro_batch_size": made.micro_batch_sizes[0], "duration": arguments.duration}
+    costs = measure_step_costs(**call)._asdict()
     if arguments.world_size > 1:
         del costs["reduction_seconds"]  # this process is alone: it cannot know
     return plan(arguments.target, arguments.max_micro, **wanted, **{**costs, **given})

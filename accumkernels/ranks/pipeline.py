@@ -1,7 +1,8 @@
 """Pipeline parallel stages (`torch.distributed.pipelining`): each rank has other parameters of one model.
 
-A schedule runs all of a stage's backwards before `accumulate` sees any gradient, and divides `.grad` itself, so gradients
-are left alone until then. What stages have in common is the verdict, the loss scale that follows from it, and the norm.
+A schedule runs all of a stage's backwards before `accumulate` sees any gradient, and divides `.grad` itself, so
+gradients are left alone until then. What stages have in common is the verdict, the loss scale that follows from it, and
+the norm.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ class Sums:
             counts = count and plain and buffer is first
             if not taken.grads and not counts:
                 continue
+            self._noise.see(buffer, taken.segments, tag)
             squares = self._noise.squares(buffer.device)
             weighted = squares if plain or squares is None else torch.zeros_like(squares)
             self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)

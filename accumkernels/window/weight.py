@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..buffers.devices import move
-from ..ranks.unit import agree_on_unit, backward_may_cross_ranks
+from ..ranks.unit import agree_on_unit
 
 
 class Weight(NamedTuple):
@@ -39,7 +39,7 @@ class Weight(NamedTuple):
 
 
 class Weigher:
-    """Puts weights into losses, where backward may cross ranks; elsewhere they wait for the accumulate pass."""
+    """Puts weights into losses, for where backward may cross ranks; elsewhere they wait for the accumulate pass."""
 
     def __init__(self) -> None:
         self._unit: float | None = None  # of weights in losses, once all ranks know it
@@ -54,8 +54,6 @@ class Weigher:
         Returns:
             The loss to run backward of, and the weight.
         """
-        if not backward_may_cross_ranks():
-            return loss, Weight(weight)
         if self._unit is None:
             self._unit = agree_on_unit(weight)
         factor = weight / self._unit

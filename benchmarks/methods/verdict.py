@@ -59,7 +59,7 @@ def _words(n: int) -> Batch:
 
 
 def _text(n: int) -> Batch:
-    return {"inputs": torch.randint(256, (n, 64)), "targets": torch.randint(256, (n, 64))}
+    return {"inputs": torch.randint(256, (n, 32)), "targets": torch.randint(256, (n, 32))}
 
 
 def _adam(params: Any) -> Optimizer:
@@ -72,11 +72,11 @@ def _sgd(params: Any) -> Optimizer:
 
 CASES = {
     "MLP, 4 samples, AdamW": Case(lambda: _mlp(512), _labelled(512), _adam, 4, 64),
-    "MLP, 256 samples, SGD": Case(lambda: _mlp(512), _labelled(512), _sgd, 256, 2048),
+    "MLP, 64 samples, SGD": Case(lambda: _mlp(512), _labelled(512), _sgd, 64, 512),
     "convolutions, 16 samples, AdamW, noise scale 32": Case(
         _convolutions, _labelled(3, 32, 32), _adam, 16, 128, noise_scale=32.0
     ),
-    "GPT, 4 samples, AdamW, noise scale 64": Case(GPT, _text, _adam, 4, 64, noise_scale=64.0),
+    "GPT, 2 samples, AdamW, noise scale 64": Case(GPT, _text, _adam, 2, 32, noise_scale=64.0),
     "bag of words, 32 samples, AdamW": Case(
         lambda: Classifier(nn.EmbeddingBag(20_000, 64), nn.Linear(64, 10)), _words, _adam, 32, 256
     ),
