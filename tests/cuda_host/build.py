@@ -24,7 +24,7 @@ SANITIZED = "ACCUMKERNELS_SANITIZED"  # set in the environment of a pytest that 
 
 # Products and sums are rounded one by one, as on the device; kernels load any type as vectors of integers.
 FLAGS = "-std=c++17 -O1 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing"
-FLAGS += " -Wall -Wextra -Wno-unknown-pragmas"
+FLAGS += " -Wall -Wextra -Wno-unknown-pragmas -DAK_EMULATED"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 
 
@@ -64,6 +64,9 @@ def build(*, sanitize: bool) -> Path:
     for source in sources():
         objects.append(f"{source.name}.o")
         lines.append(f"build {objects[-1]}: compile {source}")
+        if source.name == "probes.cpp":  # what csrc/core is for the CPU, too
+            objects.append("probes_host.o")
+            lines += [f"build {objects[-1]}: compile {source}", "  flags = $flags -UAK_EMULATED"]
     library = f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     lines.append(f"build {library}: link {' '.join(objects)}")
     _write_if_changed(out / "build.ninja", "\n".join(lines) + "\n")

@@ -103,6 +103,13 @@ T __shfl_down_sync(unsigned, T value, unsigned distance) {
   return result;
 }
 
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+
 template <class T>
 void __stwb(T* to, T value) {
   *to = value;
