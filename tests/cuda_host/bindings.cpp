@@ -171,7 +171,7 @@ PYBIND11_MODULE(accumkernels_cuda_host, m) {
   m.def("launches", [] { return cuda_host::launches; });
   m.def("largest_arguments", [] { return std::exchange(cuda_host::largest_arguments, 0); });
   py::class_<cuda_host::Settings>(m, "Settings")
-      .def_readwrite("reversed", &cuda_host::Settings::reversed)
+      .def_readwrite("seed", &cuda_host::Settings::seed)
       .def_readwrite("last_blocks", &cuda_host::Settings::last_blocks)
       .def_readwrite("driver_version", &cuda_host::Settings::driver_version)
       .def_readwrite("device_count", &cuda_host::Settings::device_count)
