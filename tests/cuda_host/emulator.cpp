@@ -34,7 +34,6 @@ constexpr bool kThreadSanitizer = false;
 // Never called; the header declares them, and only ThreadSanitizer's runtime has them.
 void* __tsan_get_current_fiber() { return nullptr; }
 void* __tsan_create_fiber(unsigned) { return nullptr; }
-void __tsan_destroy_fiber(void*) {}
 void __tsan_switch_to_fiber(void*, unsigned) {}
 void __tsan_acquire(void*) {}
 void __tsan_release(void*) {}
@@ -85,48 +84,50 @@ struct Runner {
   std::exception_ptr error;
   std::mt19937 random;
   Barrier block;
-  char block_end;  // an address for ThreadSanitizer
+  char block_start, block_end;  // addresses by which ThreadSanitizer knows them
   std::vector<Warp> warps;
 };
 
-CUDA_HOST_LOCAL Runner runner;
+Runner runners[kRunners];
+CUDA_HOST_LOCAL Runner* runner = runners;  // of this thread of the host
 
 void switch_to_main(bool for_good) {
-  Fiber* self = runner.current;
+  Fiber* self = runner->current;
   if (kAddressSanitizer) {
-    __sanitizer_start_switch_fiber(for_good ? nullptr : &self->fake_stack, runner.main_stack, runner.main_stack_size);
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &self->fake_stack, runner->main_stack, runner->main_stack_size);
   }
-  if (kThreadSanitizer) __tsan_switch_to_fiber(runner.main_identity, __tsan_switch_to_fiber_no_sync);
-  swapcontext(&self->context, &runner.main);
+  if (kThreadSanitizer) __tsan_switch_to_fiber(runner->main_identity, __tsan_switch_to_fiber_no_sync);
+  swapcontext(&self->context, &runner->main);
   if (kAddressSanitizer) __sanitizer_finish_switch_fiber(self->fake_stack, nullptr, nullptr);
 }
 
 void enter() {
-  if (kAddressSanitizer) __sanitizer_finish_switch_fiber(nullptr, &runner.main_stack, &runner.main_stack_size);
+  if (kAddressSanitizer) __sanitizer_finish_switch_fiber(nullptr, &runner->main_stack, &runner->main_stack_size);
+  if (kThreadSanitizer) __tsan_acquire(&runner->block_start);
   try {
-    (*runner.kernel)();
+    (*runner->kernel)();
   } catch (...) {  // must not leave the fiber
-    runner.error = std::current_exception();
+    runner->error = std::current_exception();
   }
-  if (kThreadSanitizer) __tsan_release(&runner.block_end);
-  runner.current->done = true;
+  if (kThreadSanitizer) __tsan_release(&runner->block_end);
+  runner->current->done = true;
   switch_to_main(true);
 }
 
 void resume(Fiber* fiber) {
-  runner.current = fiber;
+  runner->current = fiber;
   threadIdx = fiber->thread;
-  if (kAddressSanitizer) __sanitizer_start_switch_fiber(&runner.main_fake_stack, fiber->stack.get(), kStackSize);
+  if (kAddressSanitizer) __sanitizer_start_switch_fiber(&runner->main_fake_stack, fiber->stack.get(), kStackSize);
   if (kThreadSanitizer) __tsan_switch_to_fiber(fiber->identity, __tsan_switch_to_fiber_no_sync);
-  swapcontext(&runner.main, &fiber->context);
-  if (kAddressSanitizer) __sanitizer_finish_switch_fiber(runner.main_fake_stack, nullptr, nullptr);
+  swapcontext(&runner->main, &fiber->context);
+  if (kAddressSanitizer) __sanitizer_finish_switch_fiber(runner->main_fake_stack, nullptr, nullptr);
 }
 
 void start(Fiber* fiber, unsigned thread) {
   fiber->thread = dim3(thread, 0, 0);
   fiber->done = false;
   fiber->fake_stack = nullptr;
-  if (kThreadSanitizer) fiber->identity = __tsan_create_fiber(0);
+  if (kThreadSanitizer && fiber->identity == nullptr) fiber->identity = __tsan_create_fiber(0);
   getcontext(&fiber->context);
   fiber->context.uc_stack.ss_sp = fiber->stack.get();
   fiber->context.uc_stack.ss_size = kStackSize;
@@ -142,8 +143,8 @@ uint64_t wait(Barrier* barrier, unsigned expected) {
     barrier->arrived = 0;
     ++barrier->generation;
   } else {
-    runner.current->waits_at = barrier;
-    runner.current->generation = generation;
+    runner->current->waits_at = barrier;
+    runner->current->generation = generation;
     switch_to_main(false);
   }
   return generation;
@@ -152,7 +153,7 @@ uint64_t wait(Barrier* barrier, unsigned expected) {
 std::vector<unsigned> in_some_order(unsigned count) {
   std::vector<unsigned> order(count);
   std::iota(order.begin(), order.end(), 0u);
-  if (settings.seed != 0) std::shuffle(order.begin(), order.end(), runner.random);
+  if (settings.seed != 0) std::shuffle(order.begin(), order.end(), runner->random);
   return order;
 }
 
@@ -161,21 +162,21 @@ void run_fibers() {
   std::vector<Fiber*> waiting;
   size_t next = 0;  // threads that never wait share a stack, unless ThreadSanitizer takes that for a race
   for (const unsigned thread : in_some_order(blockDim.x)) {
-    if (next == runner.fibers.size()) runner.fibers.push_back(std::make_unique<Fiber>());
-    Fiber* fiber = runner.fibers[next].get();
+    if (next == runner->fibers.size()) runner->fibers.push_back(std::make_unique<Fiber>());
+    Fiber* fiber = runner->fibers[next].get();
     start(fiber, thread);
     if (!fiber->done) waiting.push_back(fiber);
     if (!fiber->done || kThreadSanitizer) ++next;
-    if (runner.error) return;
+    if (runner->error) return;
   }
   while (!waiting.empty()) {
-    if (settings.seed != 0) std::shuffle(waiting.begin(), waiting.end(), runner.random);
+    if (settings.seed != 0) std::shuffle(waiting.begin(), waiting.end(), runner->random);
     bool progress = false;
     for (Fiber* fiber : waiting) {
       if (fiber->waits_at->generation == fiber->generation) continue;
       progress = true;
       resume(fiber);
-      if (runner.error) return;
+      if (runner->error) return;
     }
     waiting.erase(std::remove_if(waiting.begin(), waiting.end(), [](const Fiber* f) { return f->done; }),
                   waiting.end());
@@ -186,31 +187,28 @@ void run_fibers() {
 }
 
 void run_block() {
-  runner.block = {};
-  runner.warps.assign((blockDim.x + kWarpSize - 1) / kWarpSize, Warp());
-  runner.error = nullptr;
+  runner->block = {};
+  runner->warps.assign((blockDim.x + kWarpSize - 1) / kWarpSize, Warp());
+  runner->error = nullptr;
+  if (kThreadSanitizer) __tsan_release(&runner->block_start);
   try {
     run_fibers();
-    if (runner.error) std::rethrow_exception(runner.error);
+    if (runner->error) std::rethrow_exception(runner->error);
   } catch (...) {
-    runner.fibers.clear();  // some of them are in the middle of the kernel
+    runner->fibers.clear();  // some of them are in the middle of the kernel
     throw;
   }
-  if (!kThreadSanitizer) return;
-  __tsan_acquire(&runner.block_end);
-  for (const auto& fiber : runner.fibers) {
-    if (fiber->identity != nullptr) __tsan_destroy_fiber(fiber->identity);
-    fiber->identity = nullptr;
-  }
+  if (kThreadSanitizer) __tsan_acquire(&runner->block_end);
 }
 
 // The blocks of a grid that are number `index` modulo kRunners.
 void run_blocks(dim3 grid, dim3 block, const std::function<void()>& kernel, int index) {
+  runner = &runners[index];
   gridDim = grid;
   blockDim = block;
-  runner.kernel = &kernel;
-  runner.random.seed(static_cast<unsigned>(settings.seed));
-  if (kThreadSanitizer) runner.main_identity = __tsan_get_current_fiber();
+  runner->kernel = &kernel;
+  runner->random.seed(static_cast<unsigned>(settings.seed));
+  if (kThreadSanitizer) runner->main_identity = __tsan_get_current_fiber();
   const unsigned count =
       settings.last_blocks > 0 && settings.last_blocks < grid.x ? static_cast<unsigned>(settings.last_blocks) : grid.x;
   for (const unsigned i : in_some_order(count)) {
@@ -243,7 +241,7 @@ void run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel) {
 }
 
 void block_barrier() {
-  Barrier& barrier = runner.block;
+  Barrier& barrier = runner->block;
   char* order = &barrier.order[barrier.generation % 2];
   if (kThreadSanitizer) __tsan_release(order);
   wait(&barrier, blockDim.x);
@@ -253,7 +251,7 @@ void block_barrier() {
 Value exchange(unsigned mask, const Value& mine, unsigned source_lane) {
   if (blockDim.x % kWarpSize != 0) throw std::logic_error("shuffles of part of a warp are not emulated");
   const unsigned lane = threadIdx.x % kWarpSize;
-  Warp& warp = runner.warps[threadIdx.x / kWarpSize];
+  Warp& warp = runner->warps[threadIdx.x / kWarpSize];
   if (!(mask >> lane & 1u)) throw std::runtime_error("a shuffle by a lane that is not in its mask");
   if (!(mask >> source_lane & 1u)) throw std::runtime_error("a shuffle from a lane that is not in its mask");
   if (warp.barrier.arrived == 0) warp.mask = mask;
