@@ -147,6 +147,13 @@ def test_probe_devices():
     kernels.settings.image_error = NO_IMAGE  # on device 1
     assert kernels.probe(0) == (0, "ok")
     assert kernels.probe(1) == (NO_IMAGE, "this build has no kernel image for sm_70 (cudaErrorNoKernelImageForDevice)")
-    assert kernels.settings.device == 0
+    assert kernels.current_device() == 0
     error, _ = kernels.probe(2)
     assert error != 0
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_probe_makes_no_context_elsewhere(device):
+    """A context takes some 500 MB of a GPU: only the device that was asked about gets one."""
+    assert kernels.probe(device) == (0, "ok")
+    assert kernels.settings.contexts == 1 << device

@@ -175,10 +175,11 @@ PYBIND11_MODULE(accumkernels_cuda_host, m) {
       .def_readwrite("last_blocks", &cuda_host::Settings::last_blocks)
       .def_readwrite("driver_version", &cuda_host::Settings::driver_version)
       .def_readwrite("device_count", &cuda_host::Settings::device_count)
-      .def_readwrite("device", &cuda_host::Settings::device)
+      .def_readonly("contexts", &cuda_host::Settings::contexts)
       .def_property(
           "image_error", [](const cuda_host::Settings& settings) { return static_cast<int>(settings.image_error); },
           [](cuda_host::Settings& settings, int error) { settings.image_error = static_cast<cudaError_t>(error); });
   m.attr("settings") = py::cast(&cuda_host::settings, py::return_value_policy::reference);
   m.def("reset", [] { cuda_host::settings = {}; });
+  m.def("current_device", [] { return cuda_host::current_device; });
 }

@@ -68,10 +68,11 @@ struct Settings {
   int64_t last_blocks = 0;  // run only this many blocks at the end of every grid; 0: all
   int driver_version = 13000;
   int device_count = 2;
-  int device = 0;
+  unsigned contexts = 0;                  // a bit for each device that has one
   cudaError_t image_error = cudaSuccess;  // what cudaFuncGetAttributes answers on device 1
 };
 inline Settings settings;
+inline thread_local int current_device = 0;
 inline int64_t launches = 0;
 inline int64_t largest_arguments = 0;  // bytes of the arguments of the largest launch so far
 
@@ -135,20 +136,22 @@ inline cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = cuda_host::settings.device;
+  *device = cuda_host::current_device;
   return cuda_host::settings.device_count > 0 ? cudaSuccess : cudaErrorNoDevice;
 }
 
+// Since CUDA 12.0 it creates the device's context.
 inline cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= cuda_host::settings.device_count) return cudaErrorInvalidDevice;
-  cuda_host::settings.device = device;
+  cuda_host::current_device = device;
+  cuda_host::settings.contexts |= 1u << device;
   return cudaSuccess;
 }
 
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
   *attributes = {};
-  return cuda_host::settings.device == 1 ? cuda_host::settings.image_error : cudaSuccess;
+  return cuda_host::current_device == 1 ? cuda_host::settings.image_error : cudaSuccess;
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
