@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = Callable[[], object]
-# Cycles for which a GPU is kept busy before a measurement, some 5 ms: the host runs ahead, as in training, so that what
-# is timed is the device's work. The host's own time is a table of its own.
+# Cycles for which a GPU is kept busy before a measurement, at least some 5 ms: the host runs ahead, as in training, so
+# that what is timed is the device's work. The host's own time is a table of its own.
 _HEAD_START = 10_000_000
+_LONGEST_HEAD_START = 400_000_000  # a call that itself waits for the device never gets ahead
+_CYCLES_PER_SECOND = 2_000_000_000  # no GPU's clock is much faster
 
 
 class Timer:
@@ -27,6 +29,7 @@ class Timer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._head_start = _HEAD_START
 
     def __call__(self, call: Call, before: Call | None = None) -> float:
         """Run `before`, which is not counted, then `call`."""
@@ -37,15 +40,22 @@ class Timer:
             call()
             return time.perf_counter() - start
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(self.device)
-        if before is not None:
-            before()
-        torch.cuda._sleep(_HEAD_START)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        while True:
+            torch.cuda.synchronize(self.device)
+            if before is not None:
+                before()
+            torch.cuda._sleep(self._head_start)
+            begin.record()
+            start = time.perf_counter()
+            call()
+            needed = int(1.5 * _CYCLES_PER_SECOND * (time.perf_counter() - start))
+            end.record()
+            end.synchronize()
+            if needed <= self._head_start or self._head_start == _LONGEST_HEAD_START:
+                return begin.elapsed_time(end) / 1e3
+            # A method that launches a thousand kernels: the device would have waited for the host. Once more, further
+            # ahead.
+            self._head_start = min(2 * needed, _LONGEST_HEAD_START)
 
 
 def last_level_cache_bytes(device: torch.device) -> int:
