@@ -315,7 +315,11 @@ def sums_in_bf16(rank, size):
             sent.append((tensor.dtype, tensor.numel()))
         return send(tensor, *args, **kwargs)
 
-    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.float16, torch.float32)):
+    for dtype, expected in (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float32),
+    ):
         model = nn.Linear(6, 4, dtype=dtype)
         acc = ak.FusedAccumulator(model, process_group=group(), comm_dtype="auto")
         x = batch(3, seed=rank)[0].repeat(1, 2)[:, :6].to(dtype)
