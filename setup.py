@@ -126,6 +126,7 @@ def write_build_info(version: str, cuda: Cuda | None) -> None:
     git = ["git", "rev-parse", "--short", "HEAD"]
     in_git = os.path.exists(".git") and shutil.which("git")
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if in_git else ""
+    commit = commit or os.environ.get("ACCUMKERNELS_COMMIT", "").strip()  # of a copy without its history
     info = {
         "version": version,
         "cuda": cuda.version if cuda else None,

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from ..errors import wrong_type
+
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
 # Wrappers that step on their own terms: name of the package, what to do instead.
 _TRAINERS = {
@@ -41,7 +43,7 @@ def check_optimizer(optimizer: object, caller: str) -> None:
             f"{caller}: {type(optimizer).__qualname__} of {package} wraps an optimizer; {_TRAINERS[package]}"
         )
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{caller}: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise wrong_type(f"{caller}: optimizer", "a torch.optim.Optimizer", optimizer)
 
 
 def check_no_closure(optimizer: Optimizer) -> None:

@@ -144,3 +144,10 @@ def test_wheel_serves_any_python_and_carries_the_version_suffix(project: Project
     info = json.loads(json.loads(header.partition("ACCUMKERNELS_BUILD_INFO ")[2]))
     assert info["version"] == version
     assert (info["cuda"], info["archs"], info["commit"]) == (None, [], None)
+
+
+def test_a_copy_without_history_takes_the_commit_it_is_given(project: Project) -> None:
+    """Which else nobody could tell from the library."""
+    project.build(ACCUMKERNELS_COMMIT="abc1234")
+    header = (project.root / "build" / "native" / "build_info.h").read_text()
+    assert json.loads(json.loads(header.partition("ACCUMKERNELS_BUILD_INFO ")[2]))["commit"] == "abc1234"
