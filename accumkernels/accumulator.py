@@ -522,7 +522,7 @@ class FusedAccumulator:
         for optimizer in optimizers:
             check_optimizer(optimizer, "step()")
             check_no_closure(optimizer)
-        limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
+        limit = self._end.limit(max_norm)
         self._check_end("step()", optimizers)
         given = self._end.divisor(self._window, divisor)
         if self.micro_batches == 0 and not self._ranks.ends_together:

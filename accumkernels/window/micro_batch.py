@@ -252,14 +252,14 @@ class Intake:
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
-        if self.hooks is not None:
+        if self.hooks is not None and self.added_in_backward:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
         weight = window.with_kept(weight)
         self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
         window.count(weight.total)
-        if self.hooks is not None:
+        if self.hooks is not None and self.hooks.has_taken:
             self.hooks.reset()
         if last:
             self._ranks.end_last()

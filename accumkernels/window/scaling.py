@@ -38,7 +38,8 @@ class _Verdict(dict[torch.device, Tensor]):
     def values(self) -> list[Tensor]:  # type: ignore[override]
         scaler = self._scaler()
         stepped = scaler is not None and scaler._per_optimizer_states[self._key]["stage"] is OptState.STEPPED
-        return [torch.stack([part[stepped] for part in self.parts.values()]).amax()]
+        verdicts = [part[stepped] for part in self.parts.values()]
+        return [verdicts[0].clone() if len(verdicts) == 1 else torch.stack(verdicts).amax()]
 
 
 class LossScaler:
