@@ -17,6 +17,7 @@ from ..buffers.store import Store, has_accumulator
 from ..ops.schema import Judged
 from ..ranks.alone import Alone, Report
 from .handout import Handout
+from .loss import WindowLoss
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
@@ -42,13 +43,22 @@ class End:
         scaler: Gets the verdict.
         overflow: As FusedAccumulator's argument.
         noise: Is told of every window.
+        loss: Has the losses of a window's micro-batches.
 
     Attributes:
         last_norm: The last norm that was computed.
         metrics: Of the last window that ended.
     """
 
-    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Alone,
+        scaler: LossScaler,
+        overflow: str | None,
+        noise: NoiseMeter,
+        loss: WindowLoss,
+    ) -> None:
         self.last_norm: Tensor | None = None
         self.metrics = Metrics(store.device)
         self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
@@ -58,6 +68,7 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._plan: StepPlan | None = None
         self._limit: tuple[tuple[float, torch.device], Tensor] | None = None
         self.open_window()
@@ -66,6 +77,7 @@ class End:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
         self._noise_sums: Tensor | None = None
+        self._loss_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped, read from the device at most once.
@@ -262,8 +274,10 @@ class End:
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,
             window=window.number,
+            loss=self._loss.sums(),
         )
         agreement = ranks.agree(report)
+        self._loss_sums = agreement.loss
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
@@ -352,7 +366,7 @@ class End:
         window.finalize(verdict)
         skip = verdict.skip
         self._skipped, self._captured = skip, _is_capturing(skip)
-        self.metrics.end_window(window.micro_batches, verdict.exact)
+        self.metrics.end_window(window.micro_batches, verdict.exact, self._loss_sums)
         if not self._withhold(window, optimizers):
             self._handout.give()
         for optimizer in optimizers:
