@@ -68,14 +68,6 @@ def test_zero_keeps_the_unit(proposed, on_device):
     assert float(parts.multiplier) == 8
 
 
-def test_one_process_leaves_losses_alone():
-    """The weight waits for the accumulate pass, as its bits require."""
-    loss = torch.ones((), requires_grad=True)
-    found, parts = Weigher().weigh(loss, 5.0)
-    assert found is loss
-    assert parts == Weight(5.0, 1.0)
-
-
 def test_sums_have_one_multiplier():
     """Gradients that were summed by FSDP2 are multiplied by what all were."""
     assert Weight(6.0, 1.5, 4.0).plus(Weight(4.0, 1.0, 4.0)).multiplier == 4
