@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .arguments import as_scalar, check_options
 from .batch_statistics import warn_of_batchnorm
 from .boundary import opaque, profiled
-from .buffers.parameters import check_group, named_parameters
+from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
 from .ranks.choice import check_group_given, choose_group
@@ -113,7 +113,7 @@ class FusedAccumulator:
             params, scaler, overflow, release, bucket_bytes, master_weights, noise_scale, autocast_route, comm_dtype
         )
         params, group, ddp = choose_group(params, process_group)
-        named = named_parameters(params)
+        named = self._named(params)
         shards = shards_of(params, named, process_group if group is None else group, autocast_route, noise_scale)
         if shards is None:
             check_group_given(process_group, group)
@@ -588,6 +588,10 @@ class FusedAccumulator:
         self.remove()
 
     # ---- inside
+
+    def _named(self, params: Any) -> list[NamedParameter]:
+        """Which parameters to accumulate; a trainer's adapter leaves out those that nobody steps."""
+        return named_parameters(params)
 
     def _open(self) -> None:
         self._window = Window()
