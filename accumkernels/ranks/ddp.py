@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
     """Refuse parameters whose gradients a DistributedDataParallel module averages in every backward.
 
-    One that is kept silent averages nothing: several accumulators may share its parameters. Nothing at a parameter tells of the reducer, so all objects are looked through: a fraction of a second, once.
+    One that is kept silent averages nothing: several accumulators may share its parameters. Nothing at a parameter
+    tells of the reducer, so all objects are looked through: a fraction of a second, once.
 
     Raises:
         ValueError: names the first such parameter.
@@ -35,7 +36,7 @@ def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
 
 def _first_wrapped(names: dict[int, str]) -> str | None:
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), DistributedDataParallel) and not _is_silent(candidate):
+        if issubclass(type(candidate), DistributedDataParallel) and not is_silent(candidate):
             for param in candidate.parameters():
                 if id(param) in names:
                     return names[id(param)]
@@ -113,7 +114,8 @@ class _BeSilent:
         return functools.partial, (sys.audit, "accumkernels")
 
 
-def _is_silent(ddp: DistributedDataParallel) -> bool:
+def is_silent(ddp: DistributedDataParallel) -> bool:
+    """Whether an accumulator keeps the module from communicating."""
     return any(isinstance(hook, _BeSilent) for hook in ddp._forward_pre_hooks.values())
 
 
