@@ -60,7 +60,7 @@ class FusedAccumulation(pl.Callback):
     ) -> None:
         self.weight = weight
         self.metrics = metrics
-        self._options = {"autocast_route": True, **options}  # nobody looks for `.grad` inside a window
+        self._options = options
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
         self._stepped: list[int] = []  # places of windows that this batch has stepped
@@ -110,7 +110,9 @@ class FusedAccumulation(pl.Callback):
         scaler = getattr(precision, "scaler", None)
         model = strategy.model if strategy.model is not None else pl_module
         alone = len(trainer.optimizers) == 1
-        options = self._options if alone else {**self._options, "autocast_route": False}
+        # Nobody looks for `.grad` inside a window. FSDP2 casts parameters itself.
+        routed = not isinstance(strategy, ModelParallelStrategy)
+        options = {"autocast_route": True, **self._options} if routed else self._options
         for optimizer in trainer.optimizers:
             self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **options))
         if hasattr(strategy, "_pl_static_graph_delay_done"):

@@ -496,6 +496,14 @@ def transformers_trainer(size, folder, model, dataset, precision="fp32", clip=No
         data_collator=lambda one: one[0] if "x" in one[0] else {k: torch.stack([o[k] for o in one]) for k in one[0]},
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    if fsdp2:
+        import accelerate
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        trainer.accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+        trainer.accelerator.state.fsdp_plugin = plugin
+        trainer.is_fsdp_enabled = True
     if precision == "fp16":
         trainer.accelerator.native_amp = True
         trainer.accelerator.state._mixed_precision = "fp16"
@@ -521,6 +529,21 @@ def transformers_ddp(rank, size):
         norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
         scaler = trainer.accelerator.scaler
         found[kind] = parameters(trainer.model), norms, None if scaler is None else scaler.get_scale()
+    return found
+
+
+def transformers_fsdp2(rank, size):
+    """Sharded by accelerate."""
+    import ranks
+
+    environment(rank, size)
+    found = {}
+    for clip in (None, MAX_NORM):
+        dataset = Items(list(range((STEPS + 2) * size)), ("x", "y"))
+        trainer = transformers_trainer(size, ranks.shared, Regressor(), dataset, clip=clip, fsdp2=True)
+        trainer.train()
+        norms = [float(_full(entry["grad_norm"])) for entry in trainer.state.log_history if "grad_norm" in entry]
+        found["fp32", clip] = parameters(trainer.model), norms, None
     return found
 
 
@@ -604,5 +627,5 @@ DDP = [
     transformers_tokens,
     transformers_resumed,
 ]
-SHARDED = [accelerate_fsdp2, lightning_fsdp2]
+SHARDED = [accelerate_fsdp2, lightning_fsdp2, transformers_fsdp2]
 OF_FOUR = []
