@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .dtensors import is_dtensor, local
-from .layout import ALIGNMENT_BYTES, Segment
+from .layout import Segment, aligned
 from .parameters import NamedParameter
 
 
@@ -35,7 +35,6 @@ class FlatBuffer:
         self.dtype = dtype
         self.device = device
         self.ops = ops
-        alignment = ALIGNMENT_BYTES // dtype.itemsize
         self.segments: list[Segment] = []
         end = 0
         for index, entry in enumerate(named):
@@ -57,7 +56,7 @@ class FlatBuffer:
                     p.stride(),
                 )
             )
-            end += -(-p.numel() // alignment) * alignment
+            end += aligned(p.numel(), dtype)
         self.numel = end
         self.layout_host = torch.tensor([[s.offset, s.numel] for s in self.segments], dtype=torch.int64, device="cpu")
         self.layout = self.layout_host.to(device)
@@ -90,7 +89,7 @@ class FlatBuffer:
         return f"flat buffer of {len(self.segments)} segments, {elements:,} elements, {self.dtype} on {self.device}"
 
     def first_touches(self, indices: list[int]) -> list[bool]:
-        """Of segments: whether they hold no sum of this window yet."""
+        """For each of these segments, whether it holds no sum of this window yet."""
         touched = self.touched
         if not any(touched):
             return [True] * len(indices)
@@ -98,7 +97,15 @@ class FlatBuffer:
             return [False] * len(indices)
         return [not touched[index] for index in indices]
 
-    def touch(self, indices: list[int]) -> None:
+    def open_window(self) -> None:
+        """Forget the sums: no segment holds one."""
+        self.touched = bytearray(len(self.segments))
+
+    def set_touched(self, touched: Sequence[int]) -> None:
+        """Note, for every segment, whether it holds a sum."""
+        self.touched = bytearray(touched)
+
+    def touch(self, indices: Sequence[int]) -> None:
         """Note that segments hold a sum."""
         if indices is self.all_indices:
             self.touched = bytearray(b"\1") * len(indices)
@@ -114,11 +121,11 @@ class FlatBuffer:
         """Their views."""
         return [self.views[s.index] for s in self.touched_segments()]
 
-    def touched_ranges(self) -> list[Tensor]:
-        """The fewest 1-d slices of `tensor` that cover all touched segments and no untouched one."""
+    def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other one."""
         ranges: list[tuple[int, int]] = []
         previous = -2
-        for s in self.touched_segments():
+        for s in segments:
             start = s.offset
             if previous == s.index - 1:
                 start = ranges.pop()[0]
@@ -133,11 +140,6 @@ class FlatBuffer:
             device[:, 0] = host[:, 0] = 0
             self._alone[index] = (device, host)
         return self._alone[index]
-
-    def divide(self, divisor: Tensor) -> None:
-        """Divide the touched segments by a 0-d tensor; a true division, as `grad / K` would be."""
-        for piece in self.touched_ranges():
-            piece.div_(divisor)
 
 
 def buffer_dtype(dtype: torch.dtype) -> torch.dtype:

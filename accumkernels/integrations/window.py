@@ -128,9 +128,10 @@ class TrainerWindow:
             if wrapped:
                 options["process_group"] = wrapped[0].process_group
             self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
-            ranks = self.accumulator._ranks
-            if ranks is not None:
-                ranks._shared = lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
+            if wrapped:
+                self.accumulator._ranks._group._shared = lambda: [
+                    buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)
+                ]
         self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
         if self.sharded and self._options.get("master_weights"):
             raise ValueError(
@@ -181,7 +182,7 @@ class TrainerWindow:
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 averages gradients over ranks inside backward."""
-        return self.accumulator._store.shards is not None
+        return self.accumulator._ranks.sharded
 
     @property
     def inside_no_sync(self) -> bool:
@@ -191,7 +192,7 @@ class TrainerWindow:
     @property
     def several_ranks(self) -> bool:
         """Whether other ranks may have micro-batches in this window."""
-        return self.accumulator._ranks is not None
+        return self.accumulator._ranks.ends_together
 
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """What the optimizer steps for some of the model's parameters."""
@@ -313,13 +314,12 @@ class TrainerWindow:
     def _divisor(self) -> float | Tensor | None:
         if not self.sharded:
             # The mean over ranks that DistributedDataParallel makes; the sum of weights of all ranks otherwise.
-            return float(self.accumulator._store.world_size) if self.sums else None
+            return float(self.accumulator._ranks.size) if self.sums else None
         if self.sums:
             return 1.0
-        shards = self.accumulator._store.shards
         device = self.accumulator._store.device
         mean = torch.as_tensor(self._weight, dtype=torch.float64).to(device)
-        for group in shards._groups.values():
+        for group in self.accumulator._ranks._groups.values():
             torch.distributed.all_reduce(mean, group=group)
             mean = mean / group.size()
         return torch.where(mean > 0, mean, 1.0)

@@ -9,17 +9,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from models import mlp, relative_error
-from ranks import check, run
-from torch import nn
 from torch.nn.functional import mse_loss
+
+from tests.support.models import mlp, relative_error
+from tests.support.ranks import check, run
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
-import trainer_rank_scenarios as scenarios  # noqa: E402
-from trainer_rank_scenarios import KINDS, LR, MAX_NORM, SCALE, STEPS, item, items  # noqa: E402
+from tests.support import trainer_rank_scenarios as scenarios  # noqa: E402
+from tests.support.trainer_rank_scenarios import KINDS, LR, MAX_NORM, SCALE, STEPS, item, items  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -171,7 +171,7 @@ def test_lightning_with_two_optimizers(ranks, request):
     size = len(results["lightning_two_optimizers"])
     one, two = mlp(), mlp(seed=1)
     for numbers in items(size, uneven=False):
-        grads = []
+        grads, stepped = [], one
         for place, own in enumerate((one, two)):
             sums, weight = [torch.zeros_like(p, dtype=torch.float64) for p in own.parameters()], 0
             for i in numbers:
