@@ -242,15 +242,20 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
         """
-        for window in self._windows:
+        for window in self._ready():
             window.open()
+
+    def _ready(self) -> list[TrainerWindow]:
+        """The windows that a backward may add to. One of several that has ended may wait for its `zero_grad()`."""
+        windows = self._windows
+        return [window for window in windows if len(windows) == 1 or not window.finalized or window.stepped]
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As in accelerate."""
         windows = self._windows
+        self.open_window()
         for window in windows:
-            window.open()
             window.micro_batch = 0
         try:
             with super().accumulate(*models):
@@ -320,12 +325,10 @@ class Accelerator(accelerate.Accelerator):
         inside = windows[0].micro_batch is not None
         sums = weight is None and not inside
         steps = self.gradient_accumulation_steps
-        for window in windows:
-            # One of several that has ended, and was not stepped, may be another loss's.
-            if len(windows) == 1 or not window.finalized or window.stepped:
-                window.open()
-                window.divided_by = steps * self.loss_divided_by
-                window.begin(sums)
+        for window in self._ready():
+            window.open()
+            window.divided_by = steps * self.loss_divided_by
+            window.begin(sums)
         weight = 1.0 if weight is None else weight
         if len(windows) == 1:
             self._check_first(windows)

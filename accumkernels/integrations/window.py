@@ -422,6 +422,7 @@ class TrainerWindow:
     def _reset(self) -> None:
         self.finalized = self.stepped = False
         self._weight = 0.0
+        self.micro_batch = None if self.micro_batch is None else 0
 
 
 def backward_of_all(
@@ -480,7 +481,7 @@ class _Stepped(FusedAccumulator):
         if ignored:
             _log.warning(
                 "no optimizer steps %s%s, so that no gradient of it is accumulated",
-                ", ".join(ignored[:3]),
+                ", ".join(map(repr, ignored[:3])),
                 f" and {len(ignored) - 3} more" if len(ignored) > 3 else "",
             )
         return [e for e in named if id(e.param) in self._stepped]

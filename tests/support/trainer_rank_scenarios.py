@@ -589,7 +589,7 @@ class Tokens(torch.utils.data.Dataset):
         for _ in range(n):
             ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
             labels = ids.clone()
-            labels[: int(torch.randint(LENGTH - 2, (), generator=generator))] = -100
+            labels[: int(torch.randint(1, LENGTH - 2, (), generator=generator))] = -100
             self.samples.append({"input_ids": ids, "labels": labels})
 
     def __len__(self):
