@@ -18,6 +18,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
+import accumkernels as ak  # noqa: E402
 from tests.support import trainer_rank_scenarios as scenarios  # noqa: E402
 from tests.support.trainer_rank_scenarios import KINDS, LR, MAX_NORM, SCALE, STEPS, item, items  # noqa: E402
 
@@ -93,7 +94,7 @@ def sharded(tmp_path_factory):
 def four(tmp_path_factory):
     """What four ranks found."""
     names = [scenarios.accelerate_two_optimizers, scenarios.lightning_two_optimizers, scenarios.transformers_tokens]
-    return run(4, tmp_path_factory.mktemp("four"), [*names, *scenarios.OF_FOUR])
+    return run(4, tmp_path_factory.mktemp("four"), names)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "backward", "fused", "find_unused_parameters"], ids=str)
@@ -227,6 +228,35 @@ def test_tokens_of_all_ranks(ranks, request):
                 [p.detach() - a for p, a in zip(model.parameters(), start, strict=True)],
             ]
             assert relative_error(*way) < 5e-6  # through the model in fp32
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_resumed_on_one_rank(found, trainer):
+    """What rank 0 has saved at the end of a window: masters, of which the checkpoint's model is the rounding."""
+    name = f"{trainer}_resumed"
+    check(found, name)
+    if trainer == "lightning":
+        checkpoint = torch.load(found["folder"] / "window-2.ckpt", weights_only=True)
+        (state,) = (value for key, value in checkpoint["callbacks"].items() if key.startswith("FusedAccumulation"))
+        model, expected = mlp(torch.bfloat16), {f"net.{k}": v for k, v in found[name][0].items()}
+        state["shapes"] = {key.removeprefix("net."): shape for key, shape in state["shapes"].items()}
+        state["masters"] = {key.removeprefix("net."): master for key, master in state["masters"].items()}
+        saved = checkpoint["state_dict"]
+    else:
+        assert [result[0] for result in found[name]] == [True, True]
+        folder = found["folder"] / "transformers-2" / "checkpoint-2"
+        state = torch.load(folder / "accumulator.pt", weights_only=True)
+        model, expected = scenarios.gpt2().to(torch.bfloat16), found[name][0][1]
+        saved = expected
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    acc.load_state_dict(state)
+    assert acc.micro_batches == 0
+    for (key, p), master in zip(model.named_parameters(), acc.parameters(), strict=True):
+        key = f"net.{key}" if trainer == "lightning" else key
+        assert torch.equal(p, saved[key])
+        assert torch.equal(p, expected[key])
+        assert master.dtype == torch.float32
+    assert not all(torch.equal(p.float(), m) for p, m in zip(model.parameters(), acc.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("kind", [("fp32", None), ("fp32", MAX_NORM), ("bf16", None)], ids=str)

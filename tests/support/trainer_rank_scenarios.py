@@ -445,9 +445,8 @@ def lightning_resumed(rank, size):
     module = lightning_module()
     module.net = module.net.to(torch.bfloat16)
     module.net.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+    module.on_train_end = lambda: trainer.save_checkpoint(ranks.shared / f"window-{size}.ckpt")
     trainer.fit(module, loader(items(size, rank)))
-    path = ranks.shared / f"window-{size}.ckpt"
-    trainer.save_checkpoint(path)
     return parameters(module)
 
 
@@ -645,4 +644,3 @@ DDP = [
     transformers_resumed,
 ]
 SHARDED = [accelerate_fsdp2, lightning_fsdp2, transformers_fsdp2]
-OF_FOUR = []
