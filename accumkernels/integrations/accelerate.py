@@ -31,7 +31,7 @@ from ..window.optimizers import owned
 from .window import TrainerWindow, backward_of_all, missing
 
 try:
-    import accelerate
+    from accelerate import Accelerator as Stock
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
     raise missing("accelerate") from error
@@ -78,13 +78,13 @@ class FusedOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped: for overflow, of fused optimizers too, or for a window without weight."""
-        return super().step_was_skipped if self.window is None else self.window.step_was_skipped
+        return bool(super().step_was_skipped or (self.window is not None and self.window.step_was_skipped))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "window"}
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(Stock):
     """`accelerate.Accelerator`, where FusedAccumulator accumulates.
 
     `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `sync_gradients`, `no_sync`, `optimizer_step_was_skipped`
@@ -280,7 +280,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(model, DistributedDataParallel) and is_silent(model):
             yield
         else:
-            with accelerate.Accelerator.trigger_sync_in_backward(model):
+            with Stock.trigger_sync_in_backward(model):
                 yield
 
     @contextlib.contextmanager
@@ -434,7 +434,7 @@ def _targets(windows: list[TrainerWindow], params: list[Tensor]) -> list[Tensor]
     return params
 
 
-def fuse(accelerator: accelerate.Accelerator, **options: Any) -> Accelerator:
+def fuse(accelerator: Stock, **options: Any) -> Accelerator:
     """Turn an accelerator that somebody else has made, and that has prepared nothing yet, into ours.
 
     Args:
@@ -446,7 +446,7 @@ def fuse(accelerator: accelerate.Accelerator, **options: Any) -> Accelerator:
         RuntimeError: it has prepared a model or an optimizer.
         ValueError: as `Accelerator`.
     """
-    if type(accelerator) is not accelerate.Accelerator:
+    if type(accelerator) is not Stock:
         raise TypeError(f"fuse: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
     if accelerator._models or accelerator._optimizers:
         raise RuntimeError("fuse: this accelerator has prepared models or optimizers; call fuse(accelerator) before")
