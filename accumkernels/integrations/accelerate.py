@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..accumulator import FusedAccumulator
 from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
-from .window import TrainerWindow, backward_of_all, missing
+from .window import TrainerWindow, backward_of_all, driven, missing
 
 try:
     from accelerate import Accelerator as Stock
@@ -198,11 +198,15 @@ class Accelerator(Stock):
     def _make_windows(self) -> None:
         """Give each optimizer a window of the models that it steps, if there are any yet."""
         steps = [{id(p) for p in owned((optimizer,))} for optimizer in self._optimizers]
+        alike = driven(self._optimizers)
         for optimizer, stepped in zip(self._optimizers, steps, strict=True):
             models = [model for model in self._wrapped if any(id(p) in stepped for p in model.parameters())]
+            models = models if any(optimizer is other for other in alike) else []
             others = set().union(*(other for other in steps if other is not stepped))
             alone = not any(id(p) in others for model in models for p in model.parameters())
             window = optimizer.window
+            if window is None and not models:
+                continue
             if window is not None and len(window.modules) == len(models) and window.alone == alone:
                 continue
             if window is not None:

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from .window import TrainerWindow, missing
+from .window import TrainerWindow, driven, missing
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -113,7 +114,7 @@ class FusedAccumulation(pl.Callback):
         # Nobody looks for `.grad` inside a window. FSDP2 casts parameters itself.
         routed = not isinstance(strategy, ModelParallelStrategy)
         options = {"autocast_route": True, **self._options} if routed else self._options
-        for optimizer in trainer.optimizers:
+        for optimizer in driven(trainer.optimizers):
             self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **options))
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
@@ -123,12 +124,14 @@ class FusedAccumulation(pl.Callback):
         precision.optimizer_step = self._optimizer_step
         precision.clip_gradients = self._clip_gradients
         precision.clip_grad_by_norm = self._clip_grad_by_norm
-        if self._windows[0].sharded:
+        if any(window.sharded for window in self._windows):
             precision.backward = self._backward
         if not pl_module.automatic_optimization:
-            for optimizer, window in zip(trainer.strategy._lightning_optimizers, self._windows, strict=True):
-                self._lightning_optimizers.append(optimizer)
-                optimizer.zero_grad = optimizer.optimizer.zero_grad = _Drop(window)
+            for optimizer in trainer.strategy._lightning_optimizers:
+                window = self._window_of(optimizer)
+                if window is not None:
+                    self._lightning_optimizers.append(optimizer)
+                    optimizer.zero_grad = optimizer.optimizer.zero_grad = _Drop(window)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the model's values into masters: Lightning may have loaded or reset them since `on_fit_start`."""
@@ -194,20 +197,25 @@ class FusedAccumulation(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the gradients, for the optimizers that they are of."""
         for window in self._windows:
-            if len(self._windows) == 1 or window.reached:
+            if window.alone or window.reached:
                 window.take(self._batch_weight)
 
     # ---- the end of a window, in place of the precision plugin's
 
-    def _window_of(self, optimizer: Optimizer) -> TrainerWindow:
-        return next(window for window in self._windows if window.optimizer is optimizer)
+    def _window_of(self, optimizer: Any) -> TrainerWindow | None:
+        """None for an optimizer that is left to Lightning."""
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return next((window for window in self._windows if window.optimizer is optimizer), None)
 
     def _optimizer_step(
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert self._precision is not None
-        result = closure()
         window = self._window_of(optimizer)
+        if window is None:
+            kind = type(self._precision)
+            return kind.optimizer_step(self._precision, optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
         window.folds = self._nobody_reads_gradients(model)
         if not window.folds:
             window.finalize()
@@ -228,14 +236,19 @@ class FusedAccumulation(pl.Callback):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         assert self._precision is not None
-        window = self._window_of(getattr(optimizer, "optimizer", optimizer))
+        window = self._window_of(optimizer)
+        if window is None:
+            type(self._precision).clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
+            return
         if not window.folds or gradient_clip_algorithm != GradClipAlgorithmType.NORM:
             window.finalize()
         Precision.clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        window = self._window_of(getattr(optimizer, "optimizer", optimizer))
-        if window.folds and not window.finalized:
+        window = self._window_of(optimizer)
+        if window is None:
+            type(self._precision).clip_grad_by_norm(self._precision, optimizer, clip_val)
+        elif window.folds and not window.finalized:
             window.clip_in_step(clip_val)
         else:
             window.clip_grad_norm_(clip_val)
@@ -253,7 +266,7 @@ class FusedAccumulation(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The accumulators': masters, and what is in a window that is open; with FSDP2 nothing, between windows."""
-        if not self._windows or self._windows[0].sharded:
+        if not self._windows or any(window.sharded for window in self._windows):
             return {}
         states = [window.state_dict() for window in self._windows]
         return states[0] if len(states) == 1 else {"windows": states}

@@ -48,6 +48,27 @@ def check_optimizer_once(optimizer: Optimizer) -> None:
         )
 
 
+def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers that can have windows of their own; others are left to the trainer.
+
+    Those are optimizers without parameters, and those that share some: a gradient that several step has no one window.
+
+    Raises:
+        ValueError: optimizers share parameters, and torch.distributed runs several ranks: accumulators keep
+            DistributedDataParallel silent, and nobody would reduce what is left to the trainer.
+    """
+    owners: dict[int, int] = {}
+    for p in owned(optimizers):
+        owners[id(p)] = owners.get(id(p), 0) + 1
+    shared = [o for o in optimizers if any(owners[id(p)] > 1 for p in owned((o,)))]
+    if shared:
+        names = ", ".join(type(o).__name__ for o in shared)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise ValueError(f"{names} step the same parameters, which is not accumulated over ranks: keep them apart")
+        _log.warning("%s step the same parameters: their gradients are left to the trainer", names)
+    return [o for o in optimizers if owned((o,)) and not any(o is other for other in shared)]
+
+
 class TrainerWindow:
     """The windows of one optimizer, driven by a trainer. A trainer has one for each of its optimizers.
 

@@ -235,3 +235,21 @@ def test_left_to_the_optimizers_pass(clip, monkeypatch):
         assert bool(finalized) == bool(callbacks)
         models.append(model)
     assert_close(*models)
+
+
+def test_optimizers_that_share_parameters(caplog):
+    """Are left to Lightning, with a warning."""
+
+    class Shared(Gan):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.01), torch.optim.SGD(self.parameters(), lr=0.02)]
+
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        assert_close(*both(lambda: Shared(False), steps=1))
+    assert "SGD, SGD step the same parameters" in caplog.text
+
+
+def test_without_an_optimizer():
+    """Gradients are left to Lightning, too."""
+    _, ours = both(lambda: Module(lambda module: None))
+    assert same_bits(ours.head[0].weight, mlp()[2].weight)
