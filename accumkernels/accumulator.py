@@ -59,11 +59,14 @@ class FusedAccumulator:
             backs off. "microbatch": the micro-batch contributes neither gradient nor weight, and the others are used.
             "raise": `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is
             checked.
-        release: "microbatch": `.grad` is consumed by `accumulate()`. "backward": while backward runs, in buckets, so
-            that gradients never live all at once. The weight must then be known before backward: pass it to
-            `acc.backward`. An exception in backward breaks the window until `zero_()`.
-        bucket_bytes: For `release="backward"`: pending gradient bytes at which a bucket is added. At most this much and
-            one gradient are alive at any moment. From the default on, larger buckets are hardly faster.
+        release: When gradients are added. "backward": in buckets while backward runs, so that they never live all at
+            once. The weight must then be known before backward: pass it to `acc.backward`. An exception in backward
+            breaks the window until `zero_()`. "microbatch": by `accumulate()`, which consumes `.grad`; an exception in
+            backward leaves the window whole. "auto" (default): in `acc.backward` in buckets, where all gradients
+            together are larger than a bucket; else, in a loop's own `loss.backward()`, and with `overflow="microbatch"`
+            or "raise", as "microbatch". An exception breaks the window only where a bucket was added before it.
+        bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
+            any moment. None (default): 16 MiB on a GPU, 32 MiB on a CPU.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
@@ -96,8 +99,8 @@ class FusedAccumulator:
         *,
         scaler: torch.amp.GradScaler | None = None,
         overflow: str | None = "window",
-        release: str = "microbatch",
-        bucket_bytes: int = 32 * 2**20,
+        release: str = "auto",
+        bucket_bytes: int | None = None,
         master_weights: bool = False,
         process_group: Any = None,
         noise_scale: bool | float = False,
@@ -108,6 +111,8 @@ class FusedAccumulator:
         check_options(
             params, scaler, overflow, release, bucket_bytes, master_weights, noise_scale, autocast_route, comm_dtype
         )
+        # Where a micro-batch may be dropped, all of it has to be there before anything is added.
+        self._release = "microbatch" if overflow in ("microbatch", "raise") else release
         chosen = choose_ranks(params, process_group)
         named = self._named(chosen.params)
         self._scaler = LossScaler(scaler)
@@ -118,7 +123,7 @@ class FusedAccumulator:
             autocast_route=autocast_route,
             noise_scale=noise_scale,
             overflow=overflow,
-            release=release,
+            release=self._release,
             master_weights=master_weights,
         )
         warn_of_batchnorm(chosen.params)
@@ -136,7 +141,8 @@ class FusedAccumulator:
             self._scaler,
             overflow,
             self._noise,
-            bucket_bytes=bucket_bytes if release == "backward" else None,
+            release=self._release,
+            bucket_bytes=bucket_bytes,
             always_route=autocast_route is True,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
@@ -254,8 +260,6 @@ class FusedAccumulator:
         The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
         (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.window.noise_scale`.
         """
-        if self._intake.hooks is not None:
-            raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")
         if not self._noise.on:
             self._noise.turn_on(now=self.micro_batches == 0)
         return self._noise.read()
@@ -288,7 +292,8 @@ class FusedAccumulator:
         routed = f", autocast route for {route.parameters} parameters" if route is not None else ""
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
-            f"FusedAccumulator({self._store}{routed}{ranks}, overflow={self._overflow!r}, {position}, last norm {norm})"
+            f"FusedAccumulator({self._store}{routed}{ranks}, overflow={self._overflow!r}, "
+            f"release={self._intake.chosen}, {position}, last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -300,8 +305,9 @@ class FusedAccumulator:
         Args:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
             weight: See `accumulate`.
-            last: This is the window's last micro-batch on this rank: with `release="backward"` and a process group,
-                sums are sent while backward completes them. Other ranks may do without. The result is the same.
+            last: This is the window's last micro-batch on this rank: with a process group, sums are sent while backward
+                completes them, where it adds buckets, else when it has ended. Not with `release="microbatch"`. Other
+                ranks may do without. The result is the same.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
@@ -343,14 +349,17 @@ class FusedAccumulator:
 
     def _check_last(self, last: bool) -> None:
         if last and self._ranks.reduces_sums and self._intake.hooks is None:
-            raise ValueError("last=True needs release='backward': otherwise there is no backward to send sums in")
+            raise ValueError(
+                "last=True needs release='auto' or 'backward', and overflow='window' or None: otherwise there is no "
+                "backward to send sums in"
+            )
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
         """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception.
 
-        The rest of the window is used, on this and on other ranks. With `release="backward"` gradients may have been
-        added already; then the window is broken until `zero_()`, or with a process group dropped as a whole.
+        The rest of the window is used, on this and on other ranks. Gradients may have been added in buckets already
+        (`release`); then the window is broken until `zero_()`, or with a process group dropped as a whole.
 
         Args:
             window: Drop the whole window, on all ranks: nothing is communicated now, but `finalize` and `step`, which
@@ -377,9 +386,9 @@ class FusedAccumulator:
         raises one, or dies, the others get torch.distributed's error, at the latest after the group's timeout.
 
         Args:
-            *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one. Without
-                an enabled GradScaler there may be none, for an update written by hand: it reads the `.grad`s where
-                `step_was_skipped` is False.
+            *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one.
+                Without an enabled GradScaler there may be none, for an update written by hand: it reads the `.grad`s
+                where `step_was_skipped` is False.
             divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
                 several ranks that of them all, the same number on each.
 
@@ -520,7 +529,7 @@ class FusedAccumulator:
             )
         if self._window.phase is Phase.BROKEN or self._intake.interrupted or self._intake.added_in_backward:
             raise RuntimeError(
-                "state_dict() with gradients of a backward that was not counted (release='backward'): call "
+                f"state_dict() with gradients of a backward that was not counted (release={self._release!r}): call "
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
@@ -608,7 +617,7 @@ class FusedAccumulator:
             out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
-                f"(release='backward'); drop the window with {out}"
+                f"(release={self._release!r}); drop the window with {out}"
             )
         if self._ranks.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..buffers.parameters import NamedParameter
+from ..errors import wrong_type
 from .alone import Alone
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
 from .fsdp2 import mesh_of
@@ -134,11 +135,8 @@ def _check_kind(process_group: Any) -> None:
     if distributed.is_available() and process_group is distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("process_group: this rank is not a member of the group")
     if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
-        hint = "; pass mesh.get_group(dimension)" if type(process_group).__name__ == "DeviceMesh" else ""
-        raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup, False or None, got "
-            f"{type(process_group).__name__}{hint}"
-        )
+        hint = " (of a DeviceMesh: mesh.get_group(dimension))" if type(process_group).__name__ == "DeviceMesh" else ""
+        raise wrong_type("process_group", f"a torch.distributed.ProcessGroup{hint}, False or None", process_group)
 
 
 def _unwrapped(params: Any) -> DistributedDataParallel | None:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..boundary import profiled
+from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
-from ..capture.during_backward import Bucket, DuringBackward
+from ..capture.autocast_presence import AutocastPresence
+from ..capture.during_backward import Bucket, DuringBackward, default_bucket_bytes
 from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
 from ..ranks.alone import Alone
@@ -38,12 +40,12 @@ class Intake:
         scaler: Scales losses.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
-        bucket_bytes: With `release="backward"`; None for `release="microbatch"`.
+        release: As FusedAccumulator's argument; "auto" only where `overflow` allows buckets.
+        bucket_bytes: As FusedAccumulator's argument.
         always_route: Whether the autocast route takes gradients of every backward.
 
     Attributes:
-        hooks: With `release="backward"`, what takes gradients while backward runs.
-        route: The autocast route, where there is one.
+        hooks: What takes gradients while backward runs; None with `release="microbatch"`.
         serial: Micro-batches ever accumulated: what the kernels store in flags.
     """
 
@@ -56,6 +58,7 @@ class Intake:
         overflow: str | None,
         noise: NoiseMeter,
         *,
+        release: str,
         bucket_bytes: int | None,
         always_route: bool,
     ) -> None:
@@ -64,16 +67,19 @@ class Intake:
         self._ranks = ranks
         self._scaler = scaler
         self._overflow = overflow
+        self._noise = noise
         self._sums = Sums(store, ranks, overflow, noise)
         self._window = Window()
         self._warned = False
+        self._release = release
+        self._bucket_bytes = default_bucket_bytes(store.device) if bucket_bytes is None else bucket_bytes
         self.hooks: DuringBackward | None = None
-        if bucket_bytes is not None:
+        if release != "microbatch":
             # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
             sink = Hook(self, functools.partial(Intake._add_bucket, weight=1.0), in_graphs=True)
-            self.hooks = DuringBackward(bucket_bytes, sink)
-            self.hooks.listen(store.buffers)
-        self.route = None if module is None else AutocastRoute(module, store, self.hooks, always_route)
+            self.hooks = DuringBackward(self._bucket_bytes, sink, always=release == "backward")
+            self._listen_to(store.buffers)
+        self._autocast = None if module is None else AutocastPresence(module, store, self.hooks, always_route)
 
     # ---- the life of a window
 
@@ -82,9 +88,14 @@ class Intake:
         self._window = window
         if self.hooks is not None:
             self.hooks.reset()
-        if self.route is not None:
-            self.route.open_window()
+        if self._autocast is not None:
+            self._autocast.open_window(keeps_whole=self._noise.on)
         self.listen(True)
+
+    @property
+    def route(self) -> AutocastRoute | None:
+        """The autocast route, while autocast is used."""
+        return None if self._autocast is None else self._autocast.route
 
     def prepare_window(self) -> None:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
@@ -94,9 +105,25 @@ class Intake:
         if not fresh:
             return
         self._ranks.check_trainable(self._store.named)
-        grown = self._store.grow(fresh)
-        if self.hooks is not None:
-            self.hooks.listen(grown)
+        self._listen_to(self._store.grow(fresh))
+
+    def _listen_to(self, grown: Sequence[FlatBuffer]) -> None:
+        """Release the gradients of new buffers in backward, if that is worth it: small models go without hooks."""
+        if self.hooks is None:
+            return
+        if self._release == "auto" and not self.hooks.listens:
+            params = [param for buffer in self._store.buffers for param in buffer.params]
+            if sum(local(param).nbytes for param in params) <= self._bucket_bytes:
+                return
+            grown = self._store.buffers
+        self.hooks.listen(grown)
+
+    @property
+    def chosen(self) -> str:
+        """What `release` comes to, in words."""
+        if self.hooks is None or not self.hooks.listens:
+            return f"{self._release!r} (whole micro-batches)" if self._release == "auto" else repr(self._release)
+        return f"{self._release!r} (buckets of {self._bucket_bytes:,} bytes)"
 
     def listen(self, listening: bool) -> None:
         """Whether what backward makes is taken; else it is left to torch."""
@@ -111,7 +138,7 @@ class Intake:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a backward raised whose gradients are added while it runs."""
+        """Whether a backward raised after some of its gradients were taken."""
         return self.hooks is not None and self.hooks.interrupted
 
     @property
@@ -140,7 +167,7 @@ class Intake:
 
     def remove(self) -> None:
         """Take off every hook."""
-        for capture in (self.hooks, self.route):
+        for capture in (self.hooks, self._autocast):
             if capture is not None:
                 capture.remove()
 
@@ -150,12 +177,12 @@ class Intake:
         """Run backward of the scaled loss; gradients are then in `.grad`, stashed, or added already."""
         loss = self._scaler.scale(loss)
         run = functools.partial(loss.backward, **kwargs)
-        if self.hooks is not None:
+        if self.hooks is not None and self.hooks.listens:
             run = functools.partial(self._run_adding, self.hooks, run, weight, last)
-        if self.route is None:
+        if self._autocast is None:
             run()
         else:
-            with self.route.taking():
+            with self._autocast.around(loss):
                 run()
 
     def _run_adding(self, hooks: DuringBackward, run: Any, weight: float | Tensor, last: bool) -> None:
@@ -174,7 +201,10 @@ class Intake:
             with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends)):
                 run()
         except BaseException:
-            self._window.phase = Phase.BROKEN
+            if self._release == "backward" or hooks.handed_over:
+                self._window.phase = Phase.BROKEN
+            else:
+                hooks.reset()  # nothing was added: the window is as before this micro-batch
             raise
 
     @profiled
@@ -188,7 +218,7 @@ class Intake:
         self._scaler.check_not_unscaled(self._owns_some)
 
         # Collect: `.grad`s stay where they are until the ops have taken them.
-        stash = {} if self.route is None else self.route.stash
+        stash = {} if self.route is None else self.route.taken()
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale() if has_grads else None
@@ -242,8 +272,10 @@ class Intake:
         captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
         self._sums.add(captured, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
         if sends:
+            route = self.route
             for buffer, (segments, _) in bucket:
-                self._ranks.send_complete(buffer, segments)
+                whole = segments if route is None else [i for i in segments if not route.in_parts(buffer, i)]
+                self._ranks.send_complete(buffer, whole)
 
     def _check_not_sent(self, bucket: Sequence[tuple[FlatBuffer, Captured]]) -> None:
         for buffer, (segments, _) in bucket:

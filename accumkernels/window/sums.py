@@ -81,6 +81,7 @@ class Sums:
             if not grads and not counts:
                 continue
             device = buffer.device
+            self._noise.see(buffer, segments, tag)
             try:
                 buffer.ops.accumulate_(
                     buffer.tensor,
