@@ -245,9 +245,10 @@ class FusedAccumulation(pl.Callback):
         Precision.clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert self._precision is not None
         window = self._window_of(optimizer)
         if window is None:
-            type(self._precision).clip_grad_by_norm(self._precision, optimizer, clip_val)
+            Precision.clip_grad_by_norm(self._precision, optimizer, clip_val)
         elif window.folds and not window.finalized:
             window.clip_in_step(clip_val)
         else:

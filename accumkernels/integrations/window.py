@@ -149,8 +149,9 @@ class TrainerWindow:
             if wrapped:
                 options["process_group"] = wrapped[0].process_group
             self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
+            ranks: Any = self.accumulator._ranks
             if wrapped:
-                self.accumulator._ranks._group._shared = lambda: [
+                ranks._group._shared = lambda: [
                     buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)
                 ]
         self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
@@ -338,9 +339,10 @@ class TrainerWindow:
             return float(self.accumulator._ranks.size) if self.sums else None
         if self.sums:
             return 1.0
+        ranks: Any = self.accumulator._ranks
         device = self.accumulator._store.device
         mean = torch.as_tensor(self._weight, dtype=torch.float64).to(device)
-        for group in self.accumulator._ranks._groups.values():
+        for group in ranks._groups.values():
             torch.distributed.all_reduce(mean, group=group)
             mean = mean / group.size()
         return torch.where(mean > 0, mean, 1.0)
@@ -386,7 +388,7 @@ class TrainerWindow:
         if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
-        needs_closure = _needs_closure(type(self.optimizer))
+        needs_closure = _needs_closure(type(self.optimizer))  # type: ignore[arg-type]
         with _alone(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()
@@ -583,7 +585,7 @@ def _silent(ddp: DistributedDataParallel) -> Iterator[None]:
 def _counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
     """The module's `no_sync`, which from now on knows whether a loop is inside it."""
     if ddp not in _no_syncs:
-        ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign, assignment]
+        ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
         _no_syncs[ddp] = _Shared(ddp.no_sync)
     _no_syncs[ddp].windows += 1
     try:
