@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .arguments import as_scalar, check_options
-from .batch_statistics import warn_of_batchnorm
+from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
 from .boundary import opaque, profiled
 from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
 from .ranks.choice import choose_ranks
-from .window.checkpoint import check, load, save
+from .ranks.unit import backward_may_cross_ranks
+from .window.checkpoint import check, load, save, share
 from .window.end import End
 from .window.micro_batch import Intake
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
 from .window.state import Phase, Window
+from .window.weight import Weight
 
 _log = logging.getLogger(__name__)
+_Batch = TypeVar("_Batch")
 
 
 class FusedAccumulator:
@@ -127,6 +130,7 @@ class FusedAccumulator:
             master_weights=master_weights,
         )
         warn_of_batchnorm(chosen.params)
+        self._synchronised = synchronised_batchnorm(chosen.params)
         self._store = Store(named, backend, master_weights)
         self._ranks.follow(self._store.buffers)
         self._silence = chosen.silence()
@@ -146,6 +150,8 @@ class FusedAccumulator:
             always_route=autocast_route is True,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
+        self._ended = 0  # windows
+        self._in_last = False  # whether `window` has handed out its last batch
         self._open()
 
     # ---- what it holds
@@ -311,12 +317,11 @@ class FusedAccumulator:
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
-        self._check_last(last)
+        last = self._check_last(last)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        self._window.check_kept(weight)
-        self._intake.backward(loss, weight, last, kwargs)
+        weighed = self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._intake.accumulate(weight, last)
+            self._intake.accumulate(weighed, last)
 
     @opaque
     @torch.no_grad()
@@ -338,21 +343,67 @@ class FusedAccumulator:
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
-        self._check_last(last)
+        last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        self._intake.accumulate(scalar, last)
+        if isinstance(scalar, Tensor) or scalar != 1:
+            self._window.weighed_after = True
+            self._warn_of_late_weights()
+        self._intake.accumulate(Weight(scalar), last)
 
-    def _check_last(self, last: bool) -> None:
-        if last and self._ranks.reduces_sums and self._intake.hooks is None:
+    def _warn_of_late_weights(self) -> None:
+        name, self._synchronised = self._synchronised, None
+        if name is not None and backward_may_cross_ranks():
+            _log.warning(
+                "accumulate(weight): %r is a SyncBatchNorm, whose backward adds up gradients of all ranks before the "
+                "weight is known; unequal weights then give another gradient. Call acc.backward(loss, weight), which "
+                "puts them into losses",
+                name,
+            )
+
+    def _check_last(self, last: bool) -> bool:
+        """Whether the micro-batch is the window's last, and what is complete may be sent."""
+        sends = self._ranks.reduces_sums and self._intake.hooks is not None
+        if last and self._ranks.reduces_sums and not sends:
             raise ValueError(
                 "last=True needs release='auto' or 'backward', and overflow='window' or None: otherwise there is no "
                 "backward to send sums in"
             )
+        return sends and (last or self._in_last)
+
+    def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Iterate over a window's batches, and know the last: its sums are reduced over ranks while its backward runs.
+
+            for x, y in acc.window(batches):
+                acc.backward(loss_fn(model(x), y), weight=y.numel())
+            acc.step(optimizer)
+
+        The result is that of iterating over `batches`; only the last micro-batch is `last=True` (see `backward`), where
+        that is allowed and of use. One batch more than the one at hand is taken from `batches`.
+
+        Args:
+            batches: All that this rank has in the window, one for each `backward` or `accumulate`; there may be none.
+
+        Yields:
+            The batches.
+        """
+        iterator = iter(batches)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        for following in iterator:
+            yield batch
+            batch = following
+        self._in_last = True
+        try:
+            yield batch
+        finally:
+            self._in_last = False
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
@@ -403,6 +454,7 @@ class FusedAccumulator:
         self._prepare_empty_window()
         self._intake.listen(False)  # a backward from here on adds to what was handed out
         self._end.finalize(self._window, optimizers, given)
+        self._ended = self._window.number + 1
 
     @opaque
     @torch.no_grad()
@@ -475,6 +527,7 @@ class FusedAccumulator:
             self._prepare_empty_window()
             self._intake.listen(False)
             norm = self._end.step(self._window, optimizers, given, limit)
+        self._ended = self._window.number + 1
         self.zero_()
         return None if norm is None else self._end.result(norm)
 
@@ -506,7 +559,7 @@ class FusedAccumulator:
     # ---- checkpoints
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, reduced: bool = False) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit for bit: at any moment, also inside a window.
 
         By parameter name: the sums of the window, masters, which gradients were not finite; and weights, the last norm
@@ -533,12 +586,12 @@ class FusedAccumulator:
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
+        saved = save(self._store, self._ranks, self._window, self._intake.serial, reduced=reduced)
+        joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
-            **save(self._store, self._ranks),
+            **saved,
             **self._end.state_dict(),
-            "window": self._window.state_dict(),
-            "serial": self._intake.serial,
-            "noise_scale": self._noise.state_dict(),
+            "noise_scale": self._noise.state_dict(self._store.device, joined),
         }
 
     @torch.no_grad()
@@ -555,14 +608,15 @@ class FusedAccumulator:
         """
         self._intake.settle()
         self._store.check_drift()
-        checked = check(self._store, self._ranks, state_dict)
+        state = share(self._ranks, check(self._store, self._ranks, state_dict))
         self.zero_()
         self._intake.prepare_window()
-        load(self._store, checked)
-        self._window.load_state_dict(state_dict["window"])
-        self._intake.resume(state_dict["serial"])
-        self._end.load_state_dict(state_dict)
-        self._noise.load_state_dict(state_dict["noise_scale"], self._store.device)
+        load(self._store, state)
+        self._window.load_state_dict(state["window"])
+        self._ended = self._window.number
+        self._intake.resume(state["serial"])
+        self._end.load_state_dict(state)
+        self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
@@ -584,7 +638,7 @@ class FusedAccumulator:
         return named_parameters(params)
 
     def _open(self) -> None:
-        self._window = Window()
+        self._window = Window(number=self._ended)
         self._end.open_window()
         self._noise.open_window()
         self._ranks.open_window()
@@ -624,6 +678,8 @@ class FusedAccumulator:
 
     def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
         self._require_accumulating(caller)
+        if self._silence is not None:
+            self._silence.check_end(caller)
         self._require_reduced(caller)
         self._end.check(caller, optimizers)
         if self._intake.uncounted:

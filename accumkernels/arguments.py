@@ -14,7 +14,7 @@ from .errors import wrong_type
 
 OVERFLOW = (None, "window", "microbatch", "raise")
 RELEASE = ("auto", "microbatch", "backward")
-COMM_DTYPES = (torch.float32, torch.bfloat16)
+COMM_DTYPES = (torch.float32, torch.bfloat16, "auto")
 
 
 def check_options(

@@ -34,6 +34,12 @@ def uses_batch_statistics(model: nn.Module) -> list[str]:
     ]
 
 
+def synchronised_batchnorm(params: object) -> str | None:
+    """The name of the first SyncBatchNorm, whose backward crosses ranks; `params` may be anything."""
+    modules = params.named_modules() if isinstance(params, nn.Module) else ()
+    return next((name for name, module in modules if isinstance(module, nn.SyncBatchNorm)), None)
+
+
 def warn_of_batchnorm(params: object) -> None:
     """Log, once per model, that it is accumulated with BatchNorm in training; `params` may be anything."""
     if not isinstance(params, nn.Module) or params in _warned:

@@ -39,7 +39,7 @@ class Choice:
     def join(
         self,
         named: Sequence[NamedParameter],
-        comm_dtype: torch.dtype,
+        comm_dtype: torch.dtype | str,
         *,
         autocast_route: Any,
         noise_scale: Any,
@@ -73,7 +73,10 @@ class Choice:
         if self.ddp is None:  # DistributedDataParallel's constructor has done that
             group.broadcast(entry.param for entry in named)
             group.share()
-        return Reduction(group, len(named), early=options["release"] == "backward")
+        early = options["release"] != "microbatch"
+        if early:
+            group.separate(named[0].param.device)
+        return Reduction(group, len(named), early)
 
     def silence(self) -> Silence | None:
         """Keep the DistributedDataParallel module from communicating, where there is one."""

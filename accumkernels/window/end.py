@@ -243,11 +243,24 @@ class End:
         sums = self._noise.sums(self._store.device)
         touched = self._store.touched_bytes()
         squares = None if sums is None else sums[0]
-        agreement = ranks.agree(Report(self._store.state(), touched, window.dropped, squares, divisor))
+        report = Report(
+            state=self._store.state(),
+            touched=touched,
+            dropped=window.dropped,
+            squares=squares,
+            divisor=divisor,
+            weighed_after=window.weighed_after,
+            micro_batches=window.micro_batches,
+            window=window.number,
+        )
+        agreement = ranks.agree(report)
         verdict = judge(agreement.state, agreement.divisor)
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
+            if ranks.sharded:
+                window.agreed(agreement)
+                self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
             return verdict, False
         window.agreed(agreement)

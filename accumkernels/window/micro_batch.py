@@ -21,11 +21,13 @@ from ..capture.during_backward import Bucket, DuringBackward, default_bucket_byt
 from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
 from ..ranks.alone import Alone
+from ..ranks.unit import backward_may_cross_ranks
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
 from .state import Phase, Window
 from .sums import Sums
+from .weight import Weigher, Weight
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Intake:
         self._overflow = overflow
         self._noise = noise
         self._sums = Sums(store, ranks, overflow, noise)
+        self._weigher = Weigher()
         self._window = Window()
         self._warned = False
         self._release = release
@@ -76,7 +79,7 @@ class Intake:
         self.hooks: DuringBackward | None = None
         if release != "microbatch":
             # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
-            sink = Hook(self, functools.partial(Intake._add_bucket, weight=1.0), in_graphs=True)
+            sink = Hook(self, functools.partial(Intake._add_bucket, weight=Weight(1.0)), in_graphs=True)
             self.hooks = DuringBackward(self._bucket_bytes, sink, always=release == "backward")
             self._listen_to(store.buffers)
         self._autocast = None if module is None else AutocastPresence(module, store, self.hooks, always_route)
@@ -173,25 +176,33 @@ class Intake:
 
     # ---- a micro-batch
 
-    def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> None:
-        """Run backward of the scaled loss; gradients are then in `.grad`, stashed, or added already."""
-        loss = self._scaler.scale(loss)
-        run = functools.partial(loss.backward, **kwargs)
+    def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> Weight:
+        """Run backward of the weighted, scaled loss; gradients are then in `.grad`, stashed, or added already."""
+        if self.hooks is not None and self.hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
+            raise RuntimeError(
+                f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
+                "acc.accumulate() after it, or acc.discard()"
+            )
+        if backward_may_cross_ranks() and not self._has_gradients():
+            loss, weighed = self._weigher.weigh(loss, weight)
+        else:  # gradients of an earlier backward of this micro-batch do not have the weight yet
+            weighed = Weight(weight)
+        self._window.check_kept(weighed)
+        run = functools.partial(self._scaler.scale(loss).backward, **kwargs)
         if self.hooks is not None and self.hooks.listens:
-            run = functools.partial(self._run_adding, self.hooks, run, weight, last)
+            run = functools.partial(self._run_adding, self.hooks, run, weighed, last)
         if self._autocast is None:
             run()
         else:
             with self._autocast.around(loss):
                 run()
+        return weighed
 
-    def _run_adding(self, hooks: DuringBackward, run: Any, weight: float | Tensor, last: bool) -> None:
+    def _has_gradients(self) -> bool:
+        return self.uncounted or any(p.grad is not None for buffer in self._store.buffers for p in buffer.params)
+
+    def _run_adding(self, hooks: DuringBackward, run: Any, weight: Weight, last: bool) -> None:
         """Run a backward whose gradients are added, with their weight, while it runs."""
-        if hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
-            raise RuntimeError(
-                f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
-                "acc.accumulate() after it, or acc.discard()"
-            )
         if self._window.micro_batches == 0:
             with torch.no_grad():
                 self.prepare_window()
@@ -208,7 +219,7 @@ class Intake:
             raise
 
     @profiled
-    def accumulate(self, weight: float | Tensor, last: bool) -> None:
+    def accumulate(self, weight: Weight, last: bool) -> None:
         """Add what there is of a micro-batch, and count it."""
         window = self._window
         if window.micro_batches == 0:
@@ -233,32 +244,32 @@ class Intake:
         tag = self.serial + 1
         drops = None
         if self._overflow in ("microbatch", "raise"):
-            drops = self._sums.find_overflow(captured, weight, tag)
+            drops = self._sums.find_overflow(captured, weight.total, tag)
         if self._overflow == "raise" and drops[self._store.device].item() != 0:  # type: ignore[index]
             self._drop_grads(captured)
             self.serial = tag
-            window.kept = 0
+            window.drop_kept()
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
         if self.hooks is not None:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
-        total, scale = window.with_kept(weight, loss_scale)
-        self._sums.add(captured, total, scale, tag, drops=drops)
+        weight = window.with_kept(weight)
+        self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
-        window.count(total)
+        window.count(weight.total)
         if self.hooks is not None:
             self.hooks.reset()
         if last:
-            self._ranks.send_all()
+            self._ranks.end_last()
 
     def _warn_of_nothing(self) -> None:
         if not self._warned:
             self._warned = True
             _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
 
-    def _add_bucket(self, bucket: Bucket, weight: float | Tensor, sends: bool = False) -> None:
+    def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.
 
         Args:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,12 +181,20 @@ class NoiseMeter:
         averaged.copy_(torch.where(counts, averaged * self._keep + window, averaged))
         self._sums[_Sums.WINDOWS] += counts
 
-    def state_dict(self) -> dict[str, object]:
-        """The averages, and the sums of the window that is open: one row for each rank that has its own."""
+    def state_dict(self, device: torch.device, joined: Iterable[Tensor] | None = None) -> dict[str, object]:
+        """The averages, and the sums of the window that is open: one row for each rank that has its own.
+
+        Args:
+            device: The first device.
+            joined: The window's sums over all ranks, where the state is to be that of all; collective then.
+        """
         squares = None
-        if self._squares:
-            device = next(iter(self._squares))
-            total = torch.stack([move(squares, device) for squares in self._squares.values()]).sum(0)
+        if self._squares or (joined is not None and self.on):
+            parts = [move(squares, device) for squares in self._squares.values()]
+            total = torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
+            if joined is not None:
+                total = self._ranks.joined(total)
+                total[1] = sum(move(sum_.double().square().sum(), device) for sum_ in joined)
             squares = self._ranks.gather_rows(total).tolist()
         return {
             "on": self.on,
