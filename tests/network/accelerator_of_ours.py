@@ -1,4 +1,4 @@
-"""A pytest plugin: whoever imports accelerate's Accelerator gets ours."""
+"""A pytest plugin for test_trainers_own.py: whoever imports accelerate's Accelerator gets ours."""
 
 import accelerate
 import accelerate.accelerator
