@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
+from ..ranks.unit import backward_may_cross_ranks
 from .window import TrainerWindow, driven, missing
 
 try:
@@ -124,7 +125,7 @@ class FusedAccumulation(pl.Callback):
         precision.optimizer_step = self._optimizer_step
         precision.clip_gradients = self._clip_gradients
         precision.clip_grad_by_norm = self._clip_grad_by_norm
-        if any(window.sharded for window in self._windows):
+        if backward_may_cross_ranks() and self._windows:
             precision.backward = self._backward
         if not pl_module.automatic_optimization:
             for optimizer in trainer.strategy._lightning_optimizers:
@@ -188,11 +189,12 @@ class FusedAccumulation(pl.Callback):
             window.begin()
 
     def _backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The precision plugin's, of a loss that has its weight: FSDP2 averages over ranks inside backward."""
+        """The precision plugin's, of a loss that has its weight: backward may average over ranks, as FSDP2's does."""
         assert self._precision is not None
-        type(self._precision).backward(
-            self._precision, self._windows[0].weighed(tensor, self._batch_weight), *args, **kwargs
-        )
+        tensor = self._windows[0].weighed(tensor, self._batch_weight)
+        for window in self._windows:
+            window.in_loss = self._windows[0].in_loss
+        type(self._precision).backward(self._precision, tensor, *args, **kwargs)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the gradients, for the optimizers that they are of."""

@@ -17,12 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
+from ..arguments import as_scalar
 from ..buffers.dtensors import local, shaped_like
 from ..buffers.flat import FlatBuffer
 from ..buffers.layout import Segment
 from ..buffers.parameters import NamedParameter
 from ..ranks.ddp import Silence, module_buffers
+from ..ranks.unit import backward_may_cross_ranks
 from ..window.optimizers import check_optimizer, owned
+from ..window.weight import Weight
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class TrainerWindow:
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
         folds: Whether nobody looks at `.grad` before the step or after it.
+        in_loss: The weight of the micro-batch under way, where it is in its loss.
         micro_batch: Backwards in the micro-batch that the trainer says is under way; None where it says nothing.
     """
 
@@ -123,7 +127,7 @@ class TrainerWindow:
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
         self._idle = False
-        self._weight: float | Tensor = 0.0  # of this rank's window, where the weights are in the losses
+        self.in_loss: Weight | None = None
         self._cleanup = contextlib.ExitStack()
         self._build()
 
@@ -151,9 +155,7 @@ class TrainerWindow:
             self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
             ranks: Any = self.accumulator._ranks
             if wrapped:
-                ranks._group._shared = lambda: [
-                    buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)
-                ]
+                ranks._group._shared = lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
         self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
         if self.sharded and self._options.get("master_weights"):
             raise ValueError(
@@ -254,30 +256,29 @@ class TrainerWindow:
                 "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
                 "all of them a weight, or none"
             )
-        # With FSDP2 it is in the loss: gradients are averaged over ranks before they come here.
-        self.accumulator._scaler.divided_by = 1 if sums or self.sharded else self.divided_by
-
-    def weighed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """The loss to call backward on. FSDP2 averages over ranks inside backward, so that weights belong there."""
-        if not self.sharded or self.sums:
-            return loss
-        return (loss.float() if loss.dtype == torch.float16 else loss) * (weight * self.divided_by)
+        self.accumulator._scaler.divided_by = 1 if sums else self.divided_by
+        self.in_loss = None
 
     def backward(self, loss: Tensor, weight: float | Tensor, **kwargs: Any) -> None:
         """A micro-batch, after `open` and `begin`."""
-        self.accumulator.backward(self.weighed(loss, weight), self._counted(weight), **kwargs)
+        self.accumulator.backward(loss, 1.0 if self.sums else weight, **kwargs)
+
+    def weighed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """The loss to call backward on, before `take`: with its weight, where backward may cross ranks."""
+        if self.sums or not backward_may_cross_ranks():
+            return loss
+        scalar = as_scalar(weight, "weight", self.accumulator._store.device)
+        loss, self.in_loss = self.accumulator._intake._weigher.weigh(loss, scalar)
+        return loss
 
     def take(self, weight: float | Tensor) -> None:
-        """Count a micro-batch whose backward, of the loss `weighed`, somebody else has called."""
-        self.accumulator.accumulate(self._counted(weight))
-
-    def _counted(self, weight: float | Tensor) -> float | Tensor:
-        if self.sums:
-            return 1.0
-        if self.sharded:
-            self._weight = self._weight + weight
-            return 1.0
-        return weight
+        """Count a micro-batch whose backward somebody else has called."""
+        in_loss, self.in_loss = self.in_loss, None
+        if in_loss is None:
+            self.accumulator.accumulate(1.0 if self.sums else weight)
+            return
+        with torch.no_grad():
+            self.accumulator._intake.accumulate(in_loss, last=False)
 
     @property
     def reached(self) -> bool:
@@ -333,19 +334,11 @@ class TrainerWindow:
             self.accumulator._scaler.divided_by = 1
             self.take(1.0)
 
-    def _divisor(self) -> float | Tensor | None:
-        if not self.sharded:
-            # The mean over ranks that DistributedDataParallel makes; the sum of weights of all ranks otherwise.
-            return float(self.accumulator._ranks.size) if self.sums else None
-        if self.sums:
-            return 1.0
-        ranks: Any = self.accumulator._ranks
-        device = self.accumulator._store.device
-        mean = torch.as_tensor(self._weight, dtype=torch.float64).to(device)
-        for group in ranks._groups.values():
-            torch.distributed.all_reduce(mean, group=group)
-            mean = mean / group.size()
-        return torch.where(mean > 0, mean, 1.0)
+    def _divisor(self) -> float | None:
+        """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
+        if not self.sums:
+            return None
+        return 1.0 if self.sharded else float(self.accumulator._ranks.size)
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; the answer is its norm before."""
@@ -444,7 +437,6 @@ class TrainerWindow:
 
     def _reset(self) -> None:
         self.finalized = self.stepped = False
-        self._weight = 0.0
         self.micro_batch = None if self.micro_batch is None else 0
 
 
@@ -474,7 +466,11 @@ def backward_of_all(
     kept = [(p, p.grad) for window in ended for p in window.accumulator.parameters() if p.grad is not None]
     for p, _ in kept:
         p.grad = None
-    loss = next((w.weighed(loss, weight) for w in windows if w.sharded and not w.finalized), loss)
+    is_open = [window for window in windows if not window.finalized]
+    if is_open:
+        loss = is_open[0].weighed(loss, weight)
+        for window in is_open:
+            window.in_loss = is_open[0].in_loss
     (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
     reached = [window for window in windows if window.reached]
     if any(window in ended for window in reached):
