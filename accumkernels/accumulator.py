@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .arguments import as_scalar, check_options
 from .batch_statistics import check_independent, synchronised_batchnorm, warn_of_batchnorm
 from .boundary import opaque, profiled
-from .buffers.parameters import check_group, named_parameters
+from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
 from .ranks.choice import choose_ranks
@@ -120,7 +120,7 @@ class FusedAccumulator:
         # Where a micro-batch may be dropped, all of it has to be there before anything is added.
         self._release = "microbatch" if overflow in ("microbatch", "raise") else release
         chosen = choose_ranks(params, process_group)
-        named = named_parameters(chosen.params)
+        named = self._named(chosen.params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
         self._ranks = chosen.join(
@@ -710,6 +710,10 @@ class FusedAccumulator:
         self.remove()
 
     # ---- inside
+
+    def _named(self, params: Any) -> list[NamedParameter]:
+        """Which parameters to accumulate; a trainer's adapter leaves out those that nobody steps."""
+        return named_parameters(params)
 
     def _open(self) -> None:
         self._window = Window(number=self._ended)

@@ -261,7 +261,7 @@ class Intake:
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
-                self._loss.add(loss, weight.total, None)
+                self._loss.add(self._scaler.undivided(loss), weight.total, None)
                 return
             self._warn_of_nothing()
         window.check_kept(weight)
@@ -280,7 +280,7 @@ class Intake:
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
         if self.hooks is not None and self.added_in_backward:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
-        self._loss.add(loss, weight.total, None if drops is None else drops[self._store.device])
+        self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
         weight = window.with_kept(weight)
         self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
