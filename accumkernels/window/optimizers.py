@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from ..hooks import has_global_step_pre_hooks
 
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
 # Wrappers that step on their own terms: name of the package, what to do instead.
@@ -105,7 +106,7 @@ def steps_scaled_gradients(optimizer: Optimizer) -> bool:
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether code of the user's looks at gradients right before the step."""
-    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+    return bool(optimizer._optimizer_step_pre_hooks) or has_global_step_pre_hooks()
 
 
 def lacks_momentum(optimizer: Optimizer, touched: Set[int]) -> bool:
