@@ -15,11 +15,13 @@ from .batch_statistics import warn_of_batchnorm
 from .boundary import opaque, profiled
 from .buffers.parameters import check_group, named_parameters
 from .buffers.store import Store
+from .hooks import unfollow
 from .ops.schema import State
 from .ranks.choice import choose_ranks
 from .window.checkpoint import check, load, save
 from .window.end import End
 from .window.micro_batch import Intake
+from .window.misuse import Watch
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
@@ -140,6 +142,7 @@ class FusedAccumulator:
             always_route=autocast_route is True,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
+        self._watch = Watch(self._store, self._ranks, self._scaler, self._intake)
         self._open()
 
     # ---- what it holds
@@ -306,11 +309,12 @@ class FusedAccumulator:
         """
         self._require_accumulating("backward()")
         self._check_last(last)
+        self._watch.see_loss(loss)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         self._window.check_kept(weight)
         self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._intake.accumulate(weight, last)
+            self._intake.accumulate(weight, last, after_backward=True)
 
     @opaque
     @torch.no_grad()
@@ -387,7 +391,7 @@ class FusedAccumulator:
             RuntimeError: finalized already; gradients that were never accumulated; an accumulated parameter that no
                 optimizer owns; a parameter that changed since construction; `scaler.unscale_` was called.
         """
-        self._check_end("finalize()", optimizers)
+        self._check_end("finalize()", optimizers, divisor)
         given = self._end.divisor(self._window, divisor)
         self._prepare_empty_window()
         self._intake.listen(False)  # a backward from here on adds to what was handed out
@@ -424,6 +428,7 @@ class FusedAccumulator:
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
         self._end.clip(norm, max_norm)
+        self._watch.see_clip()
         return self._end.result(norm)
 
     @opaque
@@ -455,7 +460,7 @@ class FusedAccumulator:
             check_optimizer(optimizer, "step()")
             check_no_closure(optimizer)
         limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
-        self._check_end("step()", optimizers)
+        self._check_end("step()", optimizers, divisor)
         given = self._end.divisor(self._window, divisor)
         if self.micro_batches == 0 and not self._ranks.ends_together:
             norm = None if limit is None else torch.zeros((), dtype=torch.float64, device=self._store.device)
@@ -556,6 +561,7 @@ class FusedAccumulator:
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
         self._intake.remove()
+        unfollow(self._watch)
         if self._silence is not None:
             self._silence.remove()
         self._store.release_claim()
@@ -574,6 +580,7 @@ class FusedAccumulator:
         self._noise.open_window()
         self._ranks.open_window()
         self._intake.open_window(self._window)
+        self._watch.open_window(self._window)
 
     def _prepare_empty_window(self) -> None:
         """Do what the first micro-batch would have done: there was none here, but other ranks may have had one."""
@@ -607,7 +614,7 @@ class FusedAccumulator:
         if self._ranks.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
-    def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
+    def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object) -> None:
         self._require_accumulating(caller)
         self._require_reduced(caller)
         self._end.check(caller, optimizers)
@@ -616,6 +623,7 @@ class FusedAccumulator:
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
+        self._watch.see_end(caller, optimizers, divisor)
 
     def _require_reduced(self, caller: str) -> None:
         if self._window.kept:

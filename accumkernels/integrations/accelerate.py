@@ -225,11 +225,15 @@ class Accelerator(accelerate.Accelerator):
         given = {id(p) for p in params}
         if all(id(p) in given for p in window.model.parameters() if p.requires_grad) and self.sync_gradients:
             return window.clip_grad_norm_(max_norm, norm_type)
+        if not window.finalized:  # inside a window there is no .grad, and nothing to clip
+            return torch.zeros(())
         return torch.nn.utils.clip_grad_norm_(window.targets(params), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """As in accelerate."""
-        torch.nn.utils.clip_grad_value_(_require(self._window).targets(_listed(parameters)), clip_value)
+        window = _require(self._window)
+        if window.finalized:
+            torch.nn.utils.clip_grad_value_(window.targets(_listed(parameters)), clip_value)
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -325,6 +325,7 @@ class End:
         self.metrics.end_window(window.micro_batches, self._store.state(), verdict.skip, verdict.found_inf)
         if not self._withhold(window, optimizers):
             self._handout.give()
+            window.handed_out = True
         for optimizer in optimizers:
             self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
         self._noise.end_window(self._store.state(), verdict.skip, self._noise_sums)

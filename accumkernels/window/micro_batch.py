@@ -67,6 +67,7 @@ class Intake:
         self._sums = Sums(store, ranks, overflow, noise)
         self._window = Window()
         self._warned = False
+        self._counted_by_backward = False
         self.hooks: DuringBackward | None = None
         if bucket_bytes is not None:
             # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
@@ -178,8 +179,14 @@ class Intake:
             raise
 
     @profiled
-    def accumulate(self, weight: float | Tensor, last: bool) -> None:
-        """Add what there is of a micro-batch, and count it."""
+    def accumulate(self, weight: float | Tensor, last: bool, after_backward: bool = False) -> None:
+        """Add what there is of a micro-batch, and count it.
+
+        Args:
+            weight: Of the micro-batch.
+            last: Whether it is the window's last.
+            after_backward: Whether a backward has just run; else, where there is nothing, there was no micro-batch.
+        """
         window = self._window
         if window.micro_batches == 0:
             self.prepare_window()
@@ -196,7 +203,12 @@ class Intake:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
                 return
-            self._warn_of_nothing()
+            self._warn_of_nothing(after_backward)
+            if not after_backward:
+                window.found_nothing += 1
+                if last:
+                    self._ranks.send_all()
+                return
         window.check_kept(weight)
 
         # Check the whole micro-batch first, where it may be dropped.
@@ -220,13 +232,29 @@ class Intake:
         window.count(total)
         if self.hooks is not None:
             self.hooks.reset()
+        self._counted_by_backward = after_backward
         if last:
             self._ranks.send_all()
 
-    def _warn_of_nothing(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
+    def _warn_of_nothing(self, after_backward: bool) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        if after_backward:
+            _log.warning(
+                "backward() found no gradient: the loss reaches none of the accumulator's parameters. It counts as a "
+                "micro-batch whose gradient is zero"
+            )
+        elif self._window.micro_batches and self._counted_by_backward:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: acc.backward() has accumulated what it computed, "
+                "and no backward ran since. Delete acc.accumulate()"
+            )
+        else:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: if a backward ran before it, zero_grad() must "
+                "not come between the two; if none did, delete this accumulate()"
+            )
 
     def _add_bucket(self, bucket: Bucket, weight: float | Tensor, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.

@@ -42,6 +42,8 @@ class Window:
         host_weight: Sum of the weights that were numbers.
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
         dropped: By `discard`: it ends as if it were empty, on all ranks where there are several.
+        found_nothing: `accumulate` calls that found no gradient, and counted nothing.
+        handed_out: Whether optimizers have got `.grad`s.
         verdict: Set when the phase becomes FINALIZED.
     """
 
@@ -52,6 +54,8 @@ class Window:
     host_weight: float = 0.0
     decided_on_device: bool = False
     dropped: bool = False
+    found_nothing: int = 0
+    handed_out: bool = False
     verdict: Verdict | None = None
 
     @property
