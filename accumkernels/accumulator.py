@@ -382,6 +382,8 @@ class FusedAccumulator:
 
         Args:
             *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one.
+                Without an enabled GradScaler there may be none, for an update written by hand: it reads the `.grad`s
+                where `step_was_skipped` is False.
             divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
                 several ranks that of them all, the same number on each.
 

@@ -84,14 +84,15 @@ class End:
 
         Args:
             caller: The method's name, for messages.
-            optimizers: All optimizers that step this window.
+            optimizers: All optimizers that step this window; none for `finalize` and an update by hand.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
             RuntimeError: says what is out of order, and names the parameter.
         """
-        if not optimizers:
-            raise TypeError(f"{caller} needs the optimizers that will step this window")
+        if not optimizers and (caller == "step()" or self._scaler.scaler is not None):
+            why = "" if caller == "step()" else ": GradScaler keeps the verdict of a window by optimizer"
+            raise TypeError(f"{caller} needs the optimizers that will step this window{why}")
         for optimizer in optimizers:
             check_optimizer(optimizer, caller)
         self._store.check_drift()
@@ -117,6 +118,8 @@ class End:
                 )
 
     def _check_ownership(self, optimizers: Sequence[Optimizer]) -> None:
+        if not optimizers:
+            return  # whoever asked for that updates parameters by hand
         touched = {id(s.param) for _, s in self._store.touched()}
         named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
         check_ownership(optimizers, named)

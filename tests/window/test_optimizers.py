@@ -89,8 +89,8 @@ def test_optimizers_must_own_every_accumulated_parameter():
         acc.step(some)
     with pytest.raises(RuntimeError, match=r"more than one optimizer .* owns '0\."):
         acc.finalize(some, every)
-    with pytest.raises(TypeError, match="needs the optimizers"):
-        acc.finalize()
+    with pytest.raises(TypeError, match=r"step\(\) needs the optimizers"):
+        acc.step()
     assert all(p.grad is None for p in model.parameters())
     acc.step(every)
 
