@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .window.misuse import Watch
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
+from .window.selection import limits, select
 from .window.state import Phase, Window
 
 _log = logging.getLogger(__name__)
@@ -368,7 +369,9 @@ class FusedAccumulator:
     @opaque
     @torch.no_grad()
     @profiled
-    def finalize(self, *optimizers: Optimizer, divisor: float | Tensor | None = None) -> None:
+    def finalize(
+        self, *optimizers: Optimizer, divisor: float | Tensor | None = None, ignore: Iterable[Tensor] = ()
+    ) -> None:
         """Average the window and hand the result out as `.grad`.
 
         Afterwards `.grad` of every parameter that got a gradient is a view of its flat buffer (for 16-bit parameters, a
@@ -386,6 +389,8 @@ class FusedAccumulator:
                 where `step_was_skipped` is False.
             divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
                 several ranks that of them all, the same number on each.
+            ignore: Parameters that no optimizer needs to own, since they are to stay as they are. Their gradients
+                count in the norm all the same, as they do in stock's norm of `model.parameters()`.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -393,7 +398,7 @@ class FusedAccumulator:
             RuntimeError: finalized already; gradients that were never accumulated; an accumulated parameter that no
                 optimizer owns; a parameter that changed since construction; `scaler.unscale_` was called.
         """
-        self._check_end("finalize()", optimizers, divisor)
+        self._check_end("finalize()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
         self._prepare_empty_window()
         self._intake.listen(False)  # a backward from here on adds to what was handed out
@@ -437,8 +442,12 @@ class FusedAccumulator:
     @torch.no_grad()
     @profiled
     def step(
-        self, *optimizers: Optimizer, max_norm: float | Tensor | None = None, divisor: float | Tensor | None = None
-    ) -> Tensor | None:
+        self,
+        *optimizers: Optimizer,
+        max_norm: float | Tensor | Sequence[tuple[Tensor | Iterable[Tensor], float | Tensor]] | None = None,
+        divisor: float | Tensor | None = None,
+        ignore: Iterable[Tensor] = (),
+    ) -> Tensor | list[Tensor] | None:
         """End the window: average, clip, `scaler.step`, `scaler.update`, and open the next.
 
         With torch's fused optimizers over fp32 parameters, average and clip are folded into the optimizer's own pass
@@ -449,11 +458,15 @@ class FusedAccumulator:
 
         Args:
             *optimizers: Each accumulated parameter belongs to exactly one of them.
-            max_norm: Clip the averaged gradient to this 2-norm.
+            max_norm: Clip the averaged gradient to this 2-norm. Or a list of pairs (parameters, max_norm), as
+                `[(head.parameters(), 0.1), (body.parameters(), 1.0)]` or one for each param group: each is clipped by a
+                norm of its own, and parameters in none of them are not clipped. `math.inf` only measures.
             divisor: See `finalize`.
+            ignore: See `finalize`.
 
         Returns:
-            The norm before clipping (see `clip_grad_norm_`) when `max_norm` is given, else None.
+            The norm before clipping (see `clip_grad_norm_`) when `max_norm` is given, a list of norms when it is a
+            list, else None.
 
         Raises:
             TypeError: an optimizer's step needs a closure; and as `finalize`.
@@ -461,18 +474,22 @@ class FusedAccumulator:
         for optimizer in optimizers:
             check_optimizer(optimizer, "step()")
             check_no_closure(optimizer)
-        limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
-        self._check_end("step()", optimizers, divisor)
+        given_limits = limits(max_norm, self._store)
+        self._check_end("step()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
         if self.micro_batches == 0 and not self._ranks.ends_together:
-            norm = None if limit is None else torch.zeros((), dtype=torch.float64, device=self._store.device)
+            norms = [torch.zeros((), dtype=torch.float64, device=self._store.device) for _ in given_limits]
             self._end.skip_empty()
         else:
             self._prepare_empty_window()
             self._intake.listen(False)
-            norm = self._end.step(self._window, optimizers, given, limit)
+            norms = self._end.step(self._window, optimizers, given, given_limits)
         self.zero_()
-        return None if norm is None else self._end.result(norm)
+        if max_norm is None:
+            return None
+        if isinstance(max_norm, list | tuple):
+            return self._end.results(norms)
+        return self._end.result(norms[0])
 
     @opaque
     def zero_(self) -> None:
@@ -616,10 +633,12 @@ class FusedAccumulator:
         if self._ranks.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
-    def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object) -> None:
+    def _check_end(
+        self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object, ignore: Iterable[Tensor]
+    ) -> None:
         self._require_accumulating(caller)
         self._require_reduced(caller)
-        self._end.check(caller, optimizers)
+        self._end.check(caller, optimizers, select(ignore, "ignore", self._store) if ignore else frozenset())
         if self._intake.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "

@@ -8,7 +8,7 @@ cut along, and not over those along which it is replicated (HSDP), where it woul
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -130,12 +130,16 @@ class Mesh(Alone):
 
     # ---- sums over shards
 
-    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-        """The norm over all touched segments of all ranks, 0-d fp64 on `device`; as `clipping.total_norm` elsewhere."""
+    def total_norm(
+        self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+    ) -> Tensor:
+        """The norm over all touched segments of all ranks, 0-d fp64 on `device`; as `norms.total_norm` elsewhere."""
         parts: dict[tuple[str, ...], list[tuple[FlatBuffer, list[Tensor]]]] = {}
         for buffer in buffers:
             by_cut: dict[tuple[str, ...], list[Tensor]] = {}
             for segment in buffer.touched_segments():
+                if only is not None and id(segment.param) not in only:
+                    continue
                 by_cut.setdefault(self._cuts.get(id(segment.param), ()), []).append(buffer.views[segment.index])
             for cut, views in by_cut.items():
                 parts.setdefault(cut, []).append((buffer, views))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,21 @@ from .optimizers import (
     steps_scaled_gradients,
 )
 from .scaling import LossScaler
+from .selection import Limit
 from .state import Phase, Window
 from .verdict import Verdict, judge
+
+
+class Division(NamedTuple):
+    """What is divided by the same: tensors with the `id`s `only` (None: all), but not those in `but`."""
+
+    by: Tensor
+    only: Set[int] | None = None
+    but: Set[int] = frozenset()
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's parameters, which are all of them or none, are divided."""
+        return any((self.only is None or id(p) in self.only) and id(p) not in self.but for p in owned((optimizer,)))
 
 
 class End:
@@ -56,6 +69,7 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._ignored: Set[int] = frozenset()
         self.open_window()
 
     def open_window(self) -> None:
@@ -79,12 +93,13 @@ class End:
             self._skipped = skipped
         return skipped
 
-    def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
+    def check(self, caller: str, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
         """Refuse to end a window whose gradients would be wrong or lost, or which no optimizer would step.
 
         Args:
             caller: The method's name, for messages.
             optimizers: All optimizers that step this window; none for `finalize` and an update by hand.
+            ignored: `id`s of parameters that need no optimizer.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -108,6 +123,7 @@ class End:
                         else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
                     )
                 )
+        self._ignored = ignored
         self._check_ownership(optimizers)
         for p in owned(optimizers):
             if p.grad is not None and not has_accumulator(p):
@@ -122,7 +138,7 @@ class End:
             return  # whoever asked for that updates parameters by hand
         touched = {id(s.param) for _, s in self._store.touched()}
         named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
-        check_ownership(optimizers, named)
+        check_ownership(optimizers, named, self._ignored)
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
         """Check what the user wants to divide by; fp64 0-d on the first device, None for the sum of weights."""
@@ -139,7 +155,7 @@ class End:
     def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
         """Average and hand out."""
         verdict, divided = self._judge(window, optimizers, divisor, divides=True)
-        self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
+        self._finish(window, optimizers, verdict, [] if divided else [Division(verdict.divisor)])
 
     def skip_empty(self) -> None:
         """End a window without micro-batches, of a process that ends its windows alone."""
@@ -160,47 +176,61 @@ class End:
         self.metrics.see_norm(self.last_norm)
         return self.last_norm
 
+    def results(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        """Norms of parts as the user gets them; the last norm is that of all of them together."""
+        if norms:
+            self.result(torch.linalg.vector_norm(torch.stack(list(norms))))
+        return [norm.to(self._store.result_dtype) for norm in norms]
+
     def step(
         self,
         window: Window,
         optimizers: Sequence[Optimizer],
         divisor: Tensor | None,
-        max_norm: float | Tensor | None,
-    ) -> Tensor | None:
-        """Average, clip, step all optimizers or none, update the scale; the norm where `max_norm` is given."""
+        limits: Sequence[Limit],
+    ) -> list[Tensor]:
+        """Average, clip, step all optimizers or none, update the scale; a norm for each limit."""
         fused = [o for o in optimizers if steps_scaled_gradients(o)]
-        folded = [o for o in fused if self._can_fold(o)]
+        folded = [o for o in fused if self._can_fold(o) and all(limit.fits(o) for limit in limits)]
         # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
         # but a mean that is rounded may overflow whether it is clipped or not.
-        averages = not folded and (max_norm is None or self._store.rounds)
-        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, needs_norm=max_norm is not None)
+        averages = not folded and (not limits or self._store.rounds)
+        measures = any(limit.ids is None for limit in limits)
+        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, needs_norm=measures)
+        norms = [self._averaged_norm(limit, verdict.divisor, divided) for limit in limits]
+        coefficients = [clip_coefficient(norm, limit.max_norm) for norm, limit in zip(norms, limits, strict=True)]
 
-        norm, coefficient = None, None
-        if max_norm is not None:
-            norm = (self.norm(2.0) if self._norm is None else self._norm) / verdict.divisor
-            coefficient = clip_coefficient(norm, max_norm)
-        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
-
-        # Folded optimizers get the sums as they are; the others get averages.
-        sums = {id(p) for p in owned(folded)}
+        # Folded optimizers get the sums as they are, and what to divide them by; the others get averages.
+        divide_by: dict[Optimizer, Tensor] = {}
         if averages:
-            verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
-            if coefficient is not None:
-                self._handout.multiply(coefficient)
+            verdict = self._finish(window, optimizers, verdict, [] if divided else [Division(verdict.divisor)])
+            for limit, coefficient in zip(limits, coefficients, strict=True):
+                self._handout.multiply(coefficient, limit.ids)
         else:
-            everything_folds = len(folded) == len(optimizers)
-            verdict = self._finish(window, optimizers, verdict, None if everything_folds else divide_by, sums)
+            divisions = [
+                Division(verdict.divisor / coefficient, limit.ids)
+                for limit, coefficient in zip(limits, coefficients, strict=True)
+            ]
+            limited = [limit.ids for limit in limits if limit.ids is not None]
+            if len(limited) == len(limits):  # what no limit is for
+                divisions.append(Division(verdict.divisor, but=frozenset().union(*limited)))
+            divide_by = {o: next((d.by for d in divisions if d.holds(o)), verdict.divisor) for o in folded}
+            sums = {id(p) for p in owned(folded)}
+            rest = [division._replace(but=division.but | sums) for division in divisions]
+            verdict = self._finish(window, optimizers, verdict, rest if len(folded) < len(optimizers) else [])
 
         may_skip = self._overflow is not None or window.may_be_empty
         try:
             for optimizer in fused:
-                optimizer.grad_scale = divide_by.float() if optimizer in folded else None  # type: ignore[attr-defined]
+                by = divide_by.get(optimizer)
+                optimizer.grad_scale = None if by is None else by.float()  # type: ignore[attr-defined]
                 optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 self._step_optimizer(optimizer, may_skip=may_skip and optimizer not in fused)
         except BaseException:
-            if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
-                self._handout.divide(divide_by, only=sums)
+            for optimizer, by in divide_by.items():
+                # Whoever goes on by hand finds the averaged gradients that finalize() promises.
+                self._handout.divide(by, only={id(p) for p in owned((optimizer,))})
             raise
         finally:
             for optimizer in fused:
@@ -209,7 +239,13 @@ class End:
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
         may_be_empty = window.may_be_empty or self._ranks.sharded
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
-        return norm
+        return norms
+
+    def _averaged_norm(self, limit: Limit, divisor: Tensor, divided: bool) -> Tensor:
+        if limit.ids is None and self._norm is not None:
+            return self._norm / divisor
+        norm = self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, limit.ids)
+        return norm if divided else norm / divisor
 
     def _judge(
         self,
@@ -306,8 +342,7 @@ class End:
         window: Window,
         optimizers: Sequence[Optimizer],
         verdict: Verdict,
-        divisor: Tensor | None,
-        sums: Set[int] = frozenset(),
+        divisions: Sequence[Division],
     ) -> Verdict:
         """Divide, hand out `.grad`, and tell the scaler the verdict.
 
@@ -315,11 +350,10 @@ class End:
             window: What ends.
             optimizers: They step it.
             verdict: Of the window.
-            divisor: None to leave all sums as they are.
-            sums: ids of the tensors that get their sums undivided.
+            divisions: Of sums; those in none of them stay as they are.
         """
-        if divisor is not None:
-            self._handout.divide(divisor, but=sums)
+        for division in divisions:
+            self._handout.divide(division.by, only=division.only, but=division.but)
         overflow = self._handout.round()
         if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(self._ranks.maximum(overflow))

@@ -256,7 +256,7 @@ def _other(node: Any) -> Tensor | None:
     return other if type(other) is Tensor else None  # not a FakeTensor
 
 
-def _number(other: Tensor | None) -> float | None:
+def _number(other: Any) -> float | None:
     """Its value, where the host knows that."""
     if other is None or other.dim() != 0 or other.device.type != "cpu" or other.is_complex():
         return None
