@@ -644,7 +644,7 @@ class FusedAccumulator:
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
-        self._watch.see_end(caller, optimizers, divisor)
+        self._watch.see_end(caller, divisor)
 
     def _require_reduced(self, caller: str) -> None:
         if self._window.kept:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Watch(Follower):
         self._intake = intake
         self._warned: set[str] = set()
         self._looked_for_scalers = False
+        self._looked_for_unscaling = False
         self._own_backwards = 0  # windows of a loop's own backward, stepped without a scaler
         self._drops = 0  # windows that zero_() dropped since the last step that needed none
         self._window = Window()
@@ -54,8 +55,7 @@ class Watch(Follower):
         self._window = window
         self._losses = 0  # that acc.backward got
         self._divided_by: float | None = None  # what all of them were divided by
-        self._versions: list[tuple[Optimizer, Tensor, int]] = []  # of a gradient of each optimizer, once clipped
-        self._named: Sequence[Optimizer] = ()
+        self._clipped = False
         self._stepped: set[int] = set()
 
     # ---- a loss
@@ -104,14 +104,13 @@ class Watch(Follower):
 
     # ---- the end of a window
 
-    def see_end(self, caller: str, optimizers: Sequence[Optimizer], divisor: object) -> None:
+    def see_end(self, caller: str, divisor: object) -> None:
         """Look at a window before it ends.
 
         Raises:
             RuntimeError: none of its micro-batches had any gradient.
         """
         window = self._window
-        self._named = optimizers
         calls = window.micro_batches + window.found_nothing
         alone = not (self._ranks.ends_together or self._ranks.sharded)
         if calls and alone and not window.dropped and next(self._store.touched(), None) is None:
@@ -169,12 +168,8 @@ class Watch(Follower):
             _log.warning(message, *values)
 
     def see_clip(self) -> None:
-        """`acc.clip_grad_norm_` is done; from here to the step nobody has to change gradients."""
-        if self._scaler.scaler is None:
-            for optimizer in self._named:
-                grad = next((p.grad for p in owned((optimizer,)) if p.grad is not None), None)
-                if grad is not None:
-                    self._versions.append((optimizer, grad, grad._version))
+        """`acc.clip_grad_norm_` is done."""
+        self._clipped = True
 
     # ---- what others do
 
@@ -185,7 +180,8 @@ class Watch(Follower):
                 self._check_closed(optimizer)
         elif self._window.handed_out and id(optimizer) not in self._stepped:
             self._check_handed_out(optimizer)
-            self._check_not_unscaled_late(optimizer)
+            if self._clipped and self._scaler.scaler is None and not self._looked_for_unscaling:
+                self._check_not_unscaled_late(optimizer)
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """What a closure has computed must be finalized by now."""
@@ -211,23 +207,19 @@ class Watch(Follower):
             )
 
     def _check_not_unscaled_late(self, optimizer: Optimizer) -> None:
-        """Without a scaler of its own, the accumulator clips what it was given; a scaler must not divide that."""
-        for clipped, grad, version in self._versions:
-            if clipped is not optimizer:
-                continue
-            divides = getattr(optimizer, "grad_scale", None) is not None
-            if grad._version != version:
-                divides = any(
-                    scaler._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
-                    for scaler in _scalers()
-                )
-                self._versions.remove((clipped, grad, version))
-            if divides:
-                raise RuntimeError(
-                    "scaler.step(optimizer) unscales gradients after acc.clip_grad_norm_() has clipped them: build the "
-                    "accumulator with the scaler, FusedAccumulator(..., scaler=scaler)"
-                )
-            return
+        """Without a scaler of its own, the accumulator clips what it was given; a scaler must not divide that.
+
+        The first step shows it, as each does: a fused optimizer has got a scale, for others the scaler keeps a record.
+        """
+        if getattr(optimizer, "grad_scale", None) is not None or any(
+            scaler._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
+            for scaler in _scalers()
+        ):
+            raise RuntimeError(
+                "scaler.step(optimizer) unscales gradients after acc.clip_grad_norm_() has clipped them: build the "
+                "accumulator with the scaler, FusedAccumulator(..., scaler=scaler)"
+            )
+        self._looked_for_unscaling = True
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping where every gradient is in the accumulator."""

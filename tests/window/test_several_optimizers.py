@@ -72,7 +72,7 @@ def test_muon_and_adamw(fused, scaled, limit):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_skip_together(fused):
-    """An overflow in a parameter of one leaves both alone, backs the scale off once, and training goes on as stock's."""
+    """An overflow in a parameter of one leaves both alone and backs off once; training goes on as stock's."""
     model = mlp()
     twin = copy.deepcopy(model)
     scaler, twin_scaler = (torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2))
