@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .arguments import as_scalar, check_options
-from .batch_statistics import warn_of_batchnorm
+from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
 from .boundary import opaque, profiled
 from .buffers.parameters import check_group, named_parameters
 from .buffers.store import Store
 from .hooks import unfollow
 from .ops.schema import State
 from .ranks.choice import choose_ranks
-from .window.checkpoint import check, load, save
+from .ranks.unit import backward_may_cross_ranks
+from .window.checkpoint import check, load, save, share
 from .window.end import End
 from .window.micro_batch import Intake
 from .window.misuse import Watch
@@ -27,8 +28,10 @@ from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
 from .window.selection import limits, select
 from .window.state import Phase, Window
+from .window.weight import Weight
 
 _log = logging.getLogger(__name__)
+_Batch = TypeVar("_Batch")
 
 
 class FusedAccumulator:
@@ -62,11 +65,14 @@ class FusedAccumulator:
             backs off. "microbatch": the micro-batch contributes neither gradient nor weight, and the others are used.
             "raise": `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is
             checked.
-        release: "microbatch": `.grad` is consumed by `accumulate()`. "backward": while backward runs, in buckets, so
-            that gradients never live all at once. The weight must then be known before backward: pass it to
-            `acc.backward`. An exception in backward breaks the window until `zero_()`.
-        bucket_bytes: For `release="backward"`: pending gradient bytes at which a bucket is added. At most this much and
-            one gradient are alive at any moment. From the default on, larger buckets are hardly faster.
+        release: When gradients are added. "backward": in buckets while backward runs, so that they never live all at
+            once. The weight must then be known before backward: pass it to `acc.backward`. An exception in backward
+            breaks the window until `zero_()`. "microbatch": by `accumulate()`, which consumes `.grad`; an exception in
+            backward leaves the window whole. "auto" (default): in `acc.backward` in buckets, where all gradients
+            together are larger than a bucket; else, in a loop's own `loss.backward()`, and with `overflow="microbatch"`
+            or "raise", as "microbatch". An exception breaks the window only where a bucket was added before it.
+        bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
+            any moment. None (default): 16 MiB on a GPU, 32 MiB on a CPU.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
@@ -99,8 +105,8 @@ class FusedAccumulator:
         *,
         scaler: torch.amp.GradScaler | None = None,
         overflow: str | None = "window",
-        release: str = "microbatch",
-        bucket_bytes: int = 32 * 2**20,
+        release: str = "auto",
+        bucket_bytes: int | None = None,
         master_weights: bool = False,
         process_group: Any = None,
         noise_scale: bool | float = False,
@@ -111,6 +117,8 @@ class FusedAccumulator:
         check_options(
             params, scaler, overflow, release, bucket_bytes, master_weights, noise_scale, autocast_route, comm_dtype
         )
+        # Where a micro-batch may be dropped, all of it has to be there before anything is added.
+        self._release = "microbatch" if overflow in ("microbatch", "raise") else release
         chosen = choose_ranks(params, process_group)
         named = named_parameters(chosen.params)
         self._scaler = LossScaler(scaler)
@@ -121,10 +129,11 @@ class FusedAccumulator:
             autocast_route=autocast_route,
             noise_scale=noise_scale,
             overflow=overflow,
-            release=release,
+            release=self._release,
             master_weights=master_weights,
         )
         warn_of_batchnorm(chosen.params)
+        self._synchronised = synchronised_batchnorm(chosen.params)
         self._store = Store(named, backend, master_weights)
         self._ranks.follow(self._store.buffers)
         self._silence = chosen.silence()
@@ -139,11 +148,14 @@ class FusedAccumulator:
             self._scaler,
             overflow,
             self._noise,
-            bucket_bytes=bucket_bytes if release == "backward" else None,
+            release=self._release,
+            bucket_bytes=bucket_bytes,
             always_route=autocast_route is True,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
         self._watch = Watch(self._store, self._ranks, self._scaler, self._intake)
+        self._ended = 0  # windows
+        self._in_last = False  # whether `window` has handed out its last batch
         self._open()
 
     # ---- what it holds
@@ -258,8 +270,6 @@ class FusedAccumulator:
         The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
         (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.window.noise_scale`.
         """
-        if self._intake.hooks is not None:
-            raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")
         if not self._noise.on:
             self._noise.turn_on(now=self.micro_batches == 0)
         return self._noise.read()
@@ -292,7 +302,8 @@ class FusedAccumulator:
         routed = f", autocast route for {route.parameters} parameters" if route is not None else ""
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
-            f"FusedAccumulator({self._store}{routed}{ranks}, overflow={self._overflow!r}, {position}, last norm {norm})"
+            f"FusedAccumulator({self._store}{routed}{ranks}, overflow={self._overflow!r}, "
+            f"release={self._intake.chosen}, {position}, last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -304,18 +315,18 @@ class FusedAccumulator:
         Args:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
             weight: See `accumulate`.
-            last: This is the window's last micro-batch on this rank: with `release="backward"` and a process group,
-                sums are sent while backward completes them. Other ranks may do without. The result is the same.
+            last: This is the window's last micro-batch on this rank: with a process group, sums are sent while backward
+                completes them, where it adds buckets, else when it has ended. Not with `release="microbatch"`. Other
+                ranks may do without. The result is the same.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
-        self._check_last(last)
+        last = self._check_last(last)
         self._watch.see_loss(loss)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        self._window.check_kept(weight)
-        self._intake.backward(loss, weight, last, kwargs)
+        weighed = self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._intake.accumulate(weight, last, after_backward=True)
+            self._intake.accumulate(weighed, last, after_backward=True)
 
     @opaque
     @torch.no_grad()
@@ -337,25 +348,74 @@ class FusedAccumulator:
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
-        self._check_last(last)
+        last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        self._intake.accumulate(scalar, last)
+        if isinstance(scalar, Tensor) or scalar != 1:
+            self._window.weighed_after = True
+            self._warn_of_late_weights()
+        self._intake.accumulate(Weight(scalar), last)
 
-    def _check_last(self, last: bool) -> None:
-        if last and self._ranks.reduces_sums and self._intake.hooks is None:
-            raise ValueError("last=True needs release='backward': otherwise there is no backward to send sums in")
+    def _warn_of_late_weights(self) -> None:
+        name, self._synchronised = self._synchronised, None
+        if name is not None and backward_may_cross_ranks():
+            _log.warning(
+                "accumulate(weight): %r is a SyncBatchNorm, whose backward adds up gradients of all ranks before the "
+                "weight is known; unequal weights then give another gradient. Call acc.backward(loss, weight), which "
+                "puts them into losses",
+                name,
+            )
+
+    def _check_last(self, last: bool) -> bool:
+        """Whether the micro-batch is the window's last, and what is complete may be sent."""
+        sends = self._ranks.reduces_sums and self._intake.hooks is not None
+        if last and self._ranks.reduces_sums and not sends:
+            raise ValueError(
+                "last=True needs release='auto' or 'backward', and overflow='window' or None: otherwise there is no "
+                "backward to send sums in"
+            )
+        return sends and (last or self._in_last)
+
+    def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Iterate over a window's batches, and know the last: its sums are reduced over ranks while its backward runs.
+
+            for x, y in acc.window(batches):
+                acc.backward(loss_fn(model(x), y), weight=y.numel())
+            acc.step(optimizer)
+
+        The result is that of iterating over `batches`; only the last micro-batch is `last=True` (see `backward`), where
+        that is allowed and of use. One batch more than the one at hand is taken from `batches`.
+
+        Args:
+            batches: All that this rank has in the window, one for each `backward` or `accumulate`; there may be none.
+
+        Yields:
+            The batches.
+        """
+        iterator = iter(batches)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        for following in iterator:
+            yield batch
+            batch = following
+        self._in_last = True
+        try:
+            yield batch
+        finally:
+            self._in_last = False
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
         """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception.
 
-        The rest of the window is used, on this and on other ranks. With `release="backward"` gradients may have been
-        added already; then the window is broken until `zero_()`, or with a process group dropped as a whole.
+        The rest of the window is used, on this and on other ranks. Gradients may have been added in buckets already
+        (`release`); then the window is broken until `zero_()`, or with a process group dropped as a whole.
 
         Args:
             window: Drop the whole window, on all ranks: nothing is communicated now, but `finalize` and `step`, which
@@ -403,6 +463,7 @@ class FusedAccumulator:
         self._prepare_empty_window()
         self._intake.listen(False)  # a backward from here on adds to what was handed out
         self._end.finalize(self._window, optimizers, given)
+        self._ended = self._window.number + 1
 
     @opaque
     @torch.no_grad()
@@ -484,6 +545,7 @@ class FusedAccumulator:
             self._prepare_empty_window()
             self._intake.listen(False)
             norms = self._end.step(self._window, optimizers, given, given_limits)
+        self._ended = self._window.number + 1
         self.zero_()
         if max_norm is None:
             return None
@@ -519,7 +581,7 @@ class FusedAccumulator:
     # ---- checkpoints
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, reduced: bool = False) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit for bit: at any moment, also inside a window.
 
         By parameter name: the sums of the window, masters, which gradients were not finite; and weights, the last norm
@@ -542,16 +604,16 @@ class FusedAccumulator:
             )
         if self._window.phase is Phase.BROKEN or self._intake.interrupted or self._intake.added_in_backward:
             raise RuntimeError(
-                "state_dict() with gradients of a backward that was not counted (release='backward'): call "
+                f"state_dict() with gradients of a backward that was not counted (release={self._release!r}): call "
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
+        saved = save(self._store, self._ranks, self._window, self._intake.serial, reduced=reduced)
+        joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
-            **save(self._store, self._ranks),
+            **saved,
             **self._end.state_dict(),
-            "window": self._window.state_dict(),
-            "serial": self._intake.serial,
-            "noise_scale": self._noise.state_dict(),
+            "noise_scale": self._noise.state_dict(self._store.device, joined),
         }
 
     @torch.no_grad()
@@ -568,14 +630,15 @@ class FusedAccumulator:
         """
         self._intake.settle()
         self._store.check_drift()
-        checked = check(self._store, self._ranks, state_dict)
+        state = share(self._ranks, check(self._store, self._ranks, state_dict))
         self.zero_()
         self._intake.prepare_window()
-        load(self._store, checked)
-        self._window.load_state_dict(state_dict["window"])
-        self._intake.resume(state_dict["serial"])
-        self._end.load_state_dict(state_dict)
-        self._noise.load_state_dict(state_dict["noise_scale"], self._store.device)
+        load(self._store, state)
+        self._window.load_state_dict(state["window"])
+        self._ended = self._window.number
+        self._intake.resume(state["serial"])
+        self._end.load_state_dict(state)
+        self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
@@ -594,7 +657,7 @@ class FusedAccumulator:
     # ---- inside
 
     def _open(self) -> None:
-        self._window = Window()
+        self._window = Window(number=self._ended)
         self._end.open_window()
         self._noise.open_window()
         self._ranks.open_window()
@@ -628,7 +691,7 @@ class FusedAccumulator:
             out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
-                f"(release='backward'); drop the window with {out}"
+                f"(release={self._release!r}); drop the window with {out}"
             )
         if self._ranks.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
@@ -637,6 +700,8 @@ class FusedAccumulator:
         self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object, ignore: Iterable[Tensor]
     ) -> None:
         self._require_accumulating(caller)
+        if self._silence is not None:
+            self._silence.check_end(caller)
         self._require_reduced(caller)
         self._end.check(caller, optimizers, select(ignore, "ignore", self._store) if ignore else frozenset())
         if self._intake.uncounted:

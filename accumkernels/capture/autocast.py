@@ -31,6 +31,7 @@ from ..buffers.store import Store
 from ..hooks import Handles, Hook
 from .autocast_watch import Watch
 from .during_backward import DuringBackward
+from .streams import Ready, Streams
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -120,18 +121,23 @@ class AutocastRoute:
     Args:
         module: The model. Nothing keeps it alive but the caller.
         store: Where its parameters have their segments.
-        hooks: With `release="backward"`, what gradients are handed to as they come.
+        hooks: What gradients are handed to as they come, where they are released in backward.
         always: Whether gradients are taken in every backward; else only inside `taking()`, and otherwise they are
             widened into `.grad`, where a loop of its own may look for them.
 
     Attributes:
+        keeps_whole: Whether no gradient may come in several parts.
+        used: Whether a module ran under autocast in this window.
         stash: Per flat buffer and segment, the 16-bit gradients taken.
     """
 
     def __init__(self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool) -> None:
+        self.keeps_whole = self.used = False
         self._taking = False  # while a backward runs that `accumulate` follows at once
         self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
         self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
+        self._streams = Streams()  # that what is stashed was computed on
+        self._rounded: dict[torch.device, Ready] = {}  # when shadows on CUDA devices were
         self._store = store
         self._hooks = hooks
         self._always = always
@@ -162,6 +168,15 @@ class AutocastRoute:
     def parameters(self) -> int:
         """How many parameters take the route."""
         return sum(id(s.param) not in self._elsewhere for s in self._shadows.values())
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether gradients are released in backward, each when it is there."""
+        return self._hooks is not None and self._hooks.listens
+
+    def in_parts(self, buffer: FlatBuffer, index: int) -> bool:
+        """Whether a segment's gradient may come in two parts, a 16-bit one and an fp32 one: a tied embedding."""
+        return id(buffer.params[index]) in self._direct
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -199,6 +214,7 @@ class AutocastRoute:
         device_type = self._store.device.type
         if not torch.is_autocast_enabled(device_type):
             return
+        self.used = True
         dtype = torch.get_autocast_dtype(device_type)
         if learning:
             if dtype in _HALF and not _compiles(module):
@@ -214,6 +230,8 @@ class AutocastRoute:
                 continue
             if shadow.holds != shadow.current():
                 self._refresh()
+            if param.is_cuda:
+                self._rounded[param.device].wait()
             live = self._live.get(id(param))
             if live is None:
                 live = self._connect(shadow)
@@ -225,7 +243,7 @@ class AutocastRoute:
     def _connect(self, shadow: _Shadow) -> Tensor:
         """Put the shadow into this micro-batch's graph; all of them at once, unless they are released one by one."""
         shadows = [shadow]
-        if self._hooks is None:
+        if not self._one_by_one:
             shadows = [s for s in self._shadows.values() if s.tensor is not None and self._may_route(s.param)]
         tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
         for s, tensor in zip(shadows, tensors, strict=True):
@@ -239,9 +257,11 @@ class AutocastRoute:
 
     def take(self, shadow: _Shadow, grad: Tensor) -> None:
         """Keep a gradient for `accumulate`, or hand it over in backward."""
-        if self._hooks is not None:
-            self._hooks.collect(shadow.buffer, shadow.segment.index, grad)
+        if self._hooks is not None and self._hooks.listens and self._hooks.takes:
+            self._hooks.collect((shadow.buffer, shadow.segment.index), grad)
         else:
+            if grad.is_cuda:
+                self._streams.see(grad.device)
             self.stash.setdefault(shadow.buffer, {}).setdefault(shadow.segment.index, []).append(grad)
 
     def _watch(self, slots: _Slots, module: nn.Module, dtype: torch.dtype) -> None:
@@ -294,9 +314,9 @@ class AutocastRoute:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
-        if self._hooks is not None and id(param) in self._direct:
-            return False  # its gradient comes in two parts, which "microbatch" adds up before they are accumulated
-        ours = 0 if self._hooks is None else 1
+        if self.keeps_whole and self._one_by_one and id(param) in self._direct:
+            return False  # its gradient would come in two parts
+        ours = 1 if self._one_by_one else 0
         after = param._post_accumulate_grad_hooks
         return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
 
@@ -354,6 +374,9 @@ class AutocastRoute:
                 shadows[0].buffer.ops.scaled_copy_(outputs, inputs)
             else:  # a parameter that is not dense
                 torch._foreach_copy_(outputs, inputs)
+            device = shadows[0].param.device
+            if device.type == "cuda":  # all modules' shadows, on the stream of the first one to run
+                self._rounded[device] = Ready(device)
             # A graph that still holds the old values must notice.
             torch.autograd.graph.increment_version(outputs)
             for shadow in shadows:
@@ -363,13 +386,20 @@ class AutocastRoute:
         """Forget what was taken; the optimizer has stepped, so the shadow is rounded anew."""
         self.clear()
         self._listening = True
+        self.used = False
         for shadow in self._shadows.values():
             shadow.holds = None
+
+    def taken(self) -> dict[FlatBuffer, dict[int, list[Tensor]]]:
+        """What was taken, for the current streams to read."""
+        self._streams.join()
+        return self.stash
 
     def clear(self) -> None:
         """Forget what was taken, at the end of a micro-batch; what was learned in it is used from now on."""
         self.settle()
         self.stash.clear()
+        self._streams.forget()
         self._casts.clear()
         self._live.clear()
         self._generation += 1

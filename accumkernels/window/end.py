@@ -20,12 +20,13 @@ from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
     check_optimizer,
-    check_ownership,
     has_step_pre_hooks,
+    is_fused_sgd,
     lacks_momentum,
     owned,
     steps_scaled_gradients,
 )
+from .plan import StepPlan
 from .scaling import LossScaler
 from .selection import Limit
 from .state import Phase, Window
@@ -69,6 +70,7 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._plan: StepPlan | None = None
         self._ignored: Set[int] = frozenset()
         self.open_window()
 
@@ -113,19 +115,10 @@ class End:
         self._store.check_drift()
         self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
         self._scaler.check_not_stepped(optimizers)
-        for entry in self._store.named:
-            if entry.param.grad is not None:
-                raise RuntimeError(
-                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
-                    + (
-                        "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
-                        if self._store.place(entry.param) is not None
-                        else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
-                    )
-                )
+        if any(entry.param.grad is not None for entry in self._store.named):
+            self._refuse_uncounted(caller)
         self._ignored = ignored
-        self._check_ownership(optimizers)
-        for p in owned(optimizers):
+        for p in self._plan_step(optimizers).strangers:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
                     f"{caller}: an optimizer owns a parameter of shape {tuple(p.shape)} with a .grad of its own and "
@@ -133,12 +126,21 @@ class End:
                     "optimizer to the accumulator, or build an optimizer for each"
                 )
 
-    def _check_ownership(self, optimizers: Sequence[Optimizer]) -> None:
-        if not optimizers:
-            return  # whoever asked for that updates parameters by hand
-        touched = {id(s.param) for _, s in self._store.touched()}
-        named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
-        check_ownership(optimizers, named, self._ignored)
+    def _refuse_uncounted(self, caller: str) -> None:
+        entry = next(entry for entry in self._store.named if entry.param.grad is not None)
+        raise RuntimeError(
+            f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
+            + (
+                "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
+                if self._store.place(entry.param) is not None
+                else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
+            )
+        )
+
+    def _plan_step(self, optimizers: Sequence[Optimizer]) -> StepPlan:
+        if self._plan is None or not self._plan.fits(self._store, optimizers, self._ignored):
+            self._plan = StepPlan(self._store, optimizers, self._ignored)
+        return self._plan
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
         """Check what the user wants to divide by; fp64 0-d on the first device, None for the sum of weights."""
@@ -215,9 +217,11 @@ class End:
             if len(limited) == len(limits):  # what no limit is for
                 divisions.append(Division(verdict.divisor, but=frozenset().union(*limited)))
             divide_by = {o: next((d.by for d in divisions if d.holds(o)), verdict.divisor) for o in folded}
-            sums = {id(p) for p in owned(folded)}
-            rest = [division._replace(but=division.but | sums) for division in divisions]
-            verdict = self._finish(window, optimizers, verdict, rest if len(folded) < len(optimizers) else [])
+            rest: list[Division] = []
+            if len(folded) < len(optimizers):
+                sums = {id(p) for p in owned(folded)}
+                rest = [division._replace(but=division.but | sums) for division in divisions]
+            verdict = self._finish(window, optimizers, verdict, rest)
 
         may_skip = self._overflow is not None or window.may_be_empty
         try:
@@ -275,13 +279,26 @@ class End:
 
         # Every rank reports, and all know the same afterwards.
         sums = self._noise.sums(self._store.device)
-        touched = bytes(bytearray().join(buffer.touched for buffer in self._store.buffers))
+        touched = self._store.touched_bytes()
         squares = None if sums is None else sums[0]
-        agreement = ranks.agree(Report(self._store.state(), touched, window.dropped, squares, divisor))
+        report = Report(
+            state=self._store.state(),
+            touched=touched,
+            dropped=window.dropped,
+            squares=squares,
+            divisor=divisor,
+            weighed_after=window.weighed_after,
+            micro_batches=window.micro_batches,
+            window=window.number,
+        )
+        agreement = ranks.agree(report)
         verdict = judge(agreement.state, agreement.divisor)
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
+            if ranks.sharded:
+                window.agreed(agreement)
+                self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
             return verdict, False
         window.agreed(agreement)
@@ -301,7 +318,7 @@ class End:
         # Nobody waits for this rank any more: now it may raise.
         if agreement.error is not None:
             raise RuntimeError(agreement.error)
-        self._check_ownership(optimizers)  # also of what other ranks touched
+        self._plan_step(optimizers)  # also for what other ranks touched
         window.phase = Phase.OPEN
         return verdict, divides
 
@@ -329,12 +346,12 @@ class End:
                 optimizer.step()
 
     def _can_fold(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's gradients are exactly this window's fp32 views."""
-        if self._store.result_dtype != torch.float32 or has_step_pre_hooks(optimizer):
-            return False  # hooks are to see the averaged gradient
-        return all(
-            p.dtype == torch.float32 and (p.grad is None or self._store.place(p) is not None)
-            for p in owned((optimizer,))
+        """Whether the optimizer's gradients are exactly this window's fp32 views, which no hook is to see averaged."""
+        assert self._plan is not None
+        return (
+            self._store.result_dtype == torch.float32
+            and not has_step_pre_hooks(optimizer)
+            and self._plan.all_sums(optimizer)
         )
 
     def _finish(
@@ -376,8 +393,11 @@ class End:
         """
         if window.known_empty:
             return True
+        suspects = [o for o in optimizers if is_fused_sgd(o)]
+        if not suspects:
+            return False
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
-        return any(lacks_momentum(o, touched) for o in optimizers) and self.was_skipped()
+        return any(lacks_momentum(o, touched) for o in suspects) and self.was_skipped()
 
     # ---- checkpoints
 

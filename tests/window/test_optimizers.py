@@ -99,7 +99,7 @@ def test_what_is_not_an_optimizer():
     """Other objects, wrapped optimizers and closure optimizers are TypeErrors that help."""
     model = mlp()
     acc = ak.FusedAccumulator(model)
-    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, got int"):
+    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got "):
         acc.finalize(3)
     wrapped = type("AcceleratedOptimizer", (), {"__module__": "accelerate.optimizer", "optimizer": None})()
     with pytest.raises(TypeError, match=r"AcceleratedOptimizer of accelerate .*optimizer.optimizer"):
