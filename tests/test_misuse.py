@@ -412,10 +412,10 @@ MISUSES = {
     ),
     "no optimizer": Misuse(of(called, lambda loop, loss: loop.acc.step()), TypeError, "needs the optimizers"),
     "max_norm by position": Misuse(
-        of(called, lambda loop, loss: loop.acc.step(loop.optimizer, 1.0)), TypeError, "expected a torch.optim.Optimizer"
+        of(called, lambda loop, loss: loop.acc.step(loop.optimizer, 1.0)), TypeError, "must be a torch.optim.Optimizer, got 1.0"
     ),
     "scaler for optimizer": Misuse(
-        of(called, lambda loop, loss: loop.acc.step(torch.amp.GradScaler("cpu"))), TypeError, "got GradScaler"
+        of(called, lambda loop, loss: loop.acc.step(torch.amp.GradScaler("cpu"))), TypeError, "must be a torch.optim.Optimizer"
     ),
     "a weight for each sample": Misuse(
         of(called, lambda loop, loss: loop.acc.backward(loss, torch.ones(2))), ValueError, "0-d tensor"
@@ -617,6 +617,7 @@ def test_hooks_do_not_pile_up():
 def test_accumulator_freed_while_another_optimizer_steps():
     """The garbage collector may run in a hook of the step, and free an accumulator with masters there."""
     loop = Loop(dtype=torch.bfloat16, master_weights=True)
+    gc.disable()
     circle = [Loop(dtype=torch.bfloat16, master_weights=True).acc]
     freed = weakref.ref(circle[0])
     circle.append(circle)
@@ -628,6 +629,7 @@ def test_accumulator_freed_while_another_optimizer_steps():
         loop.acc.backward(loop.loss(x, y))
         loop.acc.step(loop.optimizer)
     finally:
+        gc.enable()
         handle.remove()
         later.remove()
     assert freed() is None

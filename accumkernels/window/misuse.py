@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..buffers.store import Store
+from ..errors import wrong_type
 from ..hooks import Follower, follow
 from ..ranks.alone import Alone
 from .micro_batch import Intake
@@ -68,7 +69,7 @@ class Watch(Follower):
             RuntimeError: a GradScaler scaled it already.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"backward(): loss must be a tensor, got {loss!r}")
+            raise wrong_type("backward(): loss", "a tensor", loss)
         node, divided_by = loss.grad_fn, None
         name = None if node is None else node.name()
         if name == "MulBackward0":
@@ -79,6 +80,9 @@ class Watch(Follower):
                 divided_by = 1 / number if number else None
         elif name == "DivBackward0":
             divided_by = _number(_other(node))
+        by_trainer = getattr(self._scaler, "divided_by", 1)
+        if isinstance(by_trainer, Tensor) or by_trainer != 1:
+            divided_by = None  # a trainer divides losses, and its adapter makes up for it
         if self._losses == 0:
             self._divided_by = divided_by
         elif divided_by != self._divided_by:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..arguments import as_scalar
 from ..buffers.store import Store
+from ..errors import wrong_type
 from .optimizers import owned
 
 
@@ -47,7 +48,7 @@ def limits(max_norm: Any, store: Store) -> list[Limit]:
     for index, entry in enumerate(max_norm):
         name = f"max_norm[{index}]"
         if not isinstance(entry, list | tuple) or len(entry) != 2:
-            raise TypeError(f"{name} must be a pair (parameters, max_norm), got {entry!r}")
+            raise wrong_type(name, "a pair (parameters, max_norm)", entry)
         ids = select(entry[0], name, store)
         for named in store.named if taken & ids else ():
             if id(named.param) in taken & ids:
@@ -77,7 +78,7 @@ def select(params: Tensor | Iterable[Tensor], name: str, store: Store) -> Set[in
     found: set[int] = set()
     for p in [params] if isinstance(params, Tensor) else params:
         if not isinstance(p, Tensor):
-            raise TypeError(f"{name}: expected a parameter, got {type(p).__name__}")
+            raise wrong_type(f"{name}: a parameter", "a tensor", p)
         if id(p) not in known:
             raise ValueError(f"{name}: a tensor of shape {tuple(p.shape)} is not one of the accumulator's parameters")
         param = known[id(p)]

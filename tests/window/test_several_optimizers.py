@@ -155,7 +155,7 @@ def test_parts_that_leave_some_out(masters, dtype):
     ("limits", "error", "words"),
     [
         ([1.0], TypeError, r"max_norm\[0\] must be a pair \(parameters, max_norm\), got 1.0"),
-        ([("weight", 1.0)], TypeError, r"max_norm\[0\]: expected a parameter, got str"),
+        ([("weight", 1.0)], TypeError, r"max_norm\[0\]: a parameter must be a tensor, got 'w'"),
         ([(torch.ones(2), 1.0)], ValueError, r"max_norm\[0\]: a tensor of shape \(2,\) is not one of the"),
         ("twice", ValueError, r"max_norm\[1\]: '0.weight' is in an entry before it"),
         ("negative", ValueError, r"max_norm\[0\] must be non-negative, got -1.0"),
