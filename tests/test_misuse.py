@@ -412,10 +412,14 @@ MISUSES = {
     ),
     "no optimizer": Misuse(of(called, lambda loop, loss: loop.acc.step()), TypeError, "needs the optimizers"),
     "max_norm by position": Misuse(
-        of(called, lambda loop, loss: loop.acc.step(loop.optimizer, 1.0)), TypeError, "must be a torch.optim.Optimizer, got 1.0"
+        of(called, lambda loop, loss: loop.acc.step(loop.optimizer, 1.0)),
+        TypeError,
+        "must be a torch.optim.Optimizer, got 1.0",
     ),
     "scaler for optimizer": Misuse(
-        of(called, lambda loop, loss: loop.acc.step(torch.amp.GradScaler("cpu"))), TypeError, "must be a torch.optim.Optimizer"
+        of(called, lambda loop, loss: loop.acc.step(torch.amp.GradScaler("cpu"))),
+        TypeError,
+        "must be a torch.optim.Optimizer",
     ),
     "a weight for each sample": Misuse(
         of(called, lambda loop, loss: loop.acc.backward(loss, torch.ones(2))), ValueError, "0-d tensor"
