@@ -414,7 +414,7 @@ MISUSES = {
     "max_norm by position": Misuse(
         of(called, lambda loop, loss: loop.acc.step(loop.optimizer, 1.0)),
         TypeError,
-        "must be a torch.optim.Optimizer, got 1.0",
+        "Optimizer, got 1.0",
     ),
     "scaler for optimizer": Misuse(
         of(called, lambda loop, loss: loop.acc.step(torch.amp.GradScaler("cpu"))),

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import accumkernels as ak
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Stateful = nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
 WINDOWS, STEPS, BATCH, CLASSES, WARM_UP, RESUME_AT = 10, 4, 8, 4, 4, 5
 
 
@@ -47,7 +48,7 @@ def windows(first: int = 0) -> Iterator[list[tuple[Tensor, Tensor]]]:
         yield [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
 
 
-def save(*objects: nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) -> list[dict]:
+def save(*objects: Stateful) -> list[dict]:
     """What a checkpoint on disk would hold."""
     return copy.deepcopy([each.state_dict() for each in objects])
 
@@ -83,7 +84,7 @@ def stock() -> Iterator[float]:
 
 
 def swapped() -> Iterator[float]:
-    """Between windows the accumulator has no state that a resumed run must have; inside one, see docs/checkpoints.md."""
+    """Between windows, the accumulator has no state that a run needs to resume; inside one, see docs/checkpoints.md."""
     model, optimizer, scheduler, average = make()
     acc = ak.FusedAccumulator(model)
     for number, window in enumerate(windows()):
