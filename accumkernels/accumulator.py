@@ -18,6 +18,7 @@ from .buffers.store import Store
 from .hooks import unfollow
 from .ops.schema import State
 from .ranks.choice import choose_ranks
+from .ranks.pipeline import Stages, refuse_in_stages, stages_of
 from .ranks.unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
 from .window.end import End
@@ -26,7 +27,7 @@ from .window.misuse import Watch
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
-from .window.selection import limits, select
+from .window.selection import read_parts, select
 from .window.state import Phase, Window
 from .window.weight import Weight
 
@@ -128,6 +129,7 @@ class FusedAccumulator:
             comm_dtype,
             autocast_route=autocast_route,
             noise_scale=noise_scale,
+            scaled=self._scaler.scaler is not None,
             overflow=overflow,
             release=self._release,
             master_weights=master_weights,
@@ -348,6 +350,9 @@ class FusedAccumulator:
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
+        if self._ended == self.micro_batches == 0:  # stages may have been built after the accumulator
+            together, scaled = isinstance(self._ranks, Stages), self._scaler.scaler is not None
+            refuse_in_stages(stages_of(self._store.named), self._release, scaled, together)
         last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
@@ -535,23 +540,22 @@ class FusedAccumulator:
         for optimizer in optimizers:
             check_optimizer(optimizer, "step()")
             check_no_closure(optimizer)
-        given_limits = limits(max_norm, self._store)
+        parts = read_parts(max_norm, self._store)
+        limit = None if parts is not None else self._end.limit(max_norm)  # type: ignore[arg-type]
         self._check_end("step()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
         if self.micro_batches == 0 and not self._ranks.ends_together:
-            norms = [torch.zeros((), dtype=torch.float64, device=self._store.device) for _ in given_limits]
+            norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self._store.device))
             self._end.skip_empty()
         else:
             self._prepare_empty_window()
             self._intake.listen(False)
-            norms = self._end.step(self._window, optimizers, given, given_limits)
+            norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
         self._ended = self._window.number + 1
         self.zero_()
-        if max_norm is None:
-            return None
-        if isinstance(max_norm, list | tuple):
-            return self._end.results(norms)
-        return self._end.result(norms[0])
+        if parts is not None:
+            return self._end.results(norms[: len(parts)])
+        return None if max_norm is None else self._end.result(norms[0])
 
     @opaque
     def zero_(self) -> None:
@@ -703,7 +707,8 @@ class FusedAccumulator:
         if self._silence is not None:
             self._silence.check_end(caller)
         self._require_reduced(caller)
-        self._end.check(caller, optimizers, select(ignore, "ignore", self._store) if ignore else frozenset())
+        nothing = isinstance(ignore, tuple) and not ignore
+        self._end.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
         if self._intake.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "

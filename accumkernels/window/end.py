@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import clip_coefficient
 from ..buffers.store import Store, has_accumulator
+from ..ops.schema import Judged
 from ..ranks.alone import Alone, Report
 from .handout import Handout
 from .metrics import Metrics
@@ -28,21 +29,9 @@ from .optimizers import (
 )
 from .plan import StepPlan
 from .scaling import LossScaler
-from .selection import Limit
+from .selection import Part
 from .state import Phase, Window
-from .verdict import Verdict, judge
-
-
-class Division(NamedTuple):
-    """What is divided by the same: tensors with the `id`s `only` (None: all), but not those in `but`."""
-
-    by: Tensor
-    only: Set[int] | None = None
-    but: Set[int] = frozenset()
-
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's parameters, which are all of them or none, are divided."""
-        return any((self.only is None or id(p) in self.only) and id(p) not in self.but for p in owned((optimizer,)))
+from .verdict import Verdict
 
 
 class End:
@@ -72,12 +61,12 @@ class End:
         self._noise = noise
         self._plan: StepPlan | None = None
         self._ignored: Set[int] = frozenset()
+        self._limit: tuple[tuple[float, torch.device], Tensor] | None = None
         self.open_window()
 
     def open_window(self) -> None:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
-        self._norm: Tensor | None = None  # of the sums over all ranks, fp64 0-d
         self._noise_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
@@ -154,10 +143,23 @@ class End:
             return scalar
         return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
 
+    def limit(self, max_norm: float | Tensor | None) -> Tensor | None:
+        """Check what the user wants to clip to; fp64 0-d on the first device. That of a number is made once."""
+        if max_norm is None:
+            return None
+        device = self._store.device
+        scalar = as_scalar(max_norm, "max_norm", device, allow_inf=True)
+        if isinstance(scalar, Tensor):
+            return scalar
+        if self._limit is None or self._limit[0] != (scalar, device):
+            with torch.inference_mode(False):
+                self._limit = (scalar, device), torch.full((), scalar, dtype=torch.float64, device=device)
+        return self._limit[1]
+
     def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
         """Average and hand out."""
         verdict, divided = self._judge(window, optimizers, divisor, divides=True)
-        self._finish(window, optimizers, verdict, [] if divided else [Division(verdict.divisor)])
+        self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
 
     def skip_empty(self) -> None:
         """End a window without micro-batches, of a process that ends its windows alone."""
@@ -189,52 +191,44 @@ class End:
         window: Window,
         optimizers: Sequence[Optimizer],
         divisor: Tensor | None,
-        limits: Sequence[Limit],
-    ) -> list[Tensor]:
-        """Average, clip, step all optimizers or none, update the scale; a norm for each limit."""
+        max_norm: Tensor | None,
+        parts: Sequence[Part] = (),
+    ) -> Sequence[Tensor]:
+        """Average, clip, step all optimizers or none, update the scale; the norms of parts, or that of all."""
         fused = [o for o in optimizers if steps_scaled_gradients(o)]
-        folded = [o for o in fused if self._can_fold(o) and all(limit.fits(o) for limit in limits)]
+        folded = [o for o in fused if self._can_fold(o)]
         # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
         # but a mean that is rounded may overflow whether it is clipped or not.
-        averages = not folded and (not limits or self._store.rounds)
-        measures = any(limit.ids is None for limit in limits)
-        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, needs_norm=measures)
-        norms = [self._averaged_norm(limit, verdict.divisor, divided) for limit in limits]
-        coefficients = [clip_coefficient(norm, limit.max_norm) for norm, limit in zip(norms, limits, strict=True)]
+        averages = not folded and (max_norm is None or self._store.rounds)
+        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm)
+        divide_by = verdict.divide_by
+        norms, coefficients = self._measure(parts, None if divided else verdict.divisor)
 
-        # Folded optimizers get the sums as they are, and what to divide them by; the others get averages.
-        divide_by: dict[Optimizer, Tensor] = {}
+        # Folded optimizers get the sums as they are; the others get averages.
         if averages:
-            verdict = self._finish(window, optimizers, verdict, [] if divided else [Division(verdict.divisor)])
-            for limit, coefficient in zip(limits, coefficients, strict=True):
-                self._handout.multiply(coefficient, limit.ids)
+            verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
+            if max_norm is not None:
+                self._handout.multiply(verdict.coefficient)
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
         else:
-            divisions = [
-                Division(verdict.divisor / coefficient, limit.ids)
-                for limit, coefficient in zip(limits, coefficients, strict=True)
-            ]
-            limited = [limit.ids for limit in limits if limit.ids is not None]
-            if len(limited) == len(limits):  # what no limit is for
-                divisions.append(Division(verdict.divisor, but=frozenset().union(*limited)))
-            divide_by = {o: next((d.by for d in divisions if d.holds(o)), verdict.divisor) for o in folded}
-            rest: list[Division] = []
-            if len(folded) < len(optimizers):
-                sums = {id(p) for p in owned(folded)}
-                rest = [division._replace(but=division.but | sums) for division in divisions]
-            verdict = self._finish(window, optimizers, verdict, rest)
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
+            some = len(folded) < len(optimizers)
+            sums = {id(p) for p in owned(folded)} if some else frozenset()
+            verdict = self._finish(window, optimizers, verdict, divide_by if some else None, sums)
 
         may_skip = self._overflow is not None or window.may_be_empty
         try:
             for optimizer in fused:
-                by = divide_by.get(optimizer)
-                optimizer.grad_scale = None if by is None else by.float()  # type: ignore[attr-defined]
+                scale = verdict.single(Judged.DIVIDE_BY) if optimizer in folded else None
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 self._step_optimizer(optimizer, may_skip=may_skip and optimizer not in fused)
         except BaseException:
-            for optimizer, by in divide_by.items():
-                # Whoever goes on by hand finds the averaged gradients that finalize() promises.
-                self._handout.divide(by, only={id(p) for p in owned((optimizer,))})
+            if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
+                self._handout.divide(divide_by, only={id(p) for p in owned(folded)})
             raise
         finally:
             for optimizer in fused:
@@ -243,13 +237,14 @@ class End:
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
         may_be_empty = window.may_be_empty or self._ranks.sharded
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
-        return norms
+        return norms if parts else [verdict.norm]
 
-    def _averaged_norm(self, limit: Limit, divisor: Tensor, divided: bool) -> Tensor:
-        if limit.ids is None and self._norm is not None:
-            return self._norm / divisor
-        norm = self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, limit.ids)
-        return norm if divided else norm / divisor
+    def _measure(self, parts: Sequence[Part], divisor: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The norm of each part's average, and what clips it; `divisor` where sums are not divided yet."""
+        norms = [self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, part.ids) for part in parts]
+        if divisor is not None:
+            norms = [norm / divisor for norm in norms]
+        return norms, [clip_coefficient(norm, part.max_norm) for norm, part in zip(norms, parts, strict=True)]
 
     def _judge(
         self,
@@ -258,7 +253,7 @@ class End:
         divisor: Tensor | None,
         *,
         divides: bool,
-        needs_norm: bool = False,
+        max_norm: Tensor | None = None,
     ) -> tuple[Verdict, bool]:
         """Judge the window, together with all ranks, and reduce its sums where that is still to be done.
 
@@ -267,7 +262,7 @@ class End:
             optimizers: They step it.
             divisor: See `divisor()`.
             divides: Whether sums that are reduced are to be divided at once.
-            needs_norm: Whether their norm will be asked for.
+            max_norm: What their average is to be clipped to.
 
         Returns:
             The verdict, and whether sums were divided.
@@ -292,7 +287,6 @@ class End:
             window=window.number,
         )
         agreement = ranks.agree(report)
-        verdict = judge(agreement.state, agreement.divisor)
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
@@ -300,18 +294,20 @@ class End:
                 window.agreed(agreement)
                 self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
-            return verdict, False
+            norm = None if max_norm is None else self.norm(2.0)
+            return Verdict(self._store.ops, agreement.state, agreement.divisor, norm, max_norm), False
+        verdict = Verdict(self._store.ops, agreement.state, agreement.divisor)
         window.agreed(agreement)
         self._store.agreed(agreement.state, agreement.touched)
 
         # Reduce, and look at each part when it is there.
-        measures = needs_norm or self._overflow is not None or agreement.squares is not None
+        measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
         by = verdict.divisor if divides else None
         of_sum = self._reduce(by, measures)
-        if measures:
-            self._norm = of_sum.sqrt()
         if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
-            verdict = verdict.with_overflow(~torch.isfinite(of_sum))
+            verdict = verdict.with_overflow((~torch.isfinite(of_sum)).double())
+        if max_norm is not None:
+            verdict = verdict.clipped(of_sum.sqrt(), max_norm)
         if agreement.squares is not None:  # nan where a rank did not measure, and then the window does not count
             self._noise_sums = torch.stack([agreement.squares, of_sum])
 
@@ -359,7 +355,8 @@ class End:
         window: Window,
         optimizers: Sequence[Optimizer],
         verdict: Verdict,
-        divisions: Sequence[Division],
+        divisor: Tensor | None,
+        sums: Set[int] = frozenset(),
     ) -> Verdict:
         """Divide, hand out `.grad`, and tell the scaler the verdict.
 
@@ -367,22 +364,24 @@ class End:
             window: What ends.
             optimizers: They step it.
             verdict: Of the window.
-            divisions: Of sums; those in none of them stay as they are.
+            divisor: None to leave all sums as they are.
+            sums: ids of the tensors that get their sums undivided.
         """
-        for division in divisions:
-            self._handout.divide(division.by, only=division.only, but=division.but)
+        if divisor is not None:
+            self._handout.divide(divisor, but=sums)
         overflow = self._handout.round()
         if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         window.finalize(verdict)
-        self._skipped, self._captured = verdict.skip, _is_capturing(verdict.skip)
-        self.metrics.end_window(window.micro_batches, self._store.state(), verdict.skip, verdict.found_inf)
+        skip = verdict.skip
+        self._skipped, self._captured = skip, _is_capturing(skip)
+        self.metrics.end_window(window.micro_batches, verdict.exact)
         if not self._withhold(window, optimizers):
             self._handout.give()
             window.handed_out = True
         for optimizer in optimizers:
-            self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
-        self._noise.end_window(self._store.state(), verdict.skip, self._noise_sums)
+            self._scaler.record(optimizer, skip, verdict.found_inf)
+        self._noise.end_window(self._store.state(), skip, self._noise_sums)
         return verdict
 
     def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:

@@ -6,44 +6,33 @@ from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..arguments import as_scalar
 from ..buffers.store import Store
 from ..errors import wrong_type
-from .optimizers import owned
 
 
-class Limit(NamedTuple):
+class Part(NamedTuple):
     """What is clipped together.
 
     Attributes:
-        ids: `id`s of the parameters and of their masters; None for all that are accumulated.
+        ids: `id`s of the parameters and of their masters.
         max_norm: Largest 2-norm of their averaged gradient.
     """
 
-    ids: Set[int] | None
+    ids: Set[int]
     max_norm: float | Tensor
 
-    def fits(self, optimizer: Optimizer) -> bool:
-        """Whether it is for all of an optimizer's parameters, or for none."""
-        if self.ids is None:
-            return True
-        stepped = {id(p) for p in owned((optimizer,))}
-        return stepped <= self.ids or stepped.isdisjoint(self.ids)
 
-
-def limits(max_norm: Any, store: Store) -> list[Limit]:
-    """Read the argument `max_norm` of `step`: None, a number, or a list of (parameters, number).
+def read_parts(max_norm: Any, store: Store) -> list[Part] | None:
+    """Read `max_norm` of `step` where it is a list of (parameters, number); None where it is anything else.
 
     Raises:
-        TypeError, ValueError: names what is wrong with it.
+        TypeError, ValueError: names the entry that is wrong.
     """
-    if max_norm is None:
-        return []
     if not isinstance(max_norm, list | tuple):
-        return [Limit(None, _number(max_norm, "max_norm", store))]
-    found: list[Limit] = []
+        return None
+    parts: list[Part] = []
     taken: set[int] = set()
     for index, entry in enumerate(max_norm):
         name = f"max_norm[{index}]"
@@ -54,12 +43,8 @@ def limits(max_norm: Any, store: Store) -> list[Limit]:
             if id(named.param) in taken & ids:
                 raise ValueError(f"{name}: {named.name!r} is in an entry before it; a gradient is clipped once")
         taken |= ids
-        found.append(Limit(ids, _number(entry[1], name, store)))
-    return found
-
-
-def _number(value: object, name: str, store: Store) -> float | Tensor:
-    return as_scalar(value, name, store.device, allow_inf=True)
+        parts.append(Part(ids, as_scalar(entry[1], name, store.device, allow_inf=True)))
+    return parts
 
 
 def select(params: Tensor | Iterable[Tensor], name: str, store: Store) -> Set[int]:
@@ -71,9 +56,11 @@ def select(params: Tensor | Iterable[Tensor], name: str, store: Store) -> Set[in
         store: That of the accumulator.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is neither, or holds something else.
         ValueError: it is not of this accumulator.
     """
+    if not isinstance(params, Iterable):
+        raise wrong_type(name, "an iterable of parameters", params)
     known = {id(t): entry.param for entry in store.named for t in (entry.param, store.target(entry.param))}
     found: set[int] = set()
     for p in [params] if isinstance(params, Tensor) else params:

@@ -104,24 +104,27 @@ def test_all_skip_together(fused):
     assert_alike(model, twin)
 
 
-@pytest.mark.parametrize("parts", ["by optimizer", "across"])
-def test_folding_by_optimizer(parts):
-    """A fused optimizer divides and clips in its own pass where one limit is for all or none of its parameters."""
+@pytest.mark.parametrize("params", [lambda m: [*m[2].parameters(), *m[4].parameters()], lambda m: m[1:3].parameters()])
+def test_parts_of_a_fused_optimizer(params):
+    """It divides in its own pass, whether a part is all that it steps or not."""
     model = mlp()
+    twin = copy.deepcopy(model)
     acc = ak.FusedAccumulator(model)
     first, second = list(model[0].parameters()), [*model[2].parameters(), *model[4].parameters()]
     fused = torch.optim.AdamW(second, lr=0.01, fused=True)
     plain = torch.optim.SGD(first, lr=0.01)
     seen = []
     fused.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer.grad_scale))
-    limits = [(second, 0.05)] if parts == "by optimizer" else [(model[2].parameters(), 0.05)]
     x, y = batch(4)
     acc.backward(mse_loss(model(x), y), weight=3)
-    (norm,) = acc.step(plain, fused, max_norm=limits)
-    if parts == "across":
-        assert seen == [None]
-    else:
-        torch.testing.assert_close(seen[0], (3 * norm / 0.05).clamp(min=3.0), rtol=1e-4, atol=0)
+    (norm,) = acc.step(plain, fused, max_norm=[(params(model), 0.05)])
+    assert seen == [3.0]
+    mse_loss(twin(x), y).backward()
+    (expected,) = [nn.utils.clip_grad_norm_(list(params(twin)), 0.05)]
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    torch.optim.AdamW([*twin[2].parameters(), *twin[4].parameters()], lr=0.01, fused=True).step()
+    torch.optim.SGD(twin[0].parameters(), lr=0.01).step()
+    assert relative_error(list(model.parameters()), list(twin.parameters())) < 1e-5
 
 
 @pytest.mark.parametrize("masters", [False, True])
