@@ -78,6 +78,7 @@ class Intake:
         self._weigher = Weigher()
         self._window = Window()
         self._warned = False
+        self._counted_by_backward = False
         self._release = release
         self._bucket_bytes = default_bucket_bytes(store.device) if bucket_bytes is None else bucket_bytes
         self.hooks: DuringBackward | None = None
@@ -238,13 +239,16 @@ class Intake:
             raise
 
     @profiled
-    def accumulate(self, weight: Weight, last: bool, loss: Tensor | None = None) -> None:
+    def accumulate(
+        self, weight: Weight, last: bool, loss: Tensor | None = None, *, after_backward: bool = False
+    ) -> None:
         """Add what there is of a micro-batch, and count it.
 
         Args:
             weight: Of the micro-batch.
             last: Whether it is the window's last, whose sums may be sent to other ranks.
             loss: Its plain loss, for the window's metrics.
+            after_backward: Whether a backward has just run; else, where there is nothing, there was no micro-batch.
         """
         window = self._window
         if window.micro_batches == 0:
@@ -263,7 +267,12 @@ class Intake:
                 window.keep(weight)
                 self._loss.add(self._scaler.undivided(loss), weight.total, None)
                 return
-            self._warn_of_nothing()
+            self._warn_of_nothing(after_backward)
+            if not after_backward:
+                window.found_nothing += 1
+                if last:
+                    self._ranks.end_last()
+                return
         window.check_kept(weight)
 
         # Check the whole micro-batch first, where it may be dropped.
@@ -288,13 +297,29 @@ class Intake:
         window.count(weight.total)
         if self.hooks is not None and self.hooks.has_taken:
             self.hooks.reset()
+        self._counted_by_backward = after_backward
         if last:
             self._ranks.end_last()
 
-    def _warn_of_nothing(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
+    def _warn_of_nothing(self, after_backward: bool) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        if after_backward:
+            _log.warning(
+                "backward() found no gradient: the loss reaches none of the accumulator's parameters. It counts as a "
+                "micro-batch whose gradient is zero"
+            )
+        elif self._window.micro_batches and self._counted_by_backward:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: acc.backward() has accumulated what it computed, "
+                "and no backward ran since. Delete acc.accumulate()"
+            )
+        else:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: if a backward ran before it, zero_grad() must "
+                "not come between the two; if none did, delete this accumulate()"
+            )
 
     def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.
