@@ -106,11 +106,21 @@ class FusedAccumulator:
         process_group: Any = None,
         noise_scale: bool | float = False,
         autocast_route: str | bool = "auto",
+        fuse_weight_gradients: str | bool = "auto",
         backend: str = "auto",
         comm_dtype: torch.dtype = torch.float32,
     ) -> None:
         check_options(
-            params, scaler, overflow, release, bucket_bytes, master_weights, noise_scale, autocast_route, comm_dtype
+            params,
+            scaler,
+            overflow,
+            release,
+            bucket_bytes,
+            master_weights,
+            noise_scale,
+            autocast_route,
+            fuse_weight_gradients,
+            comm_dtype,
         )
         params, group, ddp = choose_group(params, process_group)
         named = named_parameters(params)
@@ -148,6 +158,10 @@ class FusedAccumulator:
             self._reduction,
             bucket_bytes=bucket_bytes if release == "backward" else None,
             always_route=autocast_route is True,
+            fuse=fuse_weight_gradients,
+            whole=params
+            if isinstance(params, nn.Module) and shards is None and overflow not in ("microbatch", "raise")
+            else None,
         )
         self._silence = None if ddp is None else Silence(ddp)
         self._ending = Ending(self._store, self._scaler, overflow, self._noise, self._reduction)

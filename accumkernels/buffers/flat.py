@@ -25,6 +25,7 @@ class FlatBuffer:
         all_indices: of the segments.
         contiguous: whether all segments are in index order.
         touched: per segment, whether it holds a sum of this window.
+        unchecked: of the segments, those that something was added to without a check for overflow.
         sharded: whether any parameter is a DTensor.
         ops: the backend's module.
     """
@@ -63,6 +64,7 @@ class FlatBuffer:
         self.layout = self.layout_host.to(device)
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
+        self.unchecked: set[int] = set()
         self.params = [s.param for s in self.segments]
         self.sharded = any(map(is_dtensor, self.params))
         self.all_indices = list(range(len(self.segments)))

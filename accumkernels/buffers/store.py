@@ -210,3 +210,4 @@ class Store:
             state.zero_()
         for buffer in self.buffers:
             buffer.touched = bytearray(len(buffer.segments))
+            buffer.unchecked.clear()

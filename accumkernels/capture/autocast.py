@@ -31,6 +31,7 @@ from ..buffers.layout import ALIGNMENT_BYTES, Segment
 from ..buffers.store import Store
 from .autocast_watch import Watch
 from .during_backward import DuringBackward
+from .fused.weights import FusedWeights
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -130,7 +131,15 @@ class AutocastRoute:
         stash: Per flat buffer and segment, the 16-bit gradients taken.
     """
 
-    def __init__(self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        store: Store,
+        hooks: DuringBackward | None,
+        always: bool,
+        fused: FusedWeights | None = None,
+    ) -> None:
+        self._fused = fused
         self.taking = False
         self.listening = True
         self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
@@ -209,6 +218,8 @@ class AutocastRoute:
             live = self._live.get(id(param))
             if live is None:
                 live = self._connect(shadow)
+            if self._fused is not None and isinstance(module, nn.Linear) and name == "weight":
+                live = self._fused.dress(live, param)
             params[name] = live  # type: ignore[assignment]
             slots.swapped.append((name, param, live))
         if slots.swapped:
@@ -286,7 +297,7 @@ class AutocastRoute:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
-        if self._hooks is not None and id(param) in self._direct:
+        if self._hooks is not None and id(param) in self._direct and self._fused is None:
             return False  # its gradient comes in two parts, which "microbatch" adds up before they are accumulated
         ours = 0 if self._hooks is None else 1
         after = param._post_accumulate_grad_hooks

@@ -217,6 +217,7 @@ class Ending:
         Returns:
             The verdict, and whether sums were divided.
         """
+        check_sums(self._store)
         state = self._store.state()
         self._noise_sums = self._noise.sums(self._store.device)
         if self._reduction is None or window.averaged:
@@ -304,6 +305,20 @@ class Ending:
             return True
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in optimizers) and self.was_skipped()
+
+
+def check_sums(store: Store) -> None:
+    """Look for overflow in the sums that were added to without a look; it counts as one of the last micro-batch."""
+    for buffer in store.buffers:
+        if not buffer.unchecked:
+            continue
+        found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+        segments = sorted(buffer.unchecked)
+        buffer.ops.check_finite_([buffer.views[i] for i in segments], segments, found, buffer.flags, tag=1)
+        state = store.states[buffer.device]
+        for flag in (State.FOUND_INF, State.POISONED):
+            torch.maximum(state[flag], found[0], out=state[flag])
+        buffer.unchecked.clear()
 
 
 def _is_capturing(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from typing import Any
@@ -15,9 +16,11 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
 from ..capture.during_backward import DuringBackward
+from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
 from ..ranks.reduction import Reduction
 from .adding import Adder
+from .fusing import Fusing
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
@@ -56,6 +59,8 @@ class Intake:
         *,
         bucket_bytes: int | None,
         always_route: bool,
+        fuse: str | bool,
+        whole: nn.Module | None,
     ) -> None:
         self.serial = 0
         self._store = store
@@ -68,7 +73,12 @@ class Intake:
         self._sends_in_backward = False
         self._warned = False
         self.hooks = None if bucket_bytes is None else _listen(self, store, bucket_bytes)
-        self.route = None if module is None else AutocastRoute(module, store, self.hooks, always_route)
+        self.fused: FusedWeights | None = None
+        # What is added in backward cannot be taken back: by default, only where that is so of all gradients.
+        if whole is not None and (fuse is True or (fuse == "auto" and self.hooks is not None)):
+            self.fused = FusedWeights(whole, store, 0 if self.hooks is None else 1)
+        self._fusing = Fusing(scaler, noise, fuse is True)
+        self.route = None if module is None else AutocastRoute(module, store, self.hooks, always_route, self.fused)
 
     # ---- the life of a window
 
@@ -79,6 +89,8 @@ class Intake:
             self.hooks.reset()
         if self.route is not None:
             self.route.open_window()
+        if self.fused is not None:
+            self.fused.reset()
         self.listen(True)
 
     def prepare_window(self) -> None:
@@ -94,11 +106,14 @@ class Intake:
         for listener in (self.hooks, self.route):
             if listener is not None:
                 listener.listening = listening
+        if self.fused is not None:
+            self.fused.set_listening(listening)
 
     def settle(self) -> None:
         """Put back what an interrupted forward has left in modules."""
-        if self.route is not None:
-            self.route.settle()
+        for swapper in (self.fused, self.route):
+            if swapper is not None:
+                swapper.settle()
 
     @property
     def interrupted(self) -> bool:
@@ -108,7 +123,8 @@ class Intake:
     @property
     def added_in_backward(self) -> bool:
         """Whether gradients of the micro-batch that is under way were taken while its backward ran."""
-        return self.hooks is not None and self.hooks.has_taken
+        fused = self.fused is not None and bool(self.fused.taken)
+        return fused or (self.hooks is not None and self.hooks.has_taken)
 
     @property
     def uncounted(self) -> bool:
@@ -120,13 +136,16 @@ class Intake:
         if self.hooks is not None:
             self._window.broken |= self.hooks.handed_over or self.hooks.interrupted
             self.hooks.reset()
+        if self.fused is not None:
+            self._window.broken |= bool(self.fused.taken)
+            self.fused.reset()
         if self.route is not None:
             self.route.clear()
         self._store.drop_grads()
 
     def remove(self) -> None:
         """Take off every hook."""
-        for listener in (self.hooks, self.route):
+        for listener in (self.hooks, self.fused, self.route):
             if listener is not None:
                 listener.remove()
 
@@ -135,13 +154,24 @@ class Intake:
     def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> None:
         """Run backward of the scaled loss; gradients are then in `.grad`, stashed, or added already."""
         loss = self._scaler.scale(loss)
+        if self.fused is not None:
+            if self._window.micro_batches == 0:
+                with torch.no_grad():
+                    self.prepare_window()
+            adding = self.fused.adding(self._fusing.permission(weight))
+        else:
+            adding = contextlib.nullcontext()
         if self.route is not None:
             self.route.taking = True
         try:
-            if self.hooks is None:
-                loss.backward(**kwargs)
-            else:
-                self._run_backward(self.hooks, loss, weight, last, kwargs)
+            with adding:
+                if self.hooks is None:
+                    loss.backward(**kwargs)
+                else:
+                    self._run_backward(self.hooks, loss, weight, last, kwargs)
+        except BaseException:
+            self._window.broken |= self.fused is not None and bool(self.fused.taken)
+            raise
         finally:
             if self.route is not None:
                 self.route.taking = False
@@ -250,6 +280,8 @@ class Intake:
             drop(buffer, taken)
         if self.route is not None:
             self.route.clear()
+        if self.fused is not None:
+            self.fused.reset()
 
 
 def _listen(intake: Intake, store: Store, bucket_bytes: int) -> DuringBackward:
