@@ -31,6 +31,7 @@ from ..buffers.layout import ALIGNMENT_BYTES, Segment
 from ..buffers.store import Store
 from .autocast_watch import Watch
 from .during_backward import DuringBackward
+from .fused.functions import plain_of
 from .fused.weights import FusedWeights
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -102,7 +103,7 @@ class _Slots:
 
 
 def _own(module: nn.Module) -> set[int]:
-    return {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
+    return {id(plain_of(p)) for p in module._parameters.values() if p is not None and p.requires_grad}
 
 
 def _compiles(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from ..capture.fused.weights import Permission
 from .noise_scale import NoiseMeter
 from .scaling import LossScaler
 
+SMALLEST_FUSED = 2**16  # elements; below, a function in Python costs more than the bytes that it saves
 _WIDE_RANGE = frozenset({torch.bfloat16, torch.float32})
 _ALL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

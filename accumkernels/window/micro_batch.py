@@ -20,7 +20,7 @@ from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
 from ..ranks.reduction import Reduction
 from .adding import Adder
-from .fusing import Fusing
+from .fusing import SMALLEST_FUSED, Fusing
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
@@ -76,7 +76,8 @@ class Intake:
         self.fused: FusedWeights | None = None
         # What is added in backward cannot be taken back: by default, only where that is so of all gradients.
         if whole is not None and (fuse is True or (fuse == "auto" and self.hooks is not None)):
-            self.fused = FusedWeights(whole, store, 0 if self.hooks is None else 1)
+            smallest = 0 if fuse is True else SMALLEST_FUSED
+            self.fused = FusedWeights(whole, store, 0 if self.hooks is None else 1, smallest)
         self._fusing = Fusing(scaler, noise, fuse is True)
         self.route = None if module is None else AutocastRoute(module, store, self.hooks, always_route, self.fused)
 

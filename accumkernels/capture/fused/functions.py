@@ -92,7 +92,7 @@ class SlotWeight(Tensor):
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        args, kwargs = torch.utils._pytree.tree_map_only(SlotWeight, _plain, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map_only(SlotWeight, plain_of, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -107,12 +107,13 @@ def in_slot(plain: Tensor, target: Target) -> SlotWeight:
     return weight
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain_of(tensor: Tensor) -> Tensor:
+    """What stands in a slot when nothing is fused."""
     return tensor.plain if isinstance(tensor, SlotWeight) else tensor
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    plain, device_type = _plain(weight), _plain(weight).device.type
+    plain, device_type = plain_of(weight), plain_of(weight).device.type
     if isinstance(weight, SlotWeight) and _is_ordinary(input) and (bias is None or _is_ordinary(bias)):
         operands = input, bias
         if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == plain.dtype:
@@ -121,7 +122,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
             return F.linear(input, plain, bias)
         if operands[0].dtype == plain.dtype:
             return _Linear.apply(operands[0], plain, operands[1], weight.target)
-    return F.linear(_plain(input), plain, None if bias is None else _plain(bias))
+    return F.linear(plain_of(input), plain, None if bias is None else plain_of(bias))
 
 
 def _embedding(
@@ -140,7 +141,7 @@ def _embedding(
             padding = padding + rows if padding_idx is not None and padding < 0 else padding
             return _Embedding.apply(input, weight.plain, padding, scale_grad_by_freq, weight.target)
     return F.embedding(
-        _plain(input), _plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        plain_of(input), plain_of(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
     )
 
 

@@ -109,6 +109,7 @@ class FusedWeights:
         module: The model. Nothing keeps it alive but the caller.
         store: Where its parameters have their segments.
         hooks_of_ours: How many hooks of the accumulator's own wait for the gradient of each parameter.
+        min_elements: Smaller weights are left alone.
 
     Attributes:
         permission: What the backward that runs may add; None while none does.
@@ -116,7 +117,7 @@ class FusedWeights:
         elements: How many elements the weights have that were ever fused.
     """
 
-    def __init__(self, module: nn.Module, store: Store, hooks_of_ours: int) -> None:
+    def __init__(self, module: nn.Module, store: Store, hooks_of_ours: int, min_elements: int) -> None:
         self.permission: Permission | None = None
         self.taken: set[int] = set()
         self._fused: dict[int, int] = {}  # id of a parameter: its elements
@@ -128,7 +129,8 @@ class FusedWeights:
         self._streams: dict[int, torch.cuda.Stream] = {}  # by id of the buffer: where it was last written in backward
         self._handles = Handles(self)
         for part in module.modules():
-            if isinstance(part, (nn.Linear, nn.Embedding)):
+            weight = part._parameters.get("weight") if isinstance(part, (nn.Linear, nn.Embedding)) else None
+            if weight is not None and weight.numel() >= min_elements:
                 self._handles.add(part.register_forward_pre_hook(Hook(self, FusedWeights._enter)))
                 self._handles.add(part.register_forward_hook(Hook(self, FusedWeights._leave), always_call=True))
                 self._handles.add(part.register_state_dict_pre_hook(Hook(self, FusedWeights._leave)))
