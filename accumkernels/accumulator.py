@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,18 +16,14 @@ from .boundary import opaque, profiled
 from .buffers.parameters import check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
-from .ranks.choice import check_group_given, choose_group
-from .ranks.ddp import Silence, module_buffers, refuse_wrapped
-from .ranks.fsdp2 import shards_of
-from .ranks.group import Ranks
-from .ranks.reduction import Reduction
+from .ranks.choice import choose_ranks
 from .window.checkpoint import check, load, save
-from .window.end import Ending
+from .window.end import End
 from .window.micro_batch import Intake
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
-from .window.state import Window
+from .window.state import Phase, Window
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +51,14 @@ class FusedAccumulator:
 
     Args:
         params: A module, also in DistributedDataParallel, or an iterable of parameters, of (name, parameter) pairs, or
-            of param groups. Frozen parameters take no memory until they are unfrozen. Of DTensors (FSDP2's
-            `fully_shard`, to be applied before) this rank's parts are accumulated, see docs/fsdp2.md.
+            of param groups. Frozen parameters take no memory until they are unfrozen. For DTensors (call FSDP2's
+            `fully_shard` first), each rank accumulates its local shard: see docs/fsdp2.md.
         scaler: A `torch.amp.GradScaler`; a disabled one means the same as None. Gradients are unscaled while they are
             accumulated; do not call `scaler.unscale_`.
-        overflow: What a gradient with inf or nan does. "window" (default): the step is skipped and the scale backs off.
-            "microbatch": the micro-batch contributes neither gradient nor weight, the others are used. "raise":
-            `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is checked.
+        overflow: What happens when a gradient has inf or nan. "window" (default): the step is skipped and the scale
+            backs off. "microbatch": the micro-batch contributes neither gradient nor weight, and the others are used.
+            "raise": `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is
+            checked.
         release: "microbatch": `.grad` is consumed by `accumulate()`. "backward": while backward runs, in buckets, so
             that gradients never live all at once. The weight must then be known before backward: pass it to
             `acc.backward`. An exception in backward breaks the window until `zero_()`.
@@ -71,11 +67,11 @@ class FusedAccumulator:
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
-        process_group: The ranks of data parallel training; False for one process of many that is alone on purpose. Not
-            needed where `params` is a DistributedDataParallel module: that has a group. Parameters and module buffers
-            become those of the group's rank 0 now, and buffers again after every window. Micro-batches communicate
-            nothing (a DistributedDataParallel module is kept silent); `finalize` and `step` are collective, also on a
-            rank that ran no micro-batch: see `finalize`. Not for DTensors, which know their ranks.
+        process_group: The ranks of data parallel training. False: do not reduce across ranks. Leave it out where
+            `params` is a DistributedDataParallel module, which has a group, and for DTensors, which know their ranks.
+            Parameters and module buffers are broadcast from the group's rank 0 now, and buffers again after every
+            window. Micro-batches communicate nothing (a DistributedDataParallel module is kept silent); `finalize` and
+            `step` are collective, also on a rank that ran no micro-batch: see `finalize`.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
@@ -84,9 +80,9 @@ class FusedAccumulator:
             does; True does so in every backward; False never. After `param.data.copy_` in mid-window, which torch's
             version counters do not notice either, old values are used until the window ends.
         backend: "auto", "native", "triton" or "reference".
-        comm_dtype: What fp32 sums are reduced in over ranks. torch.bfloat16 halves the bytes; every rank's sum is
-            rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an element
-            is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
+        comm_dtype: The dtype in which fp32 sums are reduced over ranks. torch.bfloat16 halves the bytes; every rank's
+            sum is rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an
+            element is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and its value.
@@ -122,49 +118,39 @@ class FusedAccumulator:
             fuse_weight_gradients,
             comm_dtype,
         )
-        params, group, ddp = choose_group(params, process_group)
-        named = named_parameters(params)
-        shards = shards_of(params, named, process_group if group is None else group, autocast_route, noise_scale)
-        if shards is None:
-            check_group_given(process_group, group)
-        warn_of_batchnorm(params)
+        chosen = choose_ranks(params, process_group)
+        named = named_parameters(chosen.params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
-        self._ranks: Ranks | None = None
-        if group is not None:
-            if ddp is None:
-                refuse_wrapped([(entry.name, entry.param) for entry in named])
-            self._ranks = Ranks(group, comm_dtype, functools.partial(module_buffers, params, ddp))
-            self._ranks.check_alike(named, overflow=overflow, release=release, master_weights=master_weights)
-            if ddp is None:  # whose constructor has done that
-                self._ranks.broadcast(entry.param for entry in named)
-                self._ranks.share()
-        self._store = Store(named, backend, master_weights, shards)
-        if self._ranks is not None:
-            self._store.world_size = self._ranks.size
+        self._ranks = chosen.join(
+            named,
+            comm_dtype,
+            autocast_route=autocast_route,
+            noise_scale=noise_scale,
+            overflow=overflow,
+            release=release,
+            master_weights=master_weights,
+        )
+        warn_of_batchnorm(chosen.params)
+        self._store = Store(named, backend, master_weights)
+        self._ranks.follow(self._store.buffers)
+        self._silence = chosen.silence()
         self._overflow = overflow
-        self._reduction: Reduction | None = None
-        if self._ranks is not None:
-            self._reduction = Reduction(self._ranks, self._store, early=release == "backward")
-        self._noise = NoiseMeter(None if isinstance(noise_scale, bool) else noise_scale)
-        self._noise.on = noise_scale is not False
-        routed = params if isinstance(params, nn.Module) and autocast_route is not False and shards is None else None
+        half_life = None if isinstance(noise_scale, bool) else noise_scale
+        self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
+        module = chosen.params if isinstance(chosen.params, nn.Module) and not self._ranks.sharded else None
         self._intake = Intake(
-            routed,
+            module,
             self._store,
+            self._ranks,
             self._scaler,
             overflow,
             self._noise,
-            self._reduction,
             bucket_bytes=bucket_bytes if release == "backward" else None,
-            always_route=autocast_route is True,
-            fuse=fuse_weight_gradients,
-            whole=params
-            if isinstance(params, nn.Module) and shards is None and overflow not in ("microbatch", "raise")
-            else None,
+            autocast_route=autocast_route,
+            fuse_weight_gradients=fuse_weight_gradients,
         )
-        self._silence = None if ddp is None else Silence(ddp)
-        self._ending = Ending(self._store, self._scaler, overflow, self._noise, self._reduction)
+        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
         self._open()
 
     # ---- what it holds
@@ -175,9 +161,10 @@ class FusedAccumulator:
         return [buffer.tensor for buffer in self._store.buffers if not buffer.released]
 
     def parameters(self) -> Iterator[Tensor]:
-        """What to build the optimizer over, in the order given, frozen parameters included.
+        """The tensors to build the optimizer over, in the order given, frozen parameters included.
 
-        With `master_weights=True` the fp32 masters of fp16 and bf16 parameters, and all other parameters themselves.
+        With `master_weights=True` these are the fp32 masters of fp16 and bf16 parameters, and all other parameters
+        themselves.
         """
         return (self._store.target(entry.param) for entry in self._store.named)
 
@@ -203,9 +190,9 @@ class FusedAccumulator:
             self._store.masters.refresh()
 
     def main_grad(self, param: Tensor) -> Tensor:
-        """A parameter's view of its flat buffer, shaped and strided like the parameter (of a DTensor: its local part).
+        """A parameter's view of its flat buffer, shaped and strided like the parameter (a DTensor: its local shard).
 
-        The content is undefined while the parameter has got no gradient in this window.
+        Its content is undefined until the parameter gets a gradient in this window.
 
         Raises:
             ValueError: `param` is not accumulated here, or frozen.
@@ -227,7 +214,7 @@ class FusedAccumulator:
             RuntimeError: inside a window.
         """
         taken = self._intake.added_in_backward
-        if self.micro_batches or self._window.verdict is not None or taken:
+        if self.micro_batches or self._window.phase is not Phase.OPEN or taken:
             raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
         self._store.release()
 
@@ -240,7 +227,7 @@ class FusedAccumulator:
     def weight(self) -> Tensor:
         """Sum of the weights of the window's micro-batches, dropped ones not counted; fp64 0-d, on the first device.
 
-        This rank's until `finalize`, afterwards that of all ranks; so is `found_inf`.
+        Until `finalize` it is this rank's sum, afterwards that of all ranks. The same holds for `found_inf`.
         """
         return self._store.state()[State.WEIGHT].clone()
 
@@ -248,21 +235,23 @@ class FusedAccumulator:
     def found_inf(self) -> Tensor:
         """Whether any gradient of this window was not finite: fp32 0-d, 0.0 or 1.0, on the first device.
 
-        With DTensors ranks agree when the window ends; before, it is what this rank found.
+        With DTensors, ranks agree when the window ends; until then it is what this rank found.
         """
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
+        if not self._ranks.begun:
+            self._end.check_sums(self._window)
         return self._store.state()[State.FOUND_INF].float()
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, for overflow or because the window was empty. Reading it synchronises."""
-        return self._ending.was_skipped()
+        return self._end.was_skipped()
 
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises.
 
-        With DTensors, of those whose part on this rank was not finite.
+        With DTensors, it names those whose local shard was not finite.
         """
         return self._store.flagged()[1]
 
@@ -281,11 +270,7 @@ class FusedAccumulator:
         if self._intake.hooks is not None:
             raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")
         if not self._noise.on:
-            if self._store.shards is not None:
-                self._store.shards.check_noise_scale()
-            self._noise.on = True
-            if self.micro_batches == 0:
-                self._noise.open_window()
+            self._noise.turn_on(now=self.micro_batches == 0)
         return self._noise.read()
 
     def metrics(self) -> dict[str, float | Tensor]:
@@ -300,7 +285,7 @@ class FusedAccumulator:
         * `windows`, `windows_skipped`: how many have ended since construction, and how many of them without a step;
         * `loss_scale`: of the GradScaler, as it is now; `noise_scale`: the critical batch size, where it is measured.
         """
-        metrics = self._ending.metrics.read()
+        metrics = self._end.metrics.read()
         loss_scale = self._scaler.current_scale()
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
@@ -309,14 +294,14 @@ class FusedAccumulator:
         return metrics
 
     def __repr__(self) -> str:
-        finalized = self._window.verdict is not None
+        finalized = self._window.phase is Phase.FINALIZED
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
-        norm = "none yet" if self._ending.last_norm is None else f"{self._ending.last_norm.item():.6g}"
-        route = self._intake.route
-        routed = f", autocast route for {route.parameters} parameters" if route is not None else ""
-        ranks = f", {self._ranks}" if self._ranks is not None else ""
+        norm = "none yet" if self._end.last_norm is None else f"{self._end.last_norm.item():.6g}"
+        ways = ", ".join(f"{count:,} {way}" for way, count in self._intake.ways().items())
+        ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
-            f"FusedAccumulator({self._store}{routed}{ranks}, overflow={self._overflow!r}, {position}, last norm {norm})"
+            f"FusedAccumulator({self._store}, elements: {ways}{ranks}, overflow={self._overflow!r}, {position}, "
+            f"last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -370,7 +355,7 @@ class FusedAccumulator:
         self._intake.accumulate(scalar, last)
 
     def _check_last(self, last: bool) -> None:
-        if last and self._ranks is not None and self._intake.hooks is None:
+        if last and self._ranks.reduces_sums and self._intake.hooks is None:
             raise ValueError("last=True needs release='backward': otherwise there is no backward to send sums in")
 
     @opaque
@@ -385,8 +370,7 @@ class FusedAccumulator:
                 all ranks go on to, then skip the step and leave the loss scale alone. More micro-batches may come.
         """
         self._intake.discard()
-        if window or (self._window.broken and self._ranks is not None):
-            self._window.dropped, self._window.broken = True, False
+        self._window.discard(window, together=self._ranks.ends_together)
 
     # ---- the end of a window
 
@@ -417,10 +401,10 @@ class FusedAccumulator:
                 optimizer owns; a parameter that changed since construction; `scaler.unscale_` was called.
         """
         self._check_end("finalize()", optimizers)
-        given = self._ending.divisor(self._window, divisor)
+        given = self._end.divisor(self._window, divisor)
         self._prepare_empty_window()
         self._intake.listen(False)  # a backward from here on adds to what was handed out
-        self._ending.finalize(self._window, optimizers, given)
+        self._end.finalize(self._window, optimizers, given)
 
     @opaque
     @torch.no_grad()
@@ -441,35 +425,36 @@ class FusedAccumulator:
         Raises:
             RuntimeError: before `finalize`; or the norm is not finite and that was to be an error.
         """
-        if self._window.verdict is None:
+        if self._window.phase is not Phase.FINALIZED:
             raise RuntimeError(
                 "clip_grad_norm_() before finalize(): the order is acc.finalize(optimizer), "
                 "acc.clip_grad_norm_(max_norm), scaler.step(optimizer), scaler.update(), acc.zero_()"
             )
-        norm = self._ending.norm(float(norm_type))
+        norm = self._end.norm(float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
-        self._ending.clip(norm, max_norm)
-        return self._ending.result(norm)
+        self._end.clip(norm, max_norm)
+        return self._end.result(norm)
 
     @opaque
     @torch.no_grad()
     @profiled
     def step(
-        self, optimizer: Optimizer, *, max_norm: float | Tensor | None = None, divisor: float | Tensor | None = None
+        self, *optimizers: Optimizer, max_norm: float | Tensor | None = None, divisor: float | Tensor | None = None
     ) -> Tensor | None:
         """End the window: average, clip, `scaler.step`, `scaler.update`, and open the next.
 
         With torch's fused optimizers over fp32 parameters, average and clip are folded into the optimizer's own pass
         (`optimizer.grad_scale`, `optimizer.found_inf`), and nothing waits for the device; otherwise one read of
-        found_inf does. A window without weight is a no-op that leaves the scale alone. With a process group this is
+        found_inf does. Several optimizers are stepped in the order given, or all skipped. A window without weight is a
+        no-op that leaves the scale alone. With a process group this is
         collective, as `finalize` is; on a GPU, a rank where a parameter got no gradient reads whether others have one.
 
         Args:
-            optimizer: Owns every accumulated parameter.
+            *optimizers: Each accumulated parameter belongs to exactly one of them.
             max_norm: Clip the averaged gradient to this 2-norm.
             divisor: See `finalize`.
 
@@ -477,23 +462,23 @@ class FusedAccumulator:
             The norm before clipping (see `clip_grad_norm_`) when `max_norm` is given, else None.
 
         Raises:
-            TypeError: the optimizer's step needs a closure; and as `finalize`.
+            TypeError: an optimizer's step needs a closure; and as `finalize`.
         """
-        check_optimizer(optimizer, "step()")
-        check_no_closure(optimizer)
+        for optimizer in optimizers:
+            check_optimizer(optimizer, "step()")
+            check_no_closure(optimizer)
         limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
-        self._check_end("step()", (optimizer,))
-        given = self._ending.divisor(self._window, divisor)
-        if self.micro_batches == 0 and self._ranks is None:
+        self._check_end("step()", optimizers)
+        given = self._end.divisor(self._window, divisor)
+        if self.micro_batches == 0 and not self._ranks.ends_together:
             norm = None if limit is None else torch.zeros((), dtype=torch.float64, device=self._store.device)
-            self._ending.skipped = True
-            self._ending.metrics.end_empty_window()
+            self._end.skip_empty()
         else:
             self._prepare_empty_window()
             self._intake.listen(False)
-            norm = self._ending.step(self._window, optimizer, given, limit)
+            norm = self._end.step(self._window, optimizers, given, limit)
         self.zero_()
-        return None if norm is None else self._ending.result(norm)
+        return None if norm is None else self._end.result(norm)
 
     @opaque
     def zero_(self) -> None:
@@ -504,8 +489,7 @@ class FusedAccumulator:
         Raises:
             RuntimeError: parts of the window were sent to other ranks, which wait for the rest.
         """
-        sent = self._reduction is not None and self._reduction.begun
-        if sent and self._window.verdict is None and not self._window.reducing:
+        if self._ranks.begun and self._window.phase not in (Phase.REDUCING, Phase.FINALIZED):
             raise RuntimeError(
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
@@ -541,23 +525,22 @@ class FusedAccumulator:
                 between the micro-batch with `last=True` and `finalize`; or FSDP2 keeps gradients that it has not
                 reduced.
         """
-        if self._reduction is not None and self._reduction.begun and self._window.verdict is None:
+        if self._ranks.begun and self._window.phase is not Phase.FINALIZED:
             raise RuntimeError(
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )
-        if self._window.broken or self._intake.interrupted or self._intake.added_in_backward:
+        if self._window.phase is Phase.BROKEN or self._intake.interrupted or self._intake.added_in_backward:
             raise RuntimeError(
                 "state_dict() with gradients of a backward that was not counted (release='backward'): call "
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
-        norm = self._ending.last_norm
+        self._end.check_sums(self._window)
         return {
-            **save(self._store),
+            **save(self._store, self._ranks),
+            **self._end.state_dict(),
             "window": self._window.state_dict(),
             "serial": self._intake.serial,
-            "step_was_skipped": self.step_was_skipped,
-            "last_norm": None if norm is None else norm.item(),
             "noise_scale": self._noise.state_dict(),
         }
 
@@ -575,17 +558,13 @@ class FusedAccumulator:
         """
         self._intake.settle()
         self._store.check_drift()
-        checked = check(self._store, state_dict)
+        checked = check(self._store, self._ranks, state_dict)
         self.zero_()
         self._intake.prepare_window()
         load(self._store, checked)
         self._window.load_state_dict(state_dict["window"])
-        self._intake.serial = state_dict["serial"]
-        self._ending.skipped = state_dict["step_was_skipped"]
-        norm = state_dict["last_norm"]
-        if norm is not None:
-            norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
-        self._ending.last_norm = norm
+        self._intake.resume(state_dict["serial"])
+        self._end.load_state_dict(state_dict)
         self._noise.load_state_dict(state_dict["noise_scale"], self._store.device)
 
     def remove(self) -> None:
@@ -605,47 +584,47 @@ class FusedAccumulator:
 
     def _open(self) -> None:
         self._window = Window()
-        self._ending.open_window()
+        self._end.open_window()
         self._noise.open_window()
-        if self._reduction is not None:
-            self._reduction.open_window()
+        self._ranks.open_window()
         self._intake.open_window(self._window)
 
     def _prepare_empty_window(self) -> None:
-        """What the first micro-batch would have done, where there was none and other ranks may have had one."""
-        if self._ranks is not None and self.micro_batches == 0:
+        """Do what the first micro-batch would have done: there was none here, but other ranks may have had one."""
+        if self._ranks.ends_together and self.micro_batches == 0:
             self._intake.prepare_window()
 
     def _require_accumulating(self, caller: str) -> None:
         self._intake.settle()
         if not self._store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
-        if self._window.verdict is not None:
+        phase, adds = self._window.phase, caller in ("accumulate()", "backward()")
+        if phase is Phase.FINALIZED:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
             )
-        if self._window.averaged and caller in ("accumulate()", "backward()"):
+        if phase is Phase.AVERAGED and adds:
             raise RuntimeError(
                 f"{caller}: the window was loaded as finalized; call acc.finalize(optimizer) or acc.zero_()"
             )
-        if self._window.reducing:
+        if phase is Phase.REDUCING:
             raise RuntimeError(
                 f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
             )
-        if self._window.broken or self._intake.interrupted:
-            out = "acc.zero_()" if self._ranks is None else "acc.discard(), on all ranks at their finalize() or step()"
+        if phase is Phase.BROKEN or self._intake.interrupted:
+            together = self._ranks.ends_together
+            out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
                 f"(release='backward'); drop the window with {out}"
             )
-        begun = self._reduction is not None and self._reduction.begun
-        if begun and caller in ("accumulate()", "backward()"):
+        if self._ranks.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
     def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
         self._require_accumulating(caller)
         self._require_reduced(caller)
-        self._ending.check(caller, optimizers)
+        self._end.check(caller, optimizers)
         if self._intake.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "

@@ -1,1 +1,4 @@
-"""Benchmarks: one module per question, results as CSV in `results/`. `python -m benchmarks.<module> --help`."""
+"""What accumkernels costs and saves, measured against its peers: `python -m benchmarks.NAME`.
+
+`commands/` measures and prints, `methods/` is what is compared, `harness/` times and writes results and knows neither.
+"""

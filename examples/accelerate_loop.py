@@ -1,4 +1,4 @@
-"""accelerate's loop with FusedAccumulator: another import, and a weight. Beside it the loop without, and the truth.
+"""accelerate's loop with FusedAccumulator: one import and one weight change. Compared with stock and the truth.
 
 make example-accelerate_loop        # or, with accumkernels[accelerate] installed: python examples/accelerate_loop.py
 """
@@ -15,7 +15,7 @@ from accumkernels.integrations.accelerate import Accelerator
 
 
 def train(accelerator: Any, weighted: bool) -> nn.Module:
-    """The loop of accelerate's documentation; `weight` is the only thing that its Accelerator does not know."""
+    """The loop of accelerate's documentation; `weight` is the only argument that its own Accelerator lacks."""
     model = LanguageModel()
     model, optimizer, loader = accelerator.prepare(model, make_optimizer(model), make_loader())
     for batch in loader:

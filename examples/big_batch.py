@@ -1,6 +1,6 @@
-"""What the trainers' examples share: samples of unequal length, a small GPT, and training with the big batch itself.
+"""The parts that the trainers' examples share: samples of unequal length, a small GPT, training with the big batch.
 
-Ten micro-batches of four samples make three windows: four, four, and a short one of two.
+Ten micro-batches of four samples make three windows of four, four and two micro-batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class LanguageModel(nn.Module):
-    """The demo's GPT, smaller; the mean loss over its labels, as a dict, the way trainers call models."""
+    """A smaller version of the demo's GPT that returns the mean loss over its labels in a dict, as trainers expect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,39 +27,39 @@ class LanguageModel(nn.Module):
         self.gpt = GPT(width=32, depth=2, heads=2)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """int64 `[samples, length]` both."""
+        """Both arguments are int64 `[samples, length]`."""
         return {"loss": self.gpt(inputs, labels)}
 
 
 def samples() -> list[bytes]:
-    """Paragraphs of Python's standard library: some lines, or many."""
+    """Return paragraphs of Python's standard library, some short and some long."""
     every = read_samples(TRAINING_FILES)
     return random.Random(0).sample(every, MICRO_BATCH_SIZE * MICRO_BATCHES)
 
 
 def collate(pieces: list[bytes]) -> dict[str, Any]:
-    """A batch, padded; the padding's labels are -100."""
+    """Pad samples to a batch; the labels of the padding are -100."""
     batch = Batch.collate(pieces, CPU)
     return {"inputs": batch.inputs, "labels": batch.targets}
 
 
 def tokens(batch: dict[str, Any]) -> Tensor:
-    """What the mean loss of a batch is the mean over."""
+    """Count the labels that the mean loss of a batch is taken over."""
     return (batch["labels"] != IGNORE).sum()
 
 
 def make_loader() -> torch.utils.data.DataLoader:
-    """The micro-batches, always in the same order."""
+    """Return the micro-batches, always in the same order."""
     return torch.utils.data.DataLoader(samples(), MICRO_BATCH_SIZE, collate_fn=collate)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD: the parameters then move by the gradients, and differ where those do."""
+    """Return SGD: its parameters move by the gradients, so they differ where the gradients do."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train_with_big_batches() -> nn.Module:
-    """Every window as one batch: what accumulation is to reproduce."""
+    """Train with every window as one batch, the result that accumulation must reproduce."""
     model, every = LanguageModel(), samples()
     optimizer = make_optimizer(model)
     for start in range(0, len(every), MICRO_BATCH_SIZE * STEPS):
@@ -70,12 +70,12 @@ def train_with_big_batches() -> nn.Module:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters."""
+    """Concatenate all parameters."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def report(trainer: str, stock: nn.Module, fused: nn.Module) -> None:
-    """How far both ended from the model that the big batches trained, relative to how far that one moved."""
+    """Print how far both models ended from the one that the big batches trained, relative to how far that one moved."""
     truth, start = flat(train_with_big_batches()), flat(LanguageModel())
     print(f"after 3 windows of {STEPS}, {STEPS} and {MICRO_BATCHES % STEPS} micro-batches, from the big batch:")
     for name, model in ((trainer, stock), (f"{trainer} with FusedAccumulator", fused)):

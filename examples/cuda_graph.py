@@ -1,9 +1,9 @@
-"""A whole window in one CUDA graph: K times forward, backward and accumulate, then the step; replayed with new data.
+"""Capture a whole window in one CUDA graph (K micro-batches and the step) and replay it with new data.
 
     python examples/cuda_graph.py
 
-Without a GPU the same windows run one kernel at a time, and the program says so. What the host knows under replay, and
-what a capture needs: docs/cuda_graphs.md.
+Without a GPU the same windows run one kernel at a time, and the program says so. docs/cuda_graphs.md explains what a
+capture needs, and what the host knows under replay.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Window:
     """K micro-batches and a step. Inputs, targets and weights are tensors that keep their place.
 
     Args:
-        model: On the device.
+        model: The model, on its device.
         accumulation_steps: K.
-        micro_batch_size: Samples that a micro-batch has room for; weights say how many of them count.
+        micro_batch_size: How many samples fit in a micro-batch; weights say how many of them count.
     """
 
     def __init__(self, model: nn.Module, accumulation_steps: int, micro_batch_size: int, width: int) -> None:
@@ -46,7 +46,7 @@ class Window:
         return self.accumulator.step(self.optimizer, max_norm=1.0)
 
     def capture(self) -> None:
-        """Warm up, without residue, and capture."""
+        """Warm up, which leaves no trace, and capture."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -60,7 +60,7 @@ class Window:
         self._graph = graph
 
     def __call__(self, inputs: Tensor, targets: Tensor, weights: Sequence[float]) -> Tensor | None:
-        """One window. Returns the norm before clipping, 0-d; a replay writes into the one it returned before."""
+        """Run one window. Returns the norm before clipping, 0-d; each replay overwrites the tensor returned before."""
         self.inputs.copy_(inputs)
         self.targets.copy_(targets)
         self.weights.copy_(torch.tensor(weights, dtype=torch.float64))
@@ -71,7 +71,7 @@ class Window:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train a small model on a GPU with a graph, on a CPU without."""
+    """Train a small model, with a graph on a GPU and without one on a CPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=50, help="optimizer steps (default: 50)")
     parser.add_argument("--accumulation-steps", type=int, default=4, help="micro-batches per window (default: 4)")

@@ -1,11 +1,11 @@
-"""Data parallel training on sequences of unequal lengths: every token counts the same, on whatever rank it is.
+"""Data parallel training on sequences of unequal lengths: every token counts the same, whichever rank it is on.
 
     torchrun --nproc-per-node 2 examples/data_parallel.py
 
-Each rank trains the demo's GPT on samples of its own, in DistributedDataParallel, with a FusedAccumulator that keeps it
-silent in micro-batches and reduces once per window. In the end rank 0 trains the same windows alone and compares: the
-result is that of one process on all the data. (DistributedDataParallel itself takes the mean over ranks of means over
-tokens, in which a token of a rank with few of them counts more.)
+Each rank trains the demo's GPT in DistributedDataParallel on its own samples. A FusedAccumulator turns off
+communication in micro-batches and reduces once per window. At the end rank 0 trains the same windows alone and
+compares: the results are the same up to rounding. (DistributedDataParallel itself takes the mean over ranks of means
+over tokens, in which a token counts more on a rank with few tokens.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MICRO_BATCHES = 3  # per rank and window
 
 
 def micro_batch(samples: Sequence[bytes], index: int, device: torch.device) -> Batch:
-    """Some samples of the text; `index` counts over windows, ranks and micro-batches."""
+    """Return the samples of micro-batch `index`, which counts over windows, ranks and micro-batches."""
     first = index * MICRO_BATCH_SIZE % (len(samples) - MICRO_BATCH_SIZE)
     return Batch.collate(samples[first : first + MICRO_BATCH_SIZE], device)
 
@@ -35,7 +35,7 @@ def micro_batch(samples: Sequence[bytes], index: int, device: torch.device) -> B
 def train(
     model: torch.nn.Module, ranks: range, size: int, windows: int, device: torch.device, process_group: object = None
 ) -> list[torch.Tensor]:
-    """Train on the data of some ranks; the parameters afterwards."""
+    """Train on the data of the given ranks and return the final parameters."""
     samples = read_samples(TRAINING_FILES)
     accumulator = ak.FusedAccumulator(model, process_group=process_group, release="backward")
     optimizer = torch.optim.SGD(accumulator.parameters(), lr=0.1, momentum=0.9)

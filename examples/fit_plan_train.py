@@ -1,10 +1,10 @@
-"""From "out of memory" to the batch size of the paper: fit, plan, train, and the result of the big batch.
+"""From "out of memory" to the batch size of the paper: fit, plan, train, and compare with the big batch.
 
     python examples/fit_plan_train.py
 
-A small GPT learns Python's standard library with 64 samples per optimizer step, on a device that has too little memory
-for them: a limit on the bytes of tensors plays the device, so that this runs anywhere. For a real GPU leave
-`memory_limit` out.
+A small GPT learns Python's standard library with 64 samples per optimizer step, on a device with too little memory for
+them. A limit on the bytes of tensors stands in for the device, so that this runs anywhere. For a real GPU, leave out
+`memory_limit`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LEARNING_RATE = 1e-3
 
 
 def collate(samples: list[bytes]) -> dict[str, Any]:
-    """What the model is called with."""
+    """Return the keyword arguments of the model."""
     batch = Batch.collate(samples, DEVICE)
     return {"inputs": batch.inputs, "targets": batch.targets}
 
 
 def train_big(model: nn.Module, windows: list[list[bytes]]) -> list[float]:
-    """Each window as one batch: what is wanted, where memory suffices."""
+    """Train with each window as one batch, as one would if memory sufficed."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for samples in windows:
@@ -46,7 +46,7 @@ def train_big(model: nn.Module, windows: list[list[bytes]]) -> list[float]:
 
 
 def train_accumulated(model: nn.Module, windows: list[list[bytes]], plan: ak.AccumulationPlan) -> list[float]:
-    """The same windows in micro-batches. The weight is what the mean loss is a mean over: the number of bytes."""
+    """Train with the same windows in micro-batches, weighted by the number of bytes their mean loss is taken over."""
     accumulator = ak.FusedAccumulator(model)
     optimizer = torch.optim.AdamW(accumulator.parameters(), lr=LEARNING_RATE)
     losses = []
@@ -63,7 +63,7 @@ def train_accumulated(model: nn.Module, windows: list[list[bytes]], plan: ak.Acc
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do the whole journey; the answer is 0 where both trainings agree."""
+    """Run all four steps; return 0 if both trainings agree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit-mib", type=int, default=64, help="memory of the simulated device (default: 64)")
     parser.add_argument("--target", type=int, default=64, help="samples per optimizer step (default: 64)")
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     longest = sorted(samples, key=len, reverse=True)
 
     def make_batch(n: int) -> dict[str, Any]:
-        return collate(longest[:n])  # the largest batch there can be: no other needs more memory
+        return collate(longest[:n])  # the largest possible batch: no other one needs more memory
 
     print(f"1. The batch of {target} does not fit in {format_bytes(limit)}, predicted without allocating any of it:\n")
     report = ak.memory_report(model, torch.optim.AdamW(model.parameters()), make_batch, target, fake=True)

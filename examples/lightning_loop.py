@@ -1,4 +1,4 @@
-"""Lightning with FusedAccumulator: a callback, in automatic and in manual optimization; without it, and the truth.
+"""Lightning with FusedAccumulator as a callback, in automatic and manual optimization, against Lightning and the truth.
 
 make example-lightning_loop         # or, with accumkernels[lightning] installed: python examples/lightning_loop.py
 """
@@ -17,37 +17,37 @@ from accumkernels.integrations.lightning import FusedAccumulation
 
 
 class Automatic(pl.LightningModule):
-    """Nothing changes here."""
+    """A module for automatic optimization, which stays as it is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = LanguageModel()
 
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor | None:
-        """The mean loss of a micro-batch."""
+        """Return the mean loss of a micro-batch."""
         return self.model(**batch)["loss"]
 
     def configure_optimizers(self) -> Any:
-        """One optimizer."""
+        """Return the only optimizer."""
         return make_optimizer(self)
 
 
 class Manual(Automatic):
-    """With the callback: no division of the loss, no zero_grad."""
+    """A module for manual optimization with the callback: it neither divides the loss nor calls zero_grad."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: dict[str, Any], index: int) -> None:
-        """A backward per micro-batch, a step per window."""
+        """Call backward for each micro-batch and step for each window."""
         self.manual_backward(self.model(**batch)["loss"])
         if (index + 1) % STEPS == 0 or index + 1 == MICRO_BATCHES:
             self.optimizers().step()
 
 
 def train(module: pl.LightningModule, steps: int, callbacks: list[pl.Callback]) -> LanguageModel:
-    """One epoch."""
+    """Train for one epoch."""
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -1,11 +1,11 @@
-"""How large a batch is worth it: the critical batch size while the demo's GPT learns, as a picture.
+"""How large a batch is worth it: draw the critical batch size while the demo's GPT learns.
 
     python examples/noise_scale.py --out noise_scale.png
 
-`FusedAccumulator(noise_scale=...)` measures norms of the micro-batches' gradients and of their sum in the pass that
-adds them. Up to the noise scale that follows from them, a batch k times as large takes nearly k times fewer steps; far
-beyond it, the larger batch only costs (McCandlish et al. 2018, arXiv:1812.06162). It is small at the beginning, where
-all samples pull the same way: the batch of the first hours of a training need not be that of the last
+`FusedAccumulator(noise_scale=...)` measures the norms of the micro-batches' gradients and of their sum in the pass
+that adds them. The noise scale follows from these norms. Up to it, a batch k times as large takes nearly k times fewer
+steps; far beyond it, a larger batch only costs more (McCandlish et al. 2018, arXiv:1812.06162). It is small at the
+beginning, where all samples pull the same way, so training may start with a smaller batch than it ends with
 (`planning.schedule.FollowNoiseScale`).
 """
 
@@ -22,13 +22,13 @@ from accumkernels.demo.data import CONTEXT, TRAINING_FILES, Batch, read_samples
 from accumkernels.demo.model import GPT
 
 MICRO_BATCH_SIZE = 4
-HALF_LIFE = 10  # windows: of a measurement this old, half counts
+HALF_LIFE = 10  # windows; a measurement this old counts half
 
 
 def measure(windows: int, accumulation_steps: int, seed: int = 0) -> tuple[list[float], list[float]]:
-    """Train; after each window its mean loss (nats per byte) and the noise scale (samples).
+    """Train, and return the mean loss (nats per byte) and the noise scale (samples) after each window.
 
-    All samples have the same length, so that each counts the same and is a unit of the noise scale.
+    All samples have the same length, so each counts the same and is one unit of the noise scale.
     """
     torch.manual_seed(seed)
     model = GPT()
@@ -60,7 +60,7 @@ def measure(windows: int, accumulation_steps: int, seed: int = 0) -> tuple[list[
 
 
 def draw(path: Path, losses: list[float], scales: list[float], batch_size: int) -> None:
-    """Write the picture, a PNG of 1080 x 600 pixels."""
+    """Write the picture as a PNG of 1080 x 600 pixels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
@@ -82,7 +82,7 @@ def draw(path: Path, losses: list[float], scales: list[float], batch_size: int) 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table, draw."""
+    """Measure, print a table and draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=150, help="optimizer steps (default: 150)")
     parser.add_argument("--accumulation-steps", type=int, default=8, help="micro-batches per window (default: 8)")

@@ -1,9 +1,8 @@
-"""transformers' Trainer with FusedAccumulator: another import. Beside it the Trainer without, and the truth.
+"""transformers' Trainer with FusedAccumulator: one import changes. Compared with the stock Trainer and the truth.
 
     make example-transformers_trainer   # or, with accumkernels[transformers]: python examples/transformers_trainer.py
 
-The model is one of one's own, whose forward does not take `num_items_in_batch`: there the Trainer makes a mean of
-means.
+The forward of this model does not take `num_items_in_batch`, so the stock Trainer computes a mean of means.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from accumkernels.integrations.transformers import Trainer
 
 
 def train(trainer_class: type[Any]) -> nn.Module:
-    """One epoch, in order."""
+    """Train for one epoch, in order."""
     model = LanguageModel()
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(

@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 import torch
-from models import batch, mlp, relative_error
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.models import batch, mlp, relative_error
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 

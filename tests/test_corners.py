@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from models import batch, mlp, relative_error
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.models import batch, mlp, relative_error
 
 INF = float("inf")
 
@@ -292,7 +292,7 @@ def test_fused_sgd_with_a_frozen_parameter_reads_nothing_back():
     for _ in range(2):
         acc.backward(mse_loss(model(x), y))
         acc.step(optimizer)
-    assert isinstance(acc._ending.skipped, torch.Tensor)  # never turned into a bool
+    assert isinstance(acc._end._skipped, torch.Tensor)  # never turned into a bool
 
 
 def test_accumulate_without_gradients_warns_once(caplog):
@@ -324,8 +324,8 @@ def test_no_reference_cycles_with_the_scaler():
         scaler.step(optimizer)
         scaler.update()
         acc.zero_()
-        acc._ending.skipped = False
-        acc._ending.metrics._window.clear()
+        acc._end._skipped = False
+        acc._end.metrics._window.clear()
         assert skip() is None
     finally:
         gc.enable()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import batch, mlp
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.models import batch, mlp
 
 K, SIZE = 3, 8
 

@@ -10,10 +10,10 @@ import copy
 
 import pytest
 import torch
-import zoo
-from models import relative_error
 
 import accumkernels as ak
+from tests.support import zoo
+from tests.support.models import relative_error
 
 MICRO_BATCHES = [[0, 1, 2], [3], [4, 5]]
 # Relative L2 over all parameters. Of the big batch in fp64: some 100 roundings of 2**-24 in forward and backward. In

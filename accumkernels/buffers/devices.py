@@ -1,6 +1,8 @@
-"""Moving device scalars between devices."""
+"""Device scalars on several devices: moving them, and the worst of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -9,3 +11,8 @@ from torch import Tensor
 def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy to another device without waiting, except to the CPU: there the host would read what has not arrived."""
     return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
+
+
+def worst(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The elementwise maximum of tensors of one shape on any devices, on `device`; a copy."""
+    return torch.stack([move(tensor, device) for tensor in tensors]).amax(0)

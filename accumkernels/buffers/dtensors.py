@@ -1,4 +1,4 @@
-"""DTensors as what they are on this rank: local tensors, and back."""
+"""DTensors and their local shards."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the very tensor that it holds; any other tensor as it is."""
-    # Not to_local(), which makes another tensor of a parameter's part.
+    """The local shard of a DTensor, the very tensor that it holds; any other tensor as it is."""
+    # to_local() would make another tensor of a parameter's shard.
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_grad(param: Tensor) -> Tensor | None:
-    """This rank's part of `param.grad`, laid out over the mesh as the parameter is.
+    """The local shard of `param.grad`, placed on the mesh as the parameter is.
 
-    FSDP2's gradients are; those of other DTensors may still have to be reduced, or cut, which is collective.
+    FSDP2's gradients are already; those of other DTensors may have to be reduced or sharded first, which is collective.
     """
     grad: Any = param.grad
     if grad is None or not is_dtensor(param):
@@ -35,7 +35,7 @@ def local_grad(param: Tensor) -> Tensor | None:
 
 
 def shaped_like(part: Tensor, param: Any) -> Tensor:
-    """`part`, the local part for `param`, as a DTensor over the same mesh; as it is where `param` is no DTensor."""
+    """`part`, a local shard for `param`, as a DTensor on its mesh; `part` itself where `param` is not a DTensor."""
     if not is_dtensor(param):
         return part
     return sys.modules["torch.distributed.tensor"].DTensor.from_local(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .dtensors import is_dtensor, local
-from .layout import ALIGNMENT_BYTES, Segment
+from .layout import Segment, aligned
 from .parameters import NamedParameter
 
 
@@ -25,7 +25,8 @@ class FlatBuffer:
         all_indices: of the segments.
         contiguous: whether all segments are in index order.
         touched: per segment, whether it holds a sum of this window.
-        unchecked: of the segments, those that something was added to without a check for overflow.
+        unchecked: segments that something was added to without a check for overflow, each with the serial number of
+            the last micro-batch that did.
         sharded: whether any parameter is a DTensor.
         ops: the backend's module.
     """
@@ -36,7 +37,6 @@ class FlatBuffer:
         self.dtype = dtype
         self.device = device
         self.ops = ops
-        alignment = ALIGNMENT_BYTES // dtype.itemsize
         self.segments: list[Segment] = []
         end = 0
         for index, entry in enumerate(named):
@@ -58,13 +58,13 @@ class FlatBuffer:
                     p.stride(),
                 )
             )
-            end += -(-p.numel() // alignment) * alignment
+            end += aligned(p.numel(), dtype)
         self.numel = end
         self.layout_host = torch.tensor([[s.offset, s.numel] for s in self.segments], dtype=torch.int64, device="cpu")
         self.layout = self.layout_host.to(device)
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
-        self.unchecked: set[int] = set()
+        self.unchecked: dict[int, int] = {}
         self.params = [s.param for s in self.segments]
         self.sharded = any(map(is_dtensor, self.params))
         self.all_indices = list(range(len(self.segments)))
@@ -92,7 +92,7 @@ class FlatBuffer:
         return f"flat buffer of {len(self.segments)} segments, {elements:,} elements, {self.dtype} on {self.device}"
 
     def first_touches(self, indices: list[int]) -> list[bool]:
-        """Of segments: whether they hold no sum of this window yet."""
+        """For each of these segments, whether it holds no sum of this window yet."""
         touched = self.touched
         if not any(touched):
             return [True] * len(indices)
@@ -100,13 +100,27 @@ class FlatBuffer:
             return [False] * len(indices)
         return [not touched[index] for index in indices]
 
-    def touch(self, indices: list[int]) -> None:
+    def open_window(self) -> None:
+        """Forget the sums: no segment holds one."""
+        self.touched = bytearray(len(self.segments))
+        self.unchecked.clear()
+
+    def set_touched(self, touched: Sequence[int]) -> None:
+        """Note, for every segment, whether it holds a sum."""
+        self.touched = bytearray(touched)
+
+    def touch(self, indices: Sequence[int]) -> None:
         """Note that segments hold a sum."""
         if indices is self.all_indices:
             self.touched = bytearray(b"\1") * len(indices)
         else:
             for index in indices:
                 self.touched[index] = True
+
+    def touch_unchecked(self, index: int, tag: int) -> None:
+        """Note that micro-batch `tag` was added to a segment, and nobody has looked whether the sum is finite."""
+        self.touched[index] = True
+        self.unchecked[index] = tag
 
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""
@@ -116,11 +130,11 @@ class FlatBuffer:
         """Their views."""
         return [self.views[s.index] for s in self.touched_segments()]
 
-    def touched_ranges(self) -> list[Tensor]:
-        """The fewest 1-d slices of `tensor` that cover all touched segments and no untouched one."""
+    def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other one."""
         ranges: list[tuple[int, int]] = []
         previous = -2
-        for s in self.touched_segments():
+        for s in segments:
             start = s.offset
             if previous == s.index - 1:
                 start = ranges.pop()[0]
@@ -135,11 +149,6 @@ class FlatBuffer:
             device[:, 0] = host[:, 0] = 0
             self._alone[index] = (device, host)
         return self._alone[index]
-
-    def divide(self, divisor: Tensor) -> None:
-        """Divide the touched segments by a 0-d tensor; a true division, as `grad / K` would be."""
-        for piece in self.touched_ranges():
-            piece.div_(divisor)
 
 
 def buffer_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,6 +16,12 @@ from .dtensors import local
 ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pair, eight 16-byte accesses
 
 
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """`numel` rounded up so that what comes next in a flat tensor of `dtype` is aligned."""
+    elements = ALIGNMENT_BYTES // dtype.itemsize
+    return -(-numel // elements) * elements
+
+
 @dataclass(frozen=True)
 class Segment:
     """One parameter's range of a flat buffer; for a DTensor, the range, shape and strides of its local part.

@@ -14,10 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .dtensors import local, shaped_like
 from .flat import FlatBuffer
-from .layout import ALIGNMENT_BYTES, Segment
+from .layout import Segment, aligned
 from .parameters import NamedParameter
-
-_ALIGNMENT = ALIGNMENT_BYTES // 4  # elements of fp32
 
 
 class Masters:
@@ -50,7 +48,7 @@ class Masters:
         """Give the masters of parameters that got a place in flat buffers memory, and the parameters' values."""
         for buffer in buffers:
             segments = [s for s in buffer.segments if id(s.param) in self._masters]
-            sizes = [-(-s.numel // _ALIGNMENT) * _ALIGNMENT for s in segments]
+            sizes = [aligned(s.numel, torch.float32) for s in segments]
             flat = torch.zeros(sum(sizes), dtype=torch.float32, device=buffer.device)
             self.flat.append(flat)
             offset = 0

@@ -23,7 +23,7 @@ class NamedParameter:
     owners: list[tuple[dict[str, Any], str]] = field(default_factory=list, repr=False)
 
     def check_identity(self) -> str | None:
-        """That the module tree holds another tensor in this parameter's place, in words; None when it does not."""
+        """Say in words that the module tree holds another tensor in this parameter's place; None when it does not."""
         for owner, key in self.owners:
             found = owner.get(key)
             if found is not self.param and not _unsharded(found, self.param):
@@ -89,7 +89,7 @@ def _from_items(items: Iterable[Any], prefix: str = "") -> list[NamedParameter]:
 
 
 def _refuse_sharded(name: str, param: Tensor) -> None:
-    """Refuse a parameter that FSDP1 or DeepSpeed ZeRO-3 has cut up.
+    """Refuse a parameter that FSDP1 or DeepSpeed ZeRO-3 has sharded.
 
     Raises:
         ValueError: names it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
 from ..ops.schema import State
-from ..ranks.fsdp2 import Shards, check_not_mixed
-from .devices import move
+from .devices import worst
 from .flat import FlatBuffer, flat_buffers
 from .layout import Segment
 from .masters import Masters
@@ -37,17 +36,11 @@ class Store:
         named: All parameters, in the order given, frozen ones too.
         buffers: The flat buffers of those that were ever trainable.
         masters: fp32 masters of 16-bit parameters, or None.
-        shards: The meshes of parameters that are DTensors; None where none is.
-        world_size: How many ranks share the window.
         states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
     """
 
-    def __init__(
-        self, named: list[NamedParameter], backend: str, master_weights: bool, shards: Shards | None = None
-    ) -> None:
+    def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
         self.named = named
-        self.shards = shards
-        self.world_size = 1 if shards is None else shards.world_size
         self.buffers: list[FlatBuffer] = []
         self.states: dict[torch.device, Tensor] = {}
         self._backend = backend
@@ -55,7 +48,7 @@ class Store:
         ops.select(backend, named[0].param.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
         self.masters = Masters(named) if master_weights else None
-        self.grow()
+        self.grow(self.unplaced())
 
     def _claim(self) -> None:
         for entry in self.named:
@@ -116,13 +109,12 @@ class Store:
         """Where the gradient of a parameter or master is summed; None when it is frozen, or not ours."""
         return self._places.get(id(param))
 
-    def grow(self) -> list[FlatBuffer]:
-        """Give parameters that require a gradient, and have no segment, a place in new buffers, which are returned."""
-        fresh = [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
-        if not fresh:
-            return []
-        if self.shards is not None:
-            check_not_mixed(self.named)
+    def unplaced(self) -> list[NamedParameter]:
+        """Parameters that require a gradient and have no segment: those that were unfrozen since the last `grow`."""
+        return [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
+
+    def grow(self, fresh: list[NamedParameter]) -> list[FlatBuffer]:
+        """Give parameters a place in new buffers, which are returned."""
         devices = dict.fromkeys(e.param.device for e in fresh)
         backends = {device: ops.select(self._backend, device) for device in devices}
         with torch.inference_mode(False), torch.no_grad():
@@ -169,10 +161,10 @@ class Store:
             return torch.zeros(len(State), dtype=torch.float64, device=self.device)
         state = self.states[self.device]
         if len(self.states) > 1:
-            worst = torch.stack([move(s, self.device) for s in self.states.values()]).amax(0)
+            of_any = worst(self.states.values(), self.device)
             state = state.clone()
             for flag in (State.FOUND_INF, State.POISONED):
-                state[flag] = worst[flag]
+                state[flag] = of_any[flag]
         return state
 
     def flagged(self) -> tuple[int, list[str]]:
@@ -184,6 +176,23 @@ class Store:
         }
         last = max(tags.values(), default=0)
         return last, [e.name for e in self.named if last and tags.get(e.name) == last]
+
+    def agreed(self, state: Tensor, touched: Sequence[int] | None) -> None:
+        """Take over what all ranks know together.
+
+        Args:
+            state: Of the first device.
+            touched: For each segment, in the order of buffers, whether it holds a sum; None to keep what is known.
+        """
+        if self.states:
+            self.states[self.device].copy_(state)
+        if touched is None:
+            return
+        start = 0
+        for buffer in self.buffers:
+            end = start + len(buffer.segments)
+            buffer.set_touched(touched[start:end])
+            start = end
 
     def drop_grads(self) -> None:
         """Set every `.grad` to None."""
@@ -209,5 +218,4 @@ class Store:
         for state in self.states.values():
             state.zero_()
         for buffer in self.buffers:
-            buffer.touched = bytearray(len(buffer.segments))
-            buffer.unchecked.clear()
+            buffer.open_window()

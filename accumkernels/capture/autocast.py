@@ -16,10 +16,9 @@ autocast: the cast rounds alike, and uses of one weight are summed in 16 bit, as
 
 from __future__ import annotations
 
-import functools
-import sys
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,8 +26,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..buffers.flat import FlatBuffer
-from ..buffers.layout import ALIGNMENT_BYTES, Segment
+from ..buffers.layout import Segment, aligned
 from ..buffers.store import Store
+from ..hooks import Handles, Hook
 from .autocast_watch import Watch
 from .during_backward import DuringBackward
 from .fused.functions import plain_of
@@ -123,12 +123,10 @@ class AutocastRoute:
         module: The model. Nothing keeps it alive but the caller.
         store: Where its parameters have their segments.
         hooks: With `release="backward"`, what gradients are handed to as they come.
-        always: Whether gradients are taken in every backward; else only while `taking` is set, and otherwise they are
+        always: Whether gradients are taken in every backward; else only inside `taking()`, and otherwise they are
             widened into `.grad`, where a loop of its own may look for them.
 
     Attributes:
-        taking: Set while a backward runs that `accumulate` follows at once.
-        listening: False between `finalize` and the next window, where gradients are nobody's but torch's.
         stash: Per flat buffer and segment, the 16-bit gradients taken.
     """
 
@@ -141,8 +139,8 @@ class AutocastRoute:
         fused: FusedWeights | None = None,
     ) -> None:
         self._fused = fused
-        self.taking = False
-        self.listening = True
+        self._taking = False  # while a backward runs that `accumulate` follows at once
+        self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
         self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
         self._store = store
         self._hooks = hooks
@@ -159,29 +157,39 @@ class AutocastRoute:
         self._generation = 0  # micro-batches begun
         self._root = id(module)
         self._modules: dict[int, _Slots] = {}
-        handles: list[Any] = []
-        this = weakref.ref(self)
+        self._handles = Handles(self)
         for part in module.modules():
             if _is_compiled(part):
                 continue
             if part is module or any(p is not None and p.dtype == torch.float32 for p in part._parameters.values()):
                 self._modules[id(part)] = _Slots(part)
-                handles.append(part.register_forward_pre_hook(_Hook(this, AutocastRoute._enter)))
-                handles.append(part.register_forward_hook(_Hook(this, AutocastRoute._leave), always_call=True))
-                handles.append(part.register_state_dict_pre_hook(_Hook(this, AutocastRoute._settle_module)))
-        self._handles = handles
-        weakref.finalize(self, _remove, handles).atexit = False
+                self._handles.add(part.register_forward_pre_hook(Hook(self, AutocastRoute._enter)))
+                self._handles.add(part.register_forward_hook(Hook(self, AutocastRoute._leave), always_call=True))
+                self._handles.add(part.register_state_dict_pre_hook(Hook(self, AutocastRoute._settle_module)))
         weakref.finalize(self, _stop, self._watches).atexit = False
 
     @property
-    def parameters(self) -> int:
-        """How many parameters take the route."""
-        return sum(id(s.param) not in self._elsewhere for s in self._shadows.values())
+    def parameters(self) -> set[int]:
+        """The ids of the parameters that take the route."""
+        return {id(s.param) for s in self._shadows.values() if id(s.param) not in self._elsewhere}
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """Take the gradients of the backward that runs inside."""
+        self._taking = True
+        try:
+            yield
+        finally:
+            self._taking = False
+
+    def set_listening(self, listening: bool) -> None:
+        """Whether gradients are taken, and shadows put into slots."""
+        self._listening = listening
 
     # ---- a module's forward
 
-    def _enter(self, module: nn.Module) -> None:
-        if not self.listening:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        if not self._listening:
             return  # the optimizer may have stepped by now, and torch's fused ones do not count as in-place changes
         slots = self._modules.get(id(module))
         if slots is None or slots.module() is not module or slots.watch is not None:
@@ -239,7 +247,7 @@ class AutocastRoute:
     @property
     def takes(self) -> bool:
         """Whether the backward that runs gives its gradients to us."""
-        return self.listening and (self._always or self.taking)
+        return self._listening and (self._always or self._taking)
 
     def take(self, shadow: _Shadow, grad: Tensor) -> None:
         """Keep a gradient for `accumulate`, or hand it over in backward."""
@@ -258,7 +266,7 @@ class AutocastRoute:
         slots.watch.__enter__()
         self._watches.append(slots.watch)
 
-    def _leave(self, module: nn.Module) -> None:
+    def _leave(self, module: nn.Module, *_: Any) -> None:
         slots = self._modules.get(id(module))
         if slots is None or slots.module() is not module:
             return
@@ -283,7 +291,7 @@ class AutocastRoute:
         slots.swapped.clear()
         self._swapped.remove(slots)
 
-    def _settle_module(self, module: nn.Module) -> None:
+    def _settle_module(self, module: nn.Module, *_: Any) -> None:
         """Before its state_dict is made, which may be in its forward."""
         slots = self._modules.get(id(module))
         if slots is not None and slots.module() is module:
@@ -337,8 +345,7 @@ class AutocastRoute:
             groups.setdefault((shadow.param.device, shadow.dtype), []).append(shadow)
         self._new.clear()
         for (device, dtype), shadows in groups.items():
-            alignment = ALIGNMENT_BYTES // dtype.itemsize
-            sizes = [-(-shadow.segment.numel // alignment) * alignment for shadow in shadows]
+            sizes = [aligned(shadow.segment.numel, dtype) for shadow in shadows]
             with torch.inference_mode(False), torch.no_grad():
                 flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
                 for shadow, part in zip(shadows, flat.split(sizes), strict=True):
@@ -367,7 +374,7 @@ class AutocastRoute:
     def open_window(self) -> None:
         """Forget what was taken; the optimizer has stepped, so the shadow is rounded anew."""
         self.clear()
-        self.listening = True
+        self._listening = True
         for shadow in self._shadows.values():
             shadow.holds = None
 
@@ -383,35 +390,10 @@ class AutocastRoute:
 
     def remove(self) -> None:
         """Take off every hook; graphs that are left give their gradients to `.grad`."""
-        self.listening = False
+        self._listening = False
         self.settle()
         _stop(self._watches)
-        _remove(self._handles)
-
-
-class _Hook:
-    """A module hook that copies and pickles of the module do not take along."""
-
-    def __init__(self, route: weakref.ref[AutocastRoute], method: Callable[[AutocastRoute, nn.Module], None]) -> None:
-        self._route = route
-        self._method = method
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # a compiled forward keeps autocast's casts
-        route = self._route()
-        if route is not None:
-            self._method(route, module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Takes any arguments, does nothing, and needs no accumkernels where a pickle is loaded.
-        return functools.partial, (sys.audit, "accumkernels")
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
+        self._handles.remove()
 
 
 def _stop(watches: list[Watch]) -> None:

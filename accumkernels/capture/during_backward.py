@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from torch import Tensor
 from ..boundary import opaque
 from ..buffers.dtensors import local_grad
 from ..buffers.flat import FlatBuffer
+from ..hooks import Handles, Hook
 from .gradients import Captured, checked
+
+Bucket = Sequence[tuple[FlatBuffer, Captured]]
+Sink = Callable[[Bucket], None]
 
 
 class DuringBackward:
@@ -25,15 +29,15 @@ class DuringBackward:
 
     Args:
         bucket_bytes: Hand over when so many bytes are pending.
-        sink: Called with what is pending of each buffer, in backward, on the stream of the last gradient.
+        sink: Called with what is pending for each buffer, in backward, on the stream of the last gradient; `into` puts
+            another in its place.
 
     Attributes:
-        listening: Whether gradients are taken; else they stay in `.grad`.
         handed_over: Whether the sink was called since the last `reset`.
     """
 
-    def __init__(self, bucket_bytes: int, sink: Callable[[list[tuple[FlatBuffer, Captured]]], None]) -> None:
-        self.listening = True
+    def __init__(self, bucket_bytes: int, sink: Sink) -> None:
+        self._listening = True
         self.handed_over = False
         self._bucket_bytes = bucket_bytes
         self._sink = sink
@@ -42,23 +46,33 @@ class DuringBackward:
         self._streams: set[torch.cuda.Stream] = set()  # what is pending was computed on
         self._running = False  # a backward has begun and not ended
         self._lock = threading.RLock()  # backward over several devices runs hooks in several threads
-        self._handles: list[Any] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        self._handles = Handles(self)
 
     def listen(self, buffers: Sequence[FlatBuffer]) -> None:
         """Put a hook on every parameter of new buffers."""
-        this = weakref.ref(self)
         for buffer in buffers:
             for index, param in enumerate(buffer.params):
+                take = functools.partial(DuringBackward._take, buffer=buffer, index=index)
+                self._handles.add(param.register_post_accumulate_grad_hook(Hook(self, take, in_graphs=True)))
 
-                def hook(param: Tensor, buffer: FlatBuffer = buffer, index: int = index) -> None:
-                    capture = this()
-                    grad = local_grad(param)
-                    if capture is not None and capture.listening and grad is not None:
-                        param.grad = None
-                        capture.collect(buffer, index, grad)
+    def _take(self, param: Tensor, buffer: FlatBuffer, index: int) -> None:
+        grad = local_grad(param)
+        if self._listening and grad is not None:
+            param.grad = None
+            self.collect(buffer, index, grad)
 
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+    def set_listening(self, listening: bool) -> None:
+        """Whether gradients are taken; else they stay in `.grad`."""
+        self._listening = listening
+
+    @contextlib.contextmanager
+    def into(self, sink: Sink) -> Iterator[None]:
+        """Hand over to another sink for as long as a backward runs."""
+        usual, self._sink = self._sink, sink
+        try:
+            yield
+        finally:
+            self._sink = usual
 
     @property
     def has_taken(self) -> bool:
@@ -96,8 +110,8 @@ class DuringBackward:
     def _ended(self) -> None:
         self._running = False
 
-    def hand_over(self) -> None:
-        """Hand over what is pending, if anything is."""
+    def hand_over(self, sink: Sink | None = None) -> None:
+        """Hand over what is pending, if anything is; to `sink` where one is given."""
         with self._lock:
             pending, streams = list(self._pending.items()), self._streams
             self._pending, self._bytes, self._streams = {}, 0, set()
@@ -105,7 +119,7 @@ class DuringBackward:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             if pending:
                 self.handed_over = True
-                self._sink(pending)
+                (sink or self._sink)(pending)
             # The next bucket may be added on another stream: it comes after this one.
             self._streams = {torch.cuda.current_stream(stream.device) for stream in streams}
 
@@ -116,16 +130,10 @@ class DuringBackward:
 
     def remove(self) -> None:
         """Take off every hook."""
-        _remove(self._handles)
+        self._handles.remove()
 
 
 def _in_compiled_autograd() -> bool:
     """Whether compiled autograd runs this backward: it forgets what is to be called at the end."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and getattr(module, "in_compiled_autograd_region", False)
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

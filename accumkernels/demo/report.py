@@ -41,7 +41,7 @@ class Run:
 
     @property
     def median_step_seconds(self) -> float:
-        """Of the full windows; of the only one where there is one."""
+        """The mean over full windows, or the only window where there is one."""
         return statistics.median(self.step_seconds[:-1] or self.step_seconds)
 
     def as_json(self) -> dict[str, Any]:

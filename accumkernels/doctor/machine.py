@@ -16,7 +16,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that has a say in which backend works; None for what is not there."""
+    """The versions of everything that decides which backend works; None for what is not installed."""
     try:
         triton = version("triton")
     except PackageNotFoundError:

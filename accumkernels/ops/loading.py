@@ -1,6 +1,6 @@
 """Loading the native library: what could be wrong with the file is found out first, since the loader's words mislead.
 
-Of a library for another processor it says "No such file or directory", and one that was cut short kills the process.
+It says "No such file or directory" of a library for another processor, and a truncated one kills the process.
 """
 
 from __future__ import annotations

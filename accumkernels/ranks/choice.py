@@ -2,25 +2,89 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .ddp import check_ddp
+from ..buffers.parameters import NamedParameter
+from .alone import Alone
+from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
+from .fsdp2 import mesh_of
+from .group import Group
+from .reduction import Reduction
 
 
-def choose_group(params: Any, process_group: Any) -> tuple[Any, Any, DistributedDataParallel | None]:
-    """Find out over which ranks a FusedAccumulator reduces.
+@dataclass(frozen=True)
+class Choice:
+    """What the user's `params` and `process_group` say about ranks.
+
+    Attributes:
+        params: The parameters to accumulate; for a DistributedDataParallel module, the module inside.
+        process_group: As FusedAccumulator's.
+        group: The ProcessGroup to reduce flat buffers over, or None.
+        ddp: The DistributedDataParallel module, or None.
+    """
+
+    params: Any
+    process_group: Any
+    group: Any
+    ddp: DistributedDataParallel | None
+
+    def join(
+        self,
+        named: Sequence[NamedParameter],
+        comm_dtype: torch.dtype,
+        *,
+        autocast_route: Any,
+        noise_scale: Any,
+        **options: Any,
+    ) -> Alone:
+        """Meet the other ranks. With a group this is collective: parameters become those of its rank 0.
+
+        Args:
+            named: The parameters.
+            comm_dtype: As FusedAccumulator's.
+            autocast_route: As FusedAccumulator's.
+            noise_scale: As FusedAccumulator's.
+            **options: Further arguments of FusedAccumulator that must be alike on all ranks.
+
+        Raises:
+            ValueError, RuntimeError: ranks differ, nothing says how ranks are combined, or an argument does not go
+                with how parameters are sharded.
+        """
+        given = self.process_group if self.group is None else self.group
+        mesh = mesh_of(self.params, named, given, autocast_route, noise_scale)
+        if mesh is not None:
+            mesh.check_trainable(named)
+            return mesh
+        if self.group is None:
+            _check_said(self.process_group)
+            return Alone()
+        if self.ddp is None:
+            refuse_wrapped([(entry.name, entry.param) for entry in named])
+        group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
+        group.check_alike(named, **options)
+        if self.ddp is None:  # DistributedDataParallel's constructor has done that
+            group.broadcast(entry.param for entry in named)
+            group.share()
+        return Reduction(group, len(named), early=options["release"] == "backward")
+
+    def silence(self) -> Silence | None:
+        """Keep the DistributedDataParallel module from communicating, where there is one."""
+        return None if self.ddp is None else Silence(self.ddp)
+
+
+def choose_ranks(params: Any, process_group: Any) -> Choice:
+    """Find out over which ranks a FusedAccumulator reduces; nothing is communicated yet.
 
     Args:
         params: As FusedAccumulator's; a DistributedDataParallel module may be compiled.
         process_group: As FusedAccumulator's.
-
-    Returns:
-        The parameters to accumulate (of a DistributedDataParallel module the module inside), the ProcessGroup or None
-        for a process alone, and the DistributedDataParallel module or None.
 
     Raises:
         TypeError, ValueError: `process_group` is of another kind, or contradicts `params`; `params` is wrapped by
@@ -31,7 +95,7 @@ def choose_group(params: Any, process_group: Any) -> tuple[Any, Any, Distributed
     if process_group is not None and process_group is not False:
         _check_kind(process_group)
     if ddp is None:
-        return params, process_group or None, None
+        return Choice(params, process_group, process_group or None, None)
     if process_group is False:
         raise ValueError(
             "process_group=False with a DistributedDataParallel module as params: pass its .module for a rank that is "
@@ -42,20 +106,16 @@ def choose_group(params: Any, process_group: Any) -> tuple[Any, Any, Distributed
             "process_group is not the group that the DistributedDataParallel module was built with; leave it out"
         )
     check_ddp(ddp)
-    return ddp.module, ddp.process_group, ddp
+    return Choice(ddp.module, process_group, ddp.process_group, ddp)
 
 
-def check_group_given(process_group: Any, group: Any) -> None:
+def _check_said(process_group: Any) -> None:
     """Check that it is said what to do about several ranks.
-
-    Args:
-        process_group: As FusedAccumulator's.
-        group: What `choose_group` found.
 
     Raises:
         RuntimeError: several ranks, and nothing says what to do about them.
     """
-    if process_group is None and group is None and _world_size() > 1:
+    if process_group is None and _world_size() > 1:
         raise RuntimeError(
             f"torch.distributed runs {_world_size()} ranks, and nothing says how their gradients are combined: "
             "pass the DistributedDataParallel module as params, or process_group=torch.distributed.group.WORLD for a "

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import sys
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ..hooks import Handles, Hook
 
 
 def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
@@ -74,7 +73,7 @@ class Silence:
 
     Its reducer stays silent while `require_backward_grad_sync` is False, and its broadcast of buffers while
     `require_forward_param_sync` is. `no_sync()` and trainers set them back to what they found or to True; a hook before
-    each forward, where the module reads them, has the last word.
+    each forward, where the module reads them, clears them again.
     """
 
     _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
@@ -87,30 +86,22 @@ class Silence:
             ddp, "_static_graph_delay_allreduce_enqueued", False
         )
         ddp._static_graph_delay_allreduce_enqueued = True
-        self._handle = ddp.register_forward_pre_hook(_BeSilent())
+        self._handles = Handles(self)
+        self._handles.add(ddp.register_forward_pre_hook(Hook(self, Silence._be_silent)))
         for name in self._FLAGS:
             setattr(ddp, name, False)
-        weakref.finalize(self, self._handle.remove).atexit = False
+
+    def _be_silent(self, ddp: nn.Module, *_: Any) -> None:
+        for name in self._FLAGS:
+            setattr(ddp, name, False)
 
     def remove(self) -> None:
         """Let the module communicate as it did before."""
-        self._handle.remove()
+        self._handles.remove()
         ddp = self._ddp()
         for name, value in self._before.items() if ddp is not None else ():
             setattr(ddp, name, value)
         self._before = {}
-
-
-class _BeSilent:
-    """A forward pre-hook that copies and pickles of the module do not take along."""
-
-    def __call__(self, ddp: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Takes any arguments, does nothing, and needs no accumkernels where a pickle is loaded.
-        return functools.partial, (sys.audit, "accumkernels")
 
 
 def module_buffers(params: Any, ddp: DistributedDataParallel | None) -> list[Tensor]:

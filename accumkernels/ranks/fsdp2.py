@@ -19,32 +19,32 @@ from ..buffers.devices import move
 from ..buffers.dtensors import is_dtensor
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
-from ..window.verdict import Verdict
+from ..ops.schema import State
+from .alone import Agreement, Alone, Report
 
 
-class Shards:
-    """The meshes under the parameters of one accumulator.
+class Mesh(Alone):
+    """The meshes under the DTensors of one accumulator, whose gradients FSDP2 reduces inside backward.
 
     Args:
         named: All parameters; those that are no DTensors are left out.
-
-    Attributes:
-        world_size: Ranks of the largest mesh.
     """
 
+    sharded = True
+
     def __init__(self, named: Sequence[NamedParameter]) -> None:
-        self.world_size = 1
+        self.size = 1
         self._groups: dict[str, dist.ProcessGroup] = {}  # of all mesh dimensions, by name
         self._cuts: dict[int, tuple[str, ...]] = {}  # by id of the parameter: groups that each hold a part of it
         self._compared = False
         for entry in named:
             if is_dtensor(entry.param):
                 self._add(entry.name, entry.param)
-        self._rows = next(iter(self._cuts.values()))  # what the noise scale's squares are cut into
+        self._rows = next(iter(self._cuts.values()))  # the groups that the noise scale's squares are sharded over
 
     def _add(self, name: str, param: Any) -> None:
         mesh = param.device_mesh
-        self.world_size = max(self.world_size, mesh.size())
+        self.size = max(self.size, mesh.size())
         cut = []
         for dim, placement in enumerate(param.placements):
             if placement.is_partial():
@@ -56,45 +56,77 @@ class Shards:
                     cut.append(group.group_name)
         self._cuts[id(param)] = tuple(cut)
 
+    def check_trainable(self, named: Sequence[NamedParameter]) -> None:
+        """Refuse trainable plain parameters beside DTensors: FSDP2 does not reduce their gradients.
+
+        Raises:
+            RuntimeError: names the first plain parameter.
+        """
+        plain = [entry for entry in named if entry.param.requires_grad and not is_dtensor(entry.param)]
+        mixed = len(plain) < sum(entry.param.requires_grad for entry in named)
+        if plain and mixed and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{plain[0].name!r} is not a DTensor, though other parameters are. FSDP2 does not reduce the gradients "
+                "of its ignored_params: shard it too, freeze it, or give it to an accumulator of its own "
+                "(process_group=). If the accumulator was built between a forward and its backward, call "
+                "model.reshard() first"
+            )
+
     # ---- agreement
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks, in place; the host does not wait."""
+        """See `Alone`; the host does not wait."""
         for group in self._groups.values():
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
         return tensor
 
-    def agree(self, verdict: Verdict, weight: Tensor) -> Verdict:
-        """One verdict for all ranks: where one skips, all do.
+    def agree(self, report: Report) -> Agreement:
+        """Combine what all ranks report; collective: where one skips, all do.
 
         All must have weighted and divided by the same. The first window that is not skipped is read back to say so if
         they have not; in later ones that counts as overflow.
-
-        Args:
-            verdict: This rank's.
-            weight: The window's sum of weights, 0-d fp64.
-
-        Raises:
-            RuntimeError: weights or divisors differ between ranks, in the first window.
         """
-        scalars = [verdict.skip, verdict.found_inf, verdict.empty, weight, -weight, verdict.divisor, -verdict.divisor]
-        largest = self.maximum(torch.stack([scalar.double() for scalar in scalars]))
-        unequal = ((largest[3] != -largest[4]) | (largest[5] != -largest[6])).double() * (1 - largest[0])
-        skip, found_inf = largest[:2].maximum(unequal).float()
-        if not self._compared:
-            skipped, *_, most, minus_least, largest_divisor, minus_smallest = largest.tolist()
-            for what, high, low in (
-                ("weights sum to", most, -minus_least),
-                ("divisors are", largest_divisor, -minus_smallest),
-            ):
-                if not skipped and high != low:
-                    raise RuntimeError(
-                        f"the window's {what} {low} on one rank and {high} on another: FSDP2 averages over ranks "
-                        "inside backward, so that they must be equal. For unequal micro-batches use sum-reduced losses "
-                        "without weights, and one divisor for all ranks (docs/fsdp2.md)"
-                    )
-            self._compared = not skipped
-        return verdict._replace(skip=skip, found_inf=found_inf, empty=largest[2] > 0)
+        state = torch.zeros_like(report.state) if report.dropped else report.state.clone()
+        weight = state[State.WEIGHT]
+        divisor = weight
+        if report.divisor is not None:  # one that cannot divide skips the step on all ranks
+            bad = ~((report.divisor > 0) & torch.isfinite(report.divisor))
+            divisor = torch.where(bad, 1.0, report.divisor)
+            state[State.FOUND_INF] += bad
+            state[State.POISONED] += bad
+        largest = self.maximum(
+            torch.stack([state[State.FOUND_INF], state[State.POISONED], weight, -weight, divisor, -divisor])
+        )
+        found_inf, poisoned, most, minus_least, largest_divisor, minus_smallest = largest
+        # A rank that dropped its window, or gave it no weight, empties that of all.
+        emptied = (minus_least == 0) & (most > 0)
+        sound = ~emptied & (poisoned == 0)
+        unequal = ((most != -minus_least) | (largest_divisor != -minus_smallest)) & sound
+        state[State.FOUND_INF] = found_inf.maximum(unequal.double())
+        state[State.POISONED] = poisoned.maximum(unequal.double())
+        return Agreement(
+            torch.where(emptied, 0.0, state), report.divisor, report.squares, None, None, None, self._compare(largest)
+        )
+
+    def _compare(self, largest: Tensor) -> str | None:
+        """Read the first window that can tell, and say what differs between ranks."""
+        if self._compared:
+            return None
+        _, poisoned, most, minus_least, largest_divisor, minus_smallest = largest.tolist()
+        if poisoned or minus_least == 0:
+            return None
+        for what, high, low in (
+            ("weights sum to", most, -minus_least),
+            ("divisors are", largest_divisor, -minus_smallest),
+        ):
+            if high != low:
+                return (
+                    f"the window's {what} {low} on one rank and {high} on another: FSDP2 averages over ranks "
+                    "inside backward, so they must be equal. For unequal micro-batches use sum-reduced losses "
+                    "without weights, and one divisor for all ranks (docs/fsdp2.md)"
+                )
+        self._compared = True
+        return None
 
     # ---- sums over shards
 
@@ -145,7 +177,7 @@ class Shards:
         sums = self._reduce(_stack([v.abs().pow(norm_type).sum() for v in views], device), cut, dist.ReduceOp.SUM)
         return sums.pow(1 / norm_type)
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold different parts, where all parameters are cut alike; in place."""
         return self._reduce(tensor, self._rows, dist.ReduceOp.SUM)
 
@@ -168,8 +200,8 @@ class Shards:
 
     # ---- checkpoints
 
-    def gather(self, row: Tensor) -> Tensor:
-        """The rows of all ranks that hold different parts; row `self.row` is this rank's."""
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """The rows of all ranks that hold different parts; row `self.shard` is this rank's."""
         rows = row.unsqueeze(0)
         for name in reversed(self._rows):
             group = self._groups[name]
@@ -179,13 +211,13 @@ class Shards:
         return rows
 
     @property
-    def rows(self) -> int:
-        """How many rows `gather` returns."""
+    def shards(self) -> int:
+        """See `Alone`."""
         return math.prod(self._groups[name].size() for name in self._rows)
 
     @property
-    def row(self) -> int:
-        """This rank's place in what `gather` returns."""
+    def shard(self) -> int:
+        """See `Alone`."""
         index = 0
         for name in self._rows:
             index = index * self._groups[name].size() + self._groups[name].rank()
@@ -196,9 +228,9 @@ def _stack(scalars: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(scalars) if scalars else torch.zeros(0, dtype=torch.float64, device=device)
 
 
-def shards_of(
+def mesh_of(
     params: Any, named: Sequence[NamedParameter], process_group: Any, autocast_route: Any, noise_scale: Any
-) -> Shards | None:
+) -> Mesh | None:
     """The meshes under the parameters; None where none is a DTensor.
 
     Args:
@@ -232,25 +264,7 @@ def shards_of(
             f"autocast_route=True is not for DTensors, as {first.name!r}: FSDP2 casts parameters itself "
             "(MixedPrecisionPolicy); use 'auto' or False"
         )
-    shards = Shards(named)
+    mesh = Mesh(named)
     if noise_scale is not False:
-        shards.check_noise_scale()
-    return shards
-
-
-def check_not_mixed(named: Sequence[NamedParameter]) -> None:
-    """Refuse trainable plain parameters beside DTensors: nobody reduces their gradients over ranks.
-
-    Raises:
-        RuntimeError: names the first plain parameter.
-    """
-    trainable = [entry for entry in named if entry.param.requires_grad]
-    if dist.get_world_size() > 1 and any(is_dtensor(entry.param) for entry in trainable):
-        for entry in trainable:
-            if not is_dtensor(entry.param):
-                raise RuntimeError(
-                    f"{entry.name!r} is no DTensor, though others are: as one of fully_shard's ignored_params its "
-                    "gradient is reduced by nobody. Shard it too, freeze it, or give it to an accumulator of its own "
-                    "(process_group=). Or was the accumulator built between a forward and its backward? Then call "
-                    "model.reshard() before"
-                )
+        mesh.check_noise_scale()
+    return mesh

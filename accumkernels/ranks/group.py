@@ -1,61 +1,26 @@
-"""Ranks that end their windows together: one small collective for all scalars, then the flat buffers in chunks.
-
-What a window costs in communication is independent of its micro-batches. At its end every rank
-
-* puts its sum of weights, flags and touched segments in one fp64 vector, which is summed (`Ranks.agree`): all ranks
-  then divide by the same number, and all step or all skip;
-* sums the flat buffers, chunk by chunk, several in flight, so that looking at one chunk (norm, overflow, division)
-  overlaps with the communication of the next (`Reduction`).
-
-The collectives and their sizes are the same on every rank, whatever its window was like: buffers are reduced whole,
-segments that a rank did not touch as zeros. With `release="backward"` the chunks come first, since the last micro-batch
-may send them while its backward runs; otherwise the vector does, so that the divisor is there when the chunks are.
-"""
+"""The process group of data parallel training: what must be alike on its ranks, broadcasts, and sums."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..buffers.devices import move
 from ..buffers.parameters import NamedParameter
-from ..buffers.store import Store
-from ..ops.schema import State
-from ..window.state import Window
-from ..window.verdict import Verdict, judge
 
 _BROADCAST_BYTES = 32 * 2**20  # tensors are broadcast together up to about this many bytes
 
 
-class Agreement(NamedTuple):
-    """What all ranks know of a window, on the first device.
-
-    Attributes:
-        verdict: The same on every rank.
-        state: fp64 `[4]`, of all ranks together (`State`).
-        of_micro_batches: fp64 0-d, `sum w_i |g_i|^2`.
-        all_measure: bool 0-d, whether every rank measured it.
-        error: What ranks disagree about, where the host has looked; to be raised when nobody waits for this rank.
-    """
-
-    verdict: Verdict
-    state: Tensor
-    of_micro_batches: Tensor
-    all_measure: Tensor
-    error: str | None
-
-
-class Ranks:
-    """The process group of an accumulator.
+class Group:
+    """The process group of an accumulator: its collectives, on values that the caller gives.
 
     Args:
         group: A `torch.distributed.ProcessGroup`.
         comm_dtype: What fp32 sums are communicated in.
-        shared: Tells which tensors are to be those of rank 0 after every window: a module's buffers.
+        shared: Tells which tensors every rank takes from rank 0 after each window: a module's buffers.
     """
 
     def __init__(self, group: Any, comm_dtype: torch.dtype, shared: Callable[[], list[Tensor]]) -> None:
@@ -65,7 +30,6 @@ class Ranks:
         self._comm_dtype = comm_dtype
         self._shared = shared
         self._source = torch.distributed.get_global_rank(group, 0)
-        self._placed = 0  # segments at the last agreement
 
     def __str__(self) -> str:
         narrow = "" if self._comm_dtype == torch.float32 else f", sums sent in {self._comm_dtype}"
@@ -127,79 +91,15 @@ class Ranks:
                 for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
-    # ---- at the end of a window
-
     def share(self) -> None:
         """Let all ranks have rank 0's module buffers; collective where there are any."""
         self.broadcast(self._shared())
 
-    def agree(self, window: Window, store: Store, squares: Tensor | None, divisor: Tensor | None) -> Agreement:
-        """Judge a window together; collective.
+    # ---- sums
 
-        Afterwards the store's state and touched segments, and what the host knows of the window, are those of all
-        ranks. The host reads the result where it does not wait for a device (on the CPU), or where it cannot know
-        without: a segment is untouched here, which others may have touched, or the layout grew.
-
-        Args:
-            window: This rank's.
-            store: Its flat buffers.
-            squares: fp64 0-d, this rank's `sum w_i |g_i|^2`; None where it is not measured.
-            divisor: fp64 0-d, the same on all ranks; None for the sum of weights.
-
-        Raises:
-            RuntimeError: parameters were unfrozen on some ranks only.
-        """
-        device = store.device
-        touched = bytearray().join(buffer.touched for buffer in store.buffers)
-        placed = len(touched)
-        untouched_here = not all(touched)
-        touched += bytes(len(store.named) - placed)  # of the same length on every rank, whatever is frozen
-        layouts = [0] * self.size
-        layouts[self.rank] = placed
-        host = torch.tensor(
-            [window.dropped, squares is not None, *touched, *layouts], dtype=torch.float64, device="cpu"
-        )
-        divisors = torch.zeros(self.size, dtype=torch.float64, device=device)
-        if divisor is not None:
-            divisors[self.rank] = divisor
-        zero = torch.zeros(1, dtype=torch.float64, device=device)
-        vector = torch.cat(
-            [store.state(), zero if squares is None else squares.reshape(1), move(host, device), divisors]
-        )
+    def sum(self, vector: Tensor) -> None:
+        """Sum over all ranks, in place."""
         torch.distributed.all_reduce(vector, group=self._group)
-
-        sizes = [len(State), 1, 1, 1, len(touched), self.size, self.size]
-        state, of_micro_batches, dropped, measuring, _, _, divisors = vector.split(sizes)
-        differs = (divisors != divisors[0]).any()
-        for flag in (State.FOUND_INF, State.POISONED):
-            state[flag] = ((state[flag] > 0) | differs).double()
-        state = torch.where(dropped > 0, 0.0, state)  # as if it were empty
-        error = None
-        if device.type == "cpu" or untouched_here or placed != self._placed:
-            host_state, _, (any_dropped,), _, counts, layouts, given = (p.tolist() for p in vector.cpu().split(sizes))
-            if len(set(layouts)) > 1:
-                raise RuntimeError(
-                    f"parameters were unfrozen on some ranks only: by rank, {[int(n) for n in layouts]} are accumulated"
-                )
-            for buffer in store.buffers:
-                own, counts = counts[: len(buffer.segments)], counts[len(buffer.segments) :]
-                buffer.touched = bytearray(count > 0 for count in own)
-            window.dropped = any_dropped > 0
-            window.host_weight = host_state[State.WEIGHT]
-            if len(set(given)) > 1:
-                error = f"divisor must be that of the whole window, over all ranks; by rank it is {given} (0.0: none)"
-        else:
-            window.decided_on_device = True
-        self._placed = placed
-        if store.states:
-            store.states[device].copy_(state)
-        return Agreement(
-            verdict=judge(state, None if divisor is None else divisors[0]),
-            state=state,
-            of_micro_batches=of_micro_batches[0],
-            all_measure=measuring[0] == self.size,
-            error=error,
-        )
 
     def send(self, piece: Tensor) -> tuple[Tensor, Any]:
         """Begin to sum a range of a flat buffer over all ranks; what is sent, and what to wait for."""

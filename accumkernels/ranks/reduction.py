@@ -1,18 +1,31 @@
-"""The sums of a window, added up over ranks chunk by chunk."""
+"""Data parallel windows: one small collective for all scalars, and the flat buffers in chunks.
+
+What a window costs in communication is independent of its micro-batches. At its end every rank
+
+* puts its sum of weights, flags and touched segments in one fp64 vector, which is summed (`agree`): all ranks then
+  divide by the same number, and all step or all skip;
+* sums the flat buffers, chunk by chunk, several in flight, so that looking at one chunk (norm, overflow, division)
+  overlaps with the communication of the next (`reduce`).
+
+The collectives and their sizes are the same on every rank, whatever its window was like: buffers are reduced whole,
+segments that a rank did not touch as zeros. With `release="backward"` the chunks come first, since the last micro-batch
+may send them while its backward runs; otherwise the vector does, so that the divisor is there when the chunks are.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
-from ..buffers.store import Store
-from ..window.state import Window
-from .group import Agreement, Ranks
+from ..ops.schema import State
+from .alone import Agreement, Alone, Report
+from .group import Group
 
 CHUNK_BYTES = 32 * 2**20  # of a flat buffer: long enough for bandwidth, short enough that several are in flight
 _IN_FLIGHT = 4  # chunks whose narrower copies are alive; those that are reduced in place need no limit
@@ -48,28 +61,44 @@ def _chunks(buffer: FlatBuffer) -> list[_Chunk]:
     return chunks
 
 
-class Reduction:
-    """Sums the flat buffers of one accumulator over its ranks, once per window.
+class Reduction(Alone):
+    """Ranks that each hold all parameters, and reduce their flat buffers once per window.
 
-    Chunks are sent in their order, which is the same on every rank: with `release="backward"` each as soon as the last
-    micro-batch has added its part to it and to all before it, the rest at the end of the window.
+    Chunks are sent in their order, which is the same on every rank: with `early`, each as soon as the last micro-batch
+    has added its part to it and to all before it, the rest at the end of the window.
 
     Args:
-        ranks: Whom to sum with.
-        store: The flat buffers.
+        group: Whom to sum with.
+        parameters: How many parameters the accumulator has, frozen ones too.
         early: Whether the last micro-batch of a window may send chunks; the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks, store: Store, early: bool) -> None:
-        self._ranks = ranks
-        self._store = store
+    ends_together = True
+    reduces_sums = True
+
+    def __init__(self, group: Group, parameters: int, early: bool) -> None:
+        self.size = group.size
+        self.rank = group.rank
+        self._group = group
+        self._parameters = parameters
         self._early = early
+        self._buffers: Sequence[FlatBuffer] = ()
+        self._placed = 0  # segments at the last agreement
         self._chunks: list[_Chunk] = []
-        self._buffers = 0  # that have chunks
+        self._chunked = 0  # buffers that have chunks
         self.open_window()
 
+    def __str__(self) -> str:
+        return str(self._group)
+
+    # ---- while a window is open
+
+    def follow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """See `Alone`."""
+        self._buffers = buffers
+
     def open_window(self) -> None:
-        """Nothing is sent."""
+        """See `Alone`."""
         self._sent = 0
         self._waited = 0
         self._flying: deque[tuple[_Chunk, Tensor, Any]] = deque()
@@ -77,16 +106,16 @@ class Reduction:
 
     @property
     def begun(self) -> bool:
-        """Whether any part of this window was sent, so that nothing can be added to it."""
+        """See `Alone`."""
         return self._sent > 0
 
-    def sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
-        """The name of a segment that was sent, so that no gradient can be added to it any more; None if none was."""
+    def already_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
+        """See `Alone`."""
         sent = {i for chunk in self._chunks[: self._sent] if chunk.buffer is buffer for i in chunk.segments}
         return next((buffer.segments[index].name for index in segments if index in sent), None)
 
-    def extend(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
-        """Note that segments are complete, and send all chunks that are."""
+    def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
+        """See `Alone`; sends all chunks that are complete up to the first that is not."""
         self._list_chunks()
         self._complete.setdefault(buffer, set()).update(segments)
         while self._sent < len(self._chunks):
@@ -97,7 +126,7 @@ class Reduction:
             self._send()
 
     def send_all(self) -> None:
-        """Send what is not sent."""
+        """See `Alone`."""
         self._clear_untouched()
         while self._sent < len(self._chunks):
             self._send()
@@ -109,36 +138,90 @@ class Reduction:
         if stale:
             torch._foreach_zero_(stale)
 
-    def agree(self, window: Window, squares: Tensor | None, divisor: Tensor | None) -> Agreement:
-        """`Ranks.agree`, in its place among the collectives: after the chunks where a backward may send them."""
+    def _list_chunks(self) -> None:
+        """The layout only grows, between windows."""
+        for buffer in self._buffers[self._chunked :]:
+            self._chunks += _chunks(buffer)
+        self._chunked = len(self._buffers)
+
+    # ---- at its end
+
+    def agree(self, report: Report) -> Agreement:
+        """Combine what all ranks report; collective.
+
+        The host reads the result where it does not wait for a device (on the CPU), or where it cannot know without: a
+        segment is untouched here, which others may have touched, or the layout grew.
+
+        Raises:
+            RuntimeError: parameters were unfrozen on some ranks only.
+        """
+        # Every rank issues its collectives in one order: the chunks come first where a backward may have sent some.
         if self._early:
             self.send_all()
         else:
             self._clear_untouched()
-        return self._ranks.agree(window, self._store, squares, divisor)
 
-    def finish(self, work: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """Wait for every chunk, and hand over its parts of touched segments while the next are on their way.
+        # One vector of the same length on every rank, whatever is frozen where: all of it is summed.
+        device = report.state.device
+        placed = len(report.touched)
+        layouts = [0] * self.size
+        layouts[self.rank] = placed
+        flags = [report.dropped, report.squares is not None, *report.touched, *bytes(self._parameters - placed)]
+        host = torch.tensor([*flags, *layouts], dtype=torch.float64, device="cpu")
+        divisors = torch.zeros(self.size, dtype=torch.float64, device=device)
+        if report.divisor is not None:
+            divisors[self.rank] = report.divisor
+        squares = torch.zeros_like(report.state[:1]) if report.squares is None else report.squares.reshape(1)
+        vector = torch.cat([report.state, squares, move(host, device), divisors])
+        self._group.sum(vector)
 
-        Then module buffers are shared.
-        """
+        # What the device alone can conclude: a window that any rank dropped is empty, divisors that differ overflow.
+        sizes = [len(State), 1, 1, 1, self._parameters, self.size, self.size]
+        state, squares, dropped, measuring, _, _, divisors = vector.split(sizes)
+        differs = (divisors != divisors[0]).any()
+        for flag in (State.FOUND_INF, State.POISONED):
+            state[flag] = ((state[flag] > 0) | differs).double()
+        agreement = Agreement(
+            state=torch.where(dropped > 0, 0.0, state),
+            divisor=None if report.divisor is None else divisors[0],
+            squares=None if report.squares is None else torch.where(measuring[0] == self.size, squares[0], torch.nan),
+            touched=None,
+            dropped=None,
+            weight=None,
+        )
+
+        # What the host concludes, where it may look.
+        grown, self._placed = placed != self._placed, placed
+        if device.type != "cpu" and all(report.touched) and not grown:
+            return agreement
+        host_state, _, (any_dropped,), _, counts, layouts, given = (p.tolist() for p in vector.cpu().split(sizes))
+        if len(set(layouts)) > 1:
+            raise RuntimeError(
+                f"parameters were unfrozen on some ranks only: by rank, {[int(n) for n in layouts]} are accumulated"
+            )
+        error = None
+        if len(set(given)) > 1:
+            error = f"divisor must be that of the whole window, over all ranks; by rank it is {given} (0.0: none)"
+        return agreement._replace(
+            touched=[count > 0 for count in counts[:placed]],
+            dropped=any_dropped > 0,
+            weight=host_state[State.WEIGHT],
+            error=error,
+        )
+
+    def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+        """See `Alone`; `look` works on a chunk while the next are on their way. Then module buffers are shared."""
         for index, chunk in enumerate(self._chunks):
             while self._sent < min(index + _IN_FLIGHT, len(self._chunks)):
                 self._send()
             while self._waited <= index:
                 self._wait()
-            work(chunk.buffer, chunk.parts(touched=True))
-        self._ranks.share()
-
-    def _list_chunks(self) -> None:
-        """The layout only grows, between windows."""
-        for buffer in self._store.buffers[self._buffers :]:
-            self._chunks += _chunks(buffer)
-        self._buffers = len(self._store.buffers)
+            look(chunk.buffer, chunk.parts(touched=True))
+        self._group.share()
 
     def _send(self) -> None:
         chunk = self._chunks[self._sent]
-        self._flying.append((chunk, *self._ranks.send(chunk.tensor)))
+        self._flying.append((chunk, *self._group.send(chunk.tensor)))
         self._sent += 1
         while len(self._flying) > _IN_FLIGHT and self._flying[0][1].dtype != chunk.buffer.dtype:
             self._wait()

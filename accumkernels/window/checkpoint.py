@@ -19,6 +19,7 @@ from ..buffers.layout import Segment
 from ..buffers.parameters import strip_prefixes
 from ..buffers.store import Store
 from ..ops.schema import State
+from ..ranks.alone import Alone
 
 VERSION = 1
 
@@ -42,26 +43,26 @@ _FORM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(store: Store) -> dict[str, Any]:
+def save(store: Store, ranks: Alone) -> dict[str, Any]:
     """The window's sums, the masters, and which gradients were not finite; synchronises."""
     masters = {} if store.masters is None else store.masters.values()
     state = store.state().clone()
-    if store.shards is not None:
-        state[[State.FOUND_INF, State.POISONED]] = store.shards.maximum(state[[State.FOUND_INF, State.POISONED]])
+    flags = [State.FOUND_INF, State.POISONED]
+    state[flags] = ranks.maximum(state[flags])
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
-        "world_size": store.world_size,
+        "world_size": ranks.size,
         "state": state,
         "touched": [segment.name for _, segment in store.touched()],
         "sums": {
             segment.name: _sum(buffer, segment)
             for buffer in store.buffers
             for segment in buffer.segments
-            if store.shards is not None or buffer.touched[segment.index]
+            if ranks.sharded or buffer.touched[segment.index]
         },
         "masters": {e.name: masters[id(e.param)].detach().clone() for e in store.named if id(e.param) in masters},
-        "flags": [pair for buffer in store.buffers for pair in _flags(store, buffer)],
+        "flags": [pair for buffer in store.buffers for pair in _flags(ranks, buffer)],
     }
 
 
@@ -73,12 +74,12 @@ def _sum(buffer: FlatBuffer, segment: Segment) -> Tensor:
     return shaped_like(part, segment.param)
 
 
-def _flags(store: Store, buffer: FlatBuffer) -> list[list[Any]]:
-    flags = buffer.flags if store.shards is None else store.shards.maximum(buffer.flags.clone())
-    return [[s.name, tag] for tag, s in zip(flags.tolist(), buffer.segments, strict=True) if tag]
+def _flags(ranks: Alone, buffer: FlatBuffer) -> list[list[Any]]:
+    tags = ranks.maximum(buffer.flags.clone()).tolist()
+    return [[s.name, tag] for tag, s in zip(tags, buffer.segments, strict=True) if tag]
 
 
-def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
+def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any]:
     """Check everything before anything is changed.
 
     Returns:
@@ -136,15 +137,15 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
         tensors = checked[key].items()
         problems.append(
             _listed(
-                f"{key} that are cut over ranks otherwise (load them with torch.distributed.checkpoint)",
+                f"{key} that are sharded differently (load them with torch.distributed.checkpoint)",
                 (name for name, tensor in tensors if name in places and not _cut_alike(tensor, places[name])),
             )
         )
     done = state["window"]["micro_batches"]
-    if done and state["world_size"] != store.world_size:
+    if done and state["world_size"] != ranks.size:
         problems.append(
             f"saved after {done} micro-batches of a window that {state['world_size']} ranks shared, here are "
-            f"{store.world_size}: resume it with as many ranks as then, or from a state saved between windows"
+            f"{ranks.size}: resume it with as many ranks as then, or from a state saved between windows"
         )
     problems = [problem for problem in problems if problem]
     if problems:
@@ -153,7 +154,7 @@ def check(store: Store, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fault(found: Any, form: Any, path: str) -> str | None:
-    """Where something has not the form it should have, in words; None where it has."""
+    """Say in words where `found` does not have the form it should have; None where it does."""
     if not isinstance(form, dict):
         kinds = form if isinstance(form, tuple) else (form,)
         return None if isinstance(found, kinds) else f"{path} is {type(found).__name__}"
@@ -190,7 +191,7 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
             saved = state["sums"].get(segment.name)
             if saved is not None:
                 buffer.views[segment.index].copy_(local(saved))
-                buffer.touched[segment.index] = True
+                buffer.touch([segment.index])
         tags = [state["flags"].get(segment.name, 0) for segment in buffer.segments]
         buffer.flags.copy_(torch.tensor(tags, dtype=torch.int32))
     if store.states:

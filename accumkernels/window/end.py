@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,10 @@ from torch.optim import Optimizer
 from ..arguments import as_scalar
 from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
-from ..buffers.norms import clip_coefficient, total_norm
+from ..buffers.norms import clip_coefficient
 from ..buffers.store import Store, has_accumulator
 from ..ops.schema import State
-from ..ranks.reduction import Reduction
+from ..ranks.alone import Alone, Report
 from .handout import Handout
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
@@ -27,44 +28,35 @@ from .optimizers import (
     steps_scaled_gradients,
 )
 from .scaling import LossScaler
-from .state import Window
+from .state import Phase, Window
 from .verdict import Verdict, judge
 
 
-class Ending:
-    """Ends windows of one accumulator.
+class End:
+    """Ends the windows of one accumulator.
 
     Args:
         store: Flat buffers and states.
+        ranks: They judge and reduce windows together.
         scaler: Gets the verdict.
         overflow: As FusedAccumulator's argument.
         noise: Is told of every window.
-        reduction: Sums windows over ranks; None for a process alone.
 
     Attributes:
-        skipped: Whether the last step was skipped; on the device until somebody reads it.
         last_norm: The last norm that was computed.
         metrics: Of the last window that ended.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        scaler: LossScaler,
-        overflow: str | None,
-        noise: NoiseMeter,
-        reduction: Reduction | None = None,
-    ) -> None:
-        self.skipped: bool | Tensor = False
+    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
         self.last_norm: Tensor | None = None
         self.metrics = Metrics(store.device)
-        self._captured = False  # whether `skipped` belongs to a CUDA graph, and changes with every replay
+        self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
+        self._captured = False  # whether `_skipped` belongs to a CUDA graph, and changes with every replay
         self._store = store
+        self._ranks = ranks
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
-        self._reduction = reduction
-        noise.shards = store.shards
         self.open_window()
 
     def open_window(self) -> None:
@@ -74,23 +66,26 @@ class Ending:
         self._noise_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
-        """`skipped`, read from the device at most once (of a CUDA graph, each time: a replay changes it)."""
-        if _is_capturing(self.skipped):
+        """Whether the last step was skipped, read from the device at most once.
+
+        In a CUDA graph it is read each time, since a replay changes it.
+        """
+        if _is_capturing(self._skipped):
             raise RuntimeError(
                 "whether to step must be read from the device, which the capture of a CUDA graph does not allow: "
                 "use one of torch's fused optimizers (fused=True, capturable=True), after a warm-up window"
             )
-        skipped = bool(self.skipped)
+        skipped = bool(self._skipped)
         if not self._captured:
-            self.skipped = skipped
+            self._skipped = skipped
         return skipped
 
     def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse to end a window whose gradients would be wrong, lost or stepped by nobody.
+        """Refuse to end a window whose gradients would be wrong or lost, or which no optimizer would step.
 
         Args:
             caller: The method's name, for messages.
-            optimizers: All that step this window.
+            optimizers: All optimizers that step this window.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -129,7 +124,7 @@ class Ending:
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
         """Check what the user wants to divide by; fp64 0-d on the first device, None for the sum of weights."""
-        if window.averaged:
+        if window.phase is Phase.AVERAGED:
             return torch.ones((), dtype=torch.float64, device=self._store.device)
         if given is None:
             return None
@@ -144,15 +139,18 @@ class Ending:
         verdict, divided = self._judge(window, optimizers, divisor, divides=True)
         self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
 
+    def skip_empty(self) -> None:
+        """End a window without micro-batches, of a process that ends its windows alone."""
+        self._skipped = True
+        self.metrics.end_empty_window()
+
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Multiply what was handed out, which has the norm `norm`, so that its norm is at most `max_norm`."""
         self._handout.multiply(clip_coefficient(norm, max_norm))
 
     def norm(self, norm_type: float) -> Tensor:
         """The norm of the sums as they are, fp64 0-d."""
-        if self._store.shards is not None:
-            return self._store.shards.total_norm(self._store.buffers, norm_type, self._store.device)
-        return total_norm(self._store.buffers, norm_type, self._store.device)
+        return self._ranks.total_norm(self._store.buffers, norm_type, self._store.device)
 
     def result(self, norm: Tensor) -> Tensor:
         """A norm as the user gets it."""
@@ -161,38 +159,53 @@ class Ending:
         return self.last_norm
 
     def step(
-        self, window: Window, optimizer: Optimizer, divisor: Tensor | None, max_norm: float | Tensor | None
+        self,
+        window: Window,
+        optimizers: Sequence[Optimizer],
+        divisor: Tensor | None,
+        max_norm: float | Tensor | None,
     ) -> Tensor | None:
-        """Average, clip, step and update the scale; returns the norm where `max_norm` is given."""
-        fused = steps_scaled_gradients(optimizer)
-        folded = fused and self._can_fold(optimizer)
-        # What is clipped is divided once, by both; but the mean itself may overflow when it is rounded, clipped or not.
+        """Average, clip, step all optimizers or none, update the scale; the norm where `max_norm` is given."""
+        fused = [o for o in optimizers if steps_scaled_gradients(o)]
+        folded = [o for o in fused if self._can_fold(o)]
+        # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
+        # but a mean that is rounded may overflow whether it is clipped or not.
         averages = not folded and (max_norm is None or self._store.rounds)
-        verdict, divided = self._judge(window, (optimizer,), divisor, divides=averages, needs_norm=max_norm is not None)
+        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, needs_norm=max_norm is not None)
+
         norm, coefficient = None, None
         if max_norm is not None:
             norm = (self.norm(2.0) if self._norm is None else self._norm) / verdict.divisor
             coefficient = clip_coefficient(norm, max_norm)
         divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
+
+        # Folded optimizers get the sums as they are; the others get averages.
+        sums = {id(p) for p in owned(folded)}
         if averages:
-            verdict = self._finish(window, (optimizer,), verdict, None if divided else verdict.divisor)
+            verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
             if coefficient is not None:
                 self._handout.multiply(coefficient)
         else:
-            verdict = self._finish(window, (optimizer,), verdict, None if folded else divide_by)
+            everything_folds = len(folded) == len(optimizers)
+            verdict = self._finish(window, optimizers, verdict, None if everything_folds else divide_by, sums)
+
+        may_skip = self._overflow is not None or window.may_be_empty
         try:
-            if fused:
-                optimizer.grad_scale = divide_by.float() if folded else None  # type: ignore[attr-defined]
+            for optimizer in fused:
+                optimizer.grad_scale = divide_by.float() if optimizer in folded else None  # type: ignore[attr-defined]
                 optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
-            self._step_optimizer(optimizer, may_skip=not fused and (self._overflow is not None or window.may_be_empty))
+            for optimizer in optimizers:
+                self._step_optimizer(optimizer, may_skip=may_skip and optimizer not in fused)
         except BaseException:
             if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
-                self._handout.divide(divide_by)
+                self._handout.divide(divide_by, only=sums)
             raise
         finally:
-            for name in ("grad_scale", "found_inf") if fused else ():
-                vars(optimizer).pop(name, None)
-        may_be_empty = window.may_be_empty or self._store.shards is not None  # another rank's may be, and then all are
+            for optimizer in fused:
+                for name in ("grad_scale", "found_inf"):
+                    vars(optimizer).pop(name, None)
+        # Where ranks agree on the device alone, another's window may be empty, and then all are.
+        may_be_empty = window.may_be_empty or self._ranks.sharded
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
         return norm
 
@@ -205,11 +218,11 @@ class Ending:
         divides: bool,
         needs_norm: bool = False,
     ) -> tuple[Verdict, bool]:
-        """Judge the window, with several ranks that of all; then sum it over ranks.
+        """Judge the window, together with all ranks, and reduce its sums where that is still to be done.
 
         Args:
             window: What ends.
-            optimizers: That step it.
+            optimizers: They step it.
             divisor: See `divisor()`.
             divides: Whether sums that are reduced are to be divided at once.
             needs_norm: Whether their norm will be asked for.
@@ -217,46 +230,93 @@ class Ending:
         Returns:
             The verdict, and whether sums were divided.
         """
-        check_sums(self._store)
-        state = self._store.state()
-        self._noise_sums = self._noise.sums(self._store.device)
-        if self._reduction is None or window.averaged:
-            state = torch.zeros_like(state) if window.dropped else state
-            verdict = judge(state, divisor)
-            if self._store.shards is not None:
-                if self._noise_sums is not None:
-                    self._store.shards.sum(self._noise_sums)
-                verdict = self._store.shards.agree(verdict, state[State.WEIGHT])
+        # The averages of a window that was loaded as finalized are those of all ranks already.
+        ranks = Alone() if window.phase is Phase.AVERAGED and self._ranks.reduces_sums else self._ranks
+        if ranks.reduces_sums:
+            window.phase = Phase.REDUCING
+
+        if not ranks.reduces_sums:
+            fused = any(buffer.unchecked for buffer in self._store.buffers)
+            if fused and needs_norm and self._store.device.type == "cpu":
+                self._norm = self.norm(2.0)
+            self.check_sums(window, self._norm)
+
+        # Every rank reports, and all know the same afterwards.
+        sums = self._noise.sums(self._store.device)
+        touched = bytes(bytearray().join(buffer.touched for buffer in self._store.buffers))
+        squares = None if sums is None else sums[0]
+        agreement = ranks.agree(Report(self._store.state(), touched, window.dropped, squares, divisor))
+        verdict = judge(agreement.state, agreement.divisor)
+        if not ranks.reduces_sums:
+            if agreement.error is not None:
+                raise RuntimeError(agreement.error)
+            self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
             return verdict, False
-        window.reducing = True
-        squares = None if self._noise_sums is None else self._noise_sums[0]
-        reduced = self._reduction.agree(window, squares, divisor)
-        verdict = reduced.verdict
-        measures = needs_norm or self._overflow is not None or self._noise_sums is not None
-        sums = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
+        window.agreed(agreement)
+        self._store.agreed(agreement.state, agreement.touched)
+
+        # Reduce, and look at each part when it is there.
+        measures = needs_norm or self._overflow is not None or agreement.squares is not None
+        by = verdict.divisor if divides else None
+        of_sum = self._reduce(by, measures)
+        if measures:
+            self._norm = of_sum.sqrt()
+        self.check_sums(window, self._norm)
+        if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
+            verdict = verdict.with_overflow(~torch.isfinite(of_sum))
+        if agreement.squares is not None:  # nan where a rank did not measure, and then the window does not count
+            self._noise_sums = torch.stack([agreement.squares, of_sum])
+
+        # Nobody waits for this rank any more: now it may raise.
+        if agreement.error is not None:
+            raise RuntimeError(agreement.error)
+        self._check_ownership(optimizers)  # also of what other ranks touched
+        window.phase = Phase.OPEN
+        return verdict, divides
+
+    def check_sums(self, window: Window, norm: Tensor | None = None) -> None:
+        """Look for an overflow in sums that were added to without a look.
+
+        In which micro-batch it was is not known: it counts as the last, and with it all that were found before.
+
+        Args:
+            window: The sums are its.
+            norm: Of the sums, where it is known: what the host can read spares a pass over them.
+        """
+        unchecked = [buffer for buffer in self._store.buffers if buffer.unchecked]
+        if not unchecked:
+            return
+        finite = norm is not None and norm.device.type == "cpu" and bool(torch.isfinite(norm))
+        if self._overflow is not None and not finite:
+            tag = max(max(buffer.unchecked.values()) for buffer in unchecked)
+            for buffer in unchecked:
+                found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+                segments = list(buffer.unchecked)
+                views = [buffer.views[index] for index in segments]
+                buffer.ops.check_finite_(views, segments, found, buffer.flags, tag=tag)
+                earlier = (found > 0) & (buffer.flags > tag - max(window.micro_batches, 1))
+                buffer.flags.masked_fill_(earlier, tag)
+                state = self._store.states[buffer.device]
+                for flag in (State.FOUND_INF, State.POISONED):
+                    state[flag].clamp_(min=found[0])
+        for buffer in unchecked:
+            buffer.unchecked.clear()
+
+    def _reduce(self, divisor: Tensor | None, measures: bool) -> Tensor:
+        """Reduce the flat buffers; the squared norm of the sums where it is measured, fp64 0-d, else 0."""
+        device = self._store.device
+        squares = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self._store.states}
 
         def look(buffer: FlatBuffer, parts: list[Tensor]) -> None:
             if measures:
-                buffer.ops.norm_(sums[buffer.device], parts)
-            if divides:
-                by = move(verdict.divisor, buffer.device, buffer.dtype)
+                buffer.ops.norm_(squares[buffer.device], parts)
+            if divisor is not None:
+                by = move(divisor, buffer.device, buffer.dtype)
                 for part in parts:
                     part.div_(by)
 
-        self._reduction.finish(look)
-        of_sum = sum((move(s, self._store.device) for s in sums.values()), torch.zeros_like(state[:1]))[0]
-        if measures:
-            self._norm = of_sum.sqrt()
-        if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
-            verdict = verdict.with_overflow(~torch.isfinite(of_sum))
-        if self._noise_sums is not None:
-            self._noise_sums = torch.stack([reduced.of_micro_batches, of_sum])
-            self._noise_sums = torch.where(reduced.all_measure, self._noise_sums, torch.nan)  # does not count
-        if reduced.error is not None:
-            raise RuntimeError(reduced.error)
-        self._check_ownership(optimizers)  # of what other ranks touched
-        window.reducing = False
-        return verdict, divides
+        self._ranks.reduce(look)
+        return sum((move(s, device) for s in squares.values()), torch.zeros(1, dtype=torch.float64, device=device))[0]
 
     def _step_optimizer(self, optimizer: Optimizer, may_skip: bool) -> None:
         with torch.enable_grad():  # as where the user's own hooks would find it
@@ -275,18 +335,29 @@ class Ending:
         )
 
     def _finish(
-        self, window: Window, optimizers: Sequence[Optimizer], verdict: Verdict, divisor: Tensor | None
+        self,
+        window: Window,
+        optimizers: Sequence[Optimizer],
+        verdict: Verdict,
+        divisor: Tensor | None,
+        sums: Set[int] = frozenset(),
     ) -> Verdict:
-        """Divide (None: leave the sums), hand out `.grad`, and tell the scaler the verdict."""
+        """Divide, hand out `.grad`, and tell the scaler the verdict.
+
+        Args:
+            window: What ends.
+            optimizers: They step it.
+            verdict: Of the window.
+            divisor: None to leave all sums as they are.
+            sums: ids of the tensors that get their sums undivided.
+        """
         if divisor is not None:
-            self._handout.divide(divisor)
+            self._handout.divide(divisor, but=sums)
         overflow = self._handout.round()
         if overflow is not None and self._overflow is not None:
-            if self._store.shards is not None:
-                self._store.shards.maximum(overflow)
-            verdict = verdict.with_overflow(overflow)
-        window.verdict = verdict
-        self.skipped, self._captured = verdict.skip, _is_capturing(verdict.skip)
+            verdict = verdict.with_overflow(self._ranks.maximum(overflow))
+        window.finalize(verdict)
+        self._skipped, self._captured = verdict.skip, _is_capturing(verdict.skip)
         self.metrics.end_window(window.micro_batches, self._store.state(), verdict.skip, verdict.found_inf)
         if not self._withhold(window, optimizers):
             self._handout.give()
@@ -298,13 +369,28 @@ class Ending:
     def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:
         """Whether no `.grad` is handed out at all, so that optimizers leave their state alone.
 
-        So where the weights are known to sum to zero or the window to be dropped, and where an overflow would leave the
-        momentum of torch's fused SGD uninitialised; that is worth a synchronisation.
+        That is so where the weights are known to sum to zero or the window was dropped, and where an overflow would
+        leave the momentum of torch's fused SGD uninitialised, which is worth a synchronisation.
         """
-        if window.dropped or (not window.decided_on_device and window.host_weight == 0):
+        if window.known_empty:
             return True
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in optimizers) and self.was_skipped()
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; synchronises."""
+        norm = self.last_norm
+        return {"step_was_skipped": self.was_skipped(), "last_norm": None if norm is None else norm.item()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._skipped, self._captured = state["step_was_skipped"], False
+        norm = state["last_norm"]
+        if norm is not None:
+            norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
+        self.last_norm = norm
 
 
 def check_sums(store: Store) -> None:

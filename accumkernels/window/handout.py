@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 
-from ..buffers.devices import move
+from ..buffers.devices import move, worst
 from ..buffers.dtensors import shaped_like
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
@@ -22,16 +24,28 @@ class Handout:
         self._store = store
         self._rounded: dict[int, Tensor] = {}
 
-    def divide(self, divisor: Tensor) -> None:
-        """Divide the sums by a 0-d tensor."""
+    def divide(self, divisor: Tensor, *, only: Set[int] | None = None, but: Set[int] = frozenset()) -> None:
+        """Divide sums by a 0-d tensor; a true division, as `grad / K` would be.
+
+        Args:
+            divisor: On any device.
+            only: ids of the tensors (parameters or masters) whose sums are divided; None for all.
+            but: ids of those whose sums are not.
+        """
         for buffer in self._store.buffers:
-            buffer.divide(move(divisor, buffer.device, buffer.dtype))
+            segments = buffer.touched_segments()
+            if only is not None or but:
+                targets = [(s, id(self._store.target(s.param))) for s in segments]
+                segments = [s for s, t in targets if t not in but and (only is None or t in only)]
+            by = move(divisor, buffer.device, buffer.dtype)
+            for piece in buffer.ranges(segments):
+                piece.div_(by)
 
     def multiply(self, coefficient: Tensor) -> None:
         """Multiply what was handed out."""
         for buffer in self._store.buffers:
             scale = move(coefficient, buffer.device, buffer.dtype)
-            for piece in buffer.touched_ranges():
+            for piece in buffer.ranges(buffer.touched_segments()):
                 piece.mul_(scale)
         self.round()
 
@@ -43,8 +57,7 @@ class Handout:
         """
         if not self._store.rounds:
             return None
-        overflows = [move(self._round(buffer), self._store.device) for buffer in self._store.buffers]
-        return torch.cat(overflows).amax(0, keepdim=True)
+        return worst(map(self._round, self._store.buffers), self._store.device)
 
     def _round(self, buffer: FlatBuffer) -> Tensor:
         overflow = torch.zeros(1, dtype=torch.float64, device=buffer.device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,35 +16,37 @@ from ..boundary import profiled
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
-from ..capture.during_backward import DuringBackward
+from ..capture.during_backward import Bucket, DuringBackward
 from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
-from ..ranks.reduction import Reduction
-from .adding import Adder
-from .fusing import SMALLEST_FUSED, Fusing
+from ..hooks import Hook
+from ..ranks.alone import Alone
+from .fusing import Fusing
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
-from .state import Window
+from .state import Phase, Window
+from .sums import Sums
 
 _log = logging.getLogger(__name__)
 
 
 class Intake:
-    """Takes micro-batches of one accumulator.
+    """Takes the micro-batches of one accumulator.
 
     Args:
-        module: Whose forward the autocast route may change; None for no route.
+        module: Its forward may be changed by the autocast route and for fused weights; None: nothing is.
         store: Flat buffers and states.
-        scaler: What losses are scaled by.
+        ranks: They are told of segments that are complete before the window ends.
+        scaler: Scales losses.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
-        reduction: Is told of segments that are complete before the window ends; None for a process alone.
         bucket_bytes: With `release="backward"`; None for `release="microbatch"`.
-        always_route: Whether the autocast route takes gradients of every backward.
+        autocast_route: As FusedAccumulator's argument.
+        fuse_weight_gradients: As FusedAccumulator's argument.
 
     Attributes:
-        hooks: With `release="backward"`.
+        hooks: With `release="backward"`, what takes gradients while backward runs.
         route: The autocast route, where there is one.
         serial: Micro-batches ever accumulated: what the kernels store in flags.
     """
@@ -52,34 +55,36 @@ class Intake:
         self,
         module: nn.Module | None,
         store: Store,
+        ranks: Alone,
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
-        reduction: Reduction | None,
         *,
         bucket_bytes: int | None,
-        always_route: bool,
-        fuse: str | bool,
-        whole: nn.Module | None,
+        autocast_route: str | bool,
+        fuse_weight_gradients: str | bool,
     ) -> None:
         self.serial = 0
         self._store = store
+        self._ranks = ranks
         self._scaler = scaler
         self._overflow = overflow
-        self._reduction = reduction
-        self._adder = Adder(store, overflow, noise)
+        self._sums = Sums(store, ranks, overflow, noise)
         self._window = Window()
-        self._weight_in_backward: float | Tensor = 1.0
-        self._sends_in_backward = False
         self._warned = False
-        self.hooks = None if bucket_bytes is None else _listen(self, store, bucket_bytes)
+        self.hooks: DuringBackward | None = None
+        if bucket_bytes is not None:
+            # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
+            sink = Hook(self, functools.partial(Intake._add_bucket, weight=1.0), in_graphs=True)
+            self.hooks = DuringBackward(bucket_bytes, sink)
+            self.hooks.listen(store.buffers)
+        self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, adds_in_backward=self.hooks is not None)
         self.fused: FusedWeights | None = None
-        # What is added in backward cannot be taken back: by default, only where that is so of all gradients.
-        if whole is not None and (fuse is True or (fuse == "auto" and self.hooks is not None)):
-            smallest = 0 if fuse is True else SMALLEST_FUSED
-            self.fused = FusedWeights(whole, store, 0 if self.hooks is None else 1, smallest)
-        self._fusing = Fusing(scaler, noise, fuse is True)
-        self.route = None if module is None else AutocastRoute(module, store, self.hooks, always_route, self.fused)
+        if module is not None and self._fusing.smallest is not None:
+            self.fused = FusedWeights(module, store, 0 if self.hooks is None else 1, self._fusing.smallest)
+        self.route: AutocastRoute | None = None
+        if module is not None and autocast_route is not False:
+            self.route = AutocastRoute(module, store, self.hooks, autocast_route is True, self.fused)
 
     # ---- the life of a window
 
@@ -98,17 +103,19 @@ class Intake:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
         self._store.check_drift()
         self._store.allocate()
-        grown = self._store.grow()
+        fresh = self._store.unplaced()
+        if not fresh:
+            return
+        self._ranks.check_trainable(self._store.named)
+        grown = self._store.grow(fresh)
         if self.hooks is not None:
             self.hooks.listen(grown)
 
     def listen(self, listening: bool) -> None:
         """Whether what backward makes is taken; else it is left to torch."""
-        for listener in (self.hooks, self.route):
-            if listener is not None:
-                listener.listening = listening
-        if self.fused is not None:
-            self.fused.set_listening(listening)
+        for capture in (self.hooks, self.fused, self.route):
+            if capture is not None:
+                capture.set_listening(listening)
 
     def settle(self) -> None:
         """Put back what an interrupted forward has left in modules."""
@@ -135,52 +142,63 @@ class Intake:
     def discard(self) -> None:
         """Drop the gradients of the micro-batch that is under way; the window breaks where some were added."""
         if self.hooks is not None:
-            self._window.broken |= self.hooks.handed_over or self.hooks.interrupted
+            if self.hooks.handed_over or self.hooks.interrupted:
+                self._window.phase = Phase.BROKEN
             self.hooks.reset()
         if self.fused is not None:
-            self._window.broken |= bool(self.fused.taken)
+            if self.fused.taken:
+                self._window.phase = Phase.BROKEN
             self.fused.reset()
         if self.route is not None:
             self.route.clear()
         self._store.drop_grads()
 
+    def resume(self, serial: int) -> None:
+        """Go on from a checkpoint taken after `serial` micro-batches."""
+        self.serial = serial
+
     def remove(self) -> None:
         """Take off every hook."""
-        for listener in (self.hooks, self.fused, self.route):
-            if listener is not None:
-                listener.remove()
+        for capture in (self.hooks, self.fused, self.route):
+            if capture is not None:
+                capture.remove()
+
+    def ways(self) -> dict[str, int]:
+        """How many trainable elements go which way: fused, routed, and the ordinary one."""
+        fused = set() if self.fused is None else self.fused.parameters
+        routed = (set() if self.route is None else self.route.parameters) - fused
+        numel = {id(s.param): s.numel for buffer in self._store.buffers for s in buffer.segments}
+        counts = {"fused": sum(map(numel.__getitem__, fused)), "routed": sum(map(numel.__getitem__, routed))}
+        return {**counts, "ordinary": sum(numel.values()) - sum(counts.values())}
 
     # ---- a micro-batch
 
     def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> None:
         """Run backward of the scaled loss; gradients are then in `.grad`, stashed, or added already."""
         loss = self._scaler.scale(loss)
+        run = functools.partial(loss.backward, **kwargs)
+        if self.hooks is not None:
+            run = functools.partial(self._run_adding, self.hooks, run, weight, last)
         if self.fused is not None:
-            if self._window.micro_batches == 0:
-                with torch.no_grad():
-                    self.prepare_window()
-            adding = self.fused.adding(self._fusing.permission(weight))
-        else:
-            adding = contextlib.nullcontext()
-        if self.route is not None:
-            self.route.taking = True
-        try:
-            with adding:
-                if self.hooks is None:
-                    loss.backward(**kwargs)
-                else:
-                    self._run_backward(self.hooks, loss, weight, last, kwargs)
-        except BaseException:
-            self._window.broken |= self.fused is not None and bool(self.fused.taken)
-            raise
-        finally:
-            if self.route is not None:
-                self.route.taking = False
+            run = functools.partial(self._run_fused, self.fused, run, weight)
+        with contextlib.nullcontext() if self.route is None else self.route.taking():
+            run()
 
-    def _run_backward(
-        self, hooks: DuringBackward, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]
-    ) -> None:
-        """A backward whose gradients are added, with their weight, while it runs."""
+    def _run_fused(self, fused: FusedWeights, run: Any, weight: float | Tensor) -> None:
+        """Run a backward that adds gradients of weights itself."""
+        if self._window.micro_batches == 0:
+            with torch.no_grad():
+                self.prepare_window()
+        try:
+            with fused.adding(self._fusing.permission(weight, self.serial + 1)):
+                run()
+        except BaseException:
+            if fused.taken:
+                self._window.phase = Phase.BROKEN
+            raise
+
+    def _run_adding(self, hooks: DuringBackward, run: Any, weight: float | Tensor, last: bool) -> None:
+        """Run a backward whose gradients are added, with their weight, while it runs."""
         if hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
             raise RuntimeError(
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
@@ -189,17 +207,14 @@ class Intake:
         if self._window.micro_batches == 0:
             with torch.no_grad():
                 self.prepare_window()
-        self._weight_in_backward = weight
-        # Of an earlier backward in this micro-batch, gradients may be pending for what this one completes.
-        self._sends_in_backward = last and not hooks.has_taken
+        # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
+        sends = last and not hooks.has_taken
         try:
-            loss.backward(**kwargs)
+            with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends)):
+                run()
         except BaseException:
-            self._window.broken = True
+            self._window.phase = Phase.BROKEN
             raise
-        finally:
-            self._weight_in_backward = 1.0
-            self._sends_in_backward = False
 
     @profiled
     def accumulate(self, weight: float | Tensor, last: bool) -> None:
@@ -207,70 +222,84 @@ class Intake:
         window = self._window
         if window.micro_batches == 0:
             self.prepare_window()
-        buffers = self._store.buffers
-        if not buffers:
+        if not self._store.buffers:
             raise RuntimeError("accumulate(): no parameter requires a gradient")
         self._scaler.check_not_unscaled(self._owns_some)
+
+        # Collect: `.grad`s stay where they are until the ops have taken them.
         stash = {} if self.route is None else self.route.stash
-        captured = [take(buffer, stash.get(buffer)) for buffer in buffers]
+        captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale() if has_grads else None
-        taken_before = self.added_in_backward
-        if self._store.shards is not None and not has_grads and not taken_before:
-            window.keep(weight)
-            return
+        if not has_grads and not self.added_in_backward:
+            if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
+                window.keep(weight)
+                return
+            self._warn_of_nothing()
         window.check_kept(weight)
-        if not has_grads and not taken_before and not self._warned:
-            self._warned = True
-            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
+
+        # Check the whole micro-batch first, where it may be dropped.
         tag = self.serial + 1
         drops = None
         if self._overflow in ("microbatch", "raise"):
-            drops = self._adder.find_overflow(captured, weight, tag)
+            drops = self._sums.find_overflow(captured, weight, tag)
         if self._overflow == "raise" and drops[self._store.device].item() != 0:  # type: ignore[index]
             self._drop_grads(captured)
             self.serial = tag
             window.kept = 0
             self._raise_overflow()
+
+        # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
         if self.hooks is not None:
-            self._weight_in_backward = weight
-            self.hooks.hand_over()
-            self._weight_in_backward = 1.0
+            self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
         total, scale = window.with_kept(weight, loss_scale)
-        self._adder.add(captured, total, scale, tag, drops=drops)
+        self._sums.add(captured, total, scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
         window.count(total)
         if self.hooks is not None:
             self.hooks.reset()
-        if last and self._reduction is not None:
-            self._reduction.send_all()
+        if last:
+            self._ranks.send_all()
 
-    def add_bucket(self, bucket: list[tuple[FlatBuffer, Captured]]) -> None:
-        """Add what backward has made so far; `accumulate` counts the micro-batch."""
+    def _warn_of_nothing(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
+
+    def _add_bucket(self, bucket: Bucket, weight: float | Tensor, sends: bool = False) -> None:
+        """Add what backward has made so far; `accumulate` counts the micro-batch.
+
+        Args:
+            bucket: Gradients per flat buffer.
+            weight: Of the micro-batch.
+            sends: Whether these gradients complete their segments, which other ranks may then have.
+        """
         self._store.allocate()
+        self._check_not_sent(bucket)
         parts = dict(bucket)
-        if self._reduction is not None:
-            for buffer, (segments, _) in bucket:
-                late = self._reduction.sent(buffer, segments)
-                if late is not None:
-                    self._window.broken = True
-                    raise RuntimeError(
-                        f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a "
-                        "parameter may get one only (reentrant checkpointing makes more)"
-                    )
         captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
-        self._adder.add(captured, self._weight_in_backward, self._scaler.loss_scale(), self.serial + 1, count=False)
-        if self._sends_in_backward and self._reduction is not None:
+        self._sums.add(captured, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
+        if sends:
             for buffer, (segments, _) in bucket:
-                self._reduction.extend(buffer, segments)
+                self._ranks.send_complete(buffer, segments)
+
+    def _check_not_sent(self, bucket: Sequence[tuple[FlatBuffer, Captured]]) -> None:
+        for buffer, (segments, _) in bucket:
+            late = self._ranks.already_sent(buffer, segments)
+            if late is not None:
+                self._window.phase = Phase.BROKEN
+                raise RuntimeError(
+                    f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a parameter "
+                    "may get one only (reentrant checkpointing makes more)"
+                )
 
     def _raise_overflow(self) -> None:
         last, names = self._store.flagged()
         if last == self.serial:
             what = f"gradients of {', '.join(names)}"
         else:
-            what = "the weight" if self._store.shards is None else "the weight, or gradients on another rank"
+            what = "the weight, or gradients on another rank" if self._ranks.sharded else "the weight"
         raise FloatingPointError(f"micro-batch {self._window.micro_batches} of the window dropped: not finite: {what}")
 
     def _owns_some(self, optimizer: Optimizer) -> bool:
@@ -283,17 +312,3 @@ class Intake:
             self.route.clear()
         if self.fused is not None:
             self.fused.reset()
-
-
-def _listen(intake: Intake, store: Store, bucket_bytes: int) -> DuringBackward:
-    """Hooks that do not keep the accumulator alive."""
-    this = weakref.ref(intake)
-
-    def sink(bucket: list[tuple[FlatBuffer, Captured]]) -> None:
-        owner = this()
-        if owner is not None:
-            owner.add_bucket(bucket)
-
-    hooks = DuringBackward(bucket_bytes, sink)
-    hooks.listen(store.buffers)
-    return hooks

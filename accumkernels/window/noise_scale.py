@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..buffers.devices import move
 from ..ops.schema import State
-from ..ranks.fsdp2 import Shards
+from ..ranks.alone import Alone
 
 
 class _Sums(enum.IntEnum):
@@ -97,19 +97,27 @@ class NoiseMeter:
 
     Args:
         half_life: Windows after which a measurement counts half; None: all count the same.
+        on: Whether windows are measured from the first on.
+        ranks: Tell how many rows of squares there are, where each rank has its own.
 
     Attributes:
         on: Whether windows are measured, from the next `open_window` on.
-        shards: Where gradients are DTensors, what sums over their parts.
     """
 
-    def __init__(self, half_life: float | None) -> None:
-        self.on = False
-        self.shards: Shards | None = None
+    def __init__(self, half_life: float | None, on: bool, ranks: Alone) -> None:
+        self.on = on
+        self._ranks = ranks
         self._keep = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._sums: Tensor | None = None
         self._squares: dict[torch.device, Tensor] = {}
         self._measuring = False
+
+    def turn_on(self, now: bool) -> None:
+        """Measure from the next window on, or from the open one on (`now`), to which nothing was added yet."""
+        self._ranks.check_noise_scale()
+        self.on = True
+        if now:
+            self.open_window()
 
     def open_window(self) -> None:
         """Forget the squares of the window that ended."""
@@ -160,7 +168,7 @@ class NoiseMeter:
         if self._squares:
             device = next(iter(self._squares))
             total = torch.stack([move(squares, device) for squares in self._squares.values()]).sum(0)
-            squares = (total.unsqueeze(0) if self.shards is None else self.shards.gather(total)).tolist()
+            squares = self._ranks.gather_rows(total).tolist()
         return {
             "on": self.on,
             "measuring": self._measuring,
@@ -178,8 +186,7 @@ class NoiseMeter:
         self._sums = averages
         self._squares = {}
         if rows is not None:
-            row = 0 if self.shards is None else self.shards.row
-            ranks = 1 if self.shards is None else self.shards.rows
+            row, ranks = self._ranks.shard, self._ranks.shards
             if len(rows) != ranks:  # parameters are cut otherwise than when saved: only the sum matters
                 rows = torch.nn.functional.pad(rows.sum(0, keepdim=True), (0, 0, 0, ranks - 1))
             self._squares[device] = rows[row].clone()

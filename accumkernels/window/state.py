@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ranks.alone import Agreement
 from .verdict import Verdict
+
+
+class Phase(enum.Enum):
+    """Where a window is in its life. `accumulator.py` says which calls each phase allows.
+
+    OPEN: it takes micro-batches.
+    AVERAGED: it was loaded from a state saved between `finalize` and `zero_`; its sums are averages.
+    BROKEN: an exception in backward came after some of its gradients had been added.
+    REDUCING: its sums are being reduced over ranks; it stays here when that fails.
+    FINALIZED: it was judged, and its gradients were handed out.
+    """
+
+    OPEN = enum.auto()
+    AVERAGED = enum.auto()
+    BROKEN = enum.auto()
+    REDUCING = enum.auto()
+    FINALIZED = enum.auto()
 
 
 @dataclass
 class Window:
-    """Counts and flags of one window; the sums themselves are in the store.
+    """Counts and flags of one window; the sums themselves are in the store. Only this room writes it.
 
     Attributes:
+        phase: See `Phase`.
         micro_batches: `accumulate` calls, dropped micro-batches too.
         kept: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
         kept_weight: The weight of each of them.
         host_weight: Sum of the weights that were numbers.
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
-        averaged: Whether the sums are averages already: loaded from a window saved between `finalize` and `zero_`.
-        broken: By an exception in backward, after some of its gradients were added.
         dropped: By `discard`: it ends as if it were empty, on all ranks where there are several.
-        reducing: Whether its sums are being added up over ranks; still set afterwards when that failed.
-        verdict: Of `finalize`; None while the window is open.
+        verdict: Set when the phase becomes FINALIZED.
     """
 
+    phase: Phase = Phase.OPEN
     micro_batches: int = 0
     kept: int = 0
     kept_weight: float = 0.0
     host_weight: float = 0.0
     decided_on_device: bool = False
-    averaged: bool = False
-    broken: bool = False
     dropped: bool = False
-    reducing: bool = False
     verdict: Verdict | None = None
 
     @property
     def may_be_empty(self) -> bool:
         """Whether the weights may sum to zero though nothing overflowed."""
         return self.decided_on_device or self.dropped or self.host_weight == 0
+
+    @property
+    def known_empty(self) -> bool:
+        """Whether the host knows already that the step will be skipped for want of weight."""
+        return self.dropped or (not self.decided_on_device and self.host_weight == 0)
 
     def count(self, weight: float | Tensor) -> None:
         """Count a micro-batch that was added, and with it those that were kept."""
@@ -52,6 +72,26 @@ class Window:
             self.decided_on_device = True
         else:
             self.host_weight += weight
+
+    def discard(self, window: bool, together: bool) -> None:
+        """Drop it as a whole: because that was asked for, or because it is broken and ranks end it together."""
+        if window or (self.phase is Phase.BROKEN and together):
+            self.dropped = True
+            if self.phase is Phase.BROKEN:
+                self.phase = Phase.OPEN
+
+    def agreed(self, agreement: Agreement) -> None:
+        """Take over what all ranks know together; where the host did not look, only the device knows."""
+        if agreement.dropped is None or agreement.weight is None:
+            self.decided_on_device = True
+        else:
+            self.dropped, self.host_weight = agreement.dropped, agreement.weight
+
+    def finalize(self, verdict: Verdict) -> None:
+        """It was judged."""
+        self.phase, self.verdict = Phase.FINALIZED, verdict
+
+    # ---- micro-batches whose gradients FSDP2 keeps
 
     def check_kept(self, weight: float | Tensor) -> None:
         """Refuse a weight that does not go with those of kept micro-batches, whose gradients are one sum by now.
@@ -79,7 +119,7 @@ class Window:
         self.kept_weight = weight
 
     def with_kept(self, weight: float | Tensor, loss_scale: Tensor | None) -> tuple[float | Tensor, Tensor | None]:
-        """Weight and loss scale of the gradients that came at last: the kept micro-batches' and this one's.
+        """Weight and loss scale for gradients that hold those of kept micro-batches as well as this one's.
 
         They are added as one micro-batch, of the weight of all, whose gradient is the mean over them.
         """
@@ -89,17 +129,20 @@ class Window:
         scale = torch.ones((), dtype=torch.float32) if loss_scale is None else loss_scale
         return weight * n, scale * n
 
+    # ---- checkpoints
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; a window that is finalized is saved as averaged."""
         return {
             "micro_batches": self.micro_batches,
             "host_weight": self.host_weight,
             "decided_on_device": self.decided_on_device,
-            "averaged": self.averaged or self.verdict is not None,
+            "averaged": self.phase in (Phase.AVERAGED, Phase.FINALIZED),
             "dropped": self.dropped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become the window that `state_dict` described; this one is empty."""
-        for name in self.state_dict():
+        self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
+        for name in ("micro_batches", "host_weight", "decided_on_device", "dropped"):
             setattr(self, name, state[name])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from environments import build_wheel
+
+from tests.support.environments import build_wheel
 
 
 @pytest.fixture(scope="session")

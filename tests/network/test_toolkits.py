@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import library_gates as gates
 import pytest
-from environments import ROOT, Environment, clean_environ
 
 import accumkernels
+from tests.support import library_gates as gates
+from tests.support.environments import ROOT, Environment, clean_environ
 
 TOOLKIT = os.environ.get("TOOLKIT", "13.2")
 CASES = {  # ACCUMKERNELS_CUDA_ARCHS: images expected

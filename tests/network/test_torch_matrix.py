@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from environments import ROOT, Environment
+
+from tests.support.environments import ROOT, Environment
 
 MATRIX = os.environ.get("TORCHES", "2.10.0 2.13.0 newest").split()
 

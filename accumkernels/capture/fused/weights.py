@@ -23,11 +23,13 @@ class Permission(NamedTuple):
 
     Attributes:
         multiplier: Of every gradient, its weight over the loss scale: a number, or fp64 0-d on the first device.
+        tag: The serial number of the micro-batch.
         linear: The dtypes of linear weights, as they are multiplied, that may be fused.
         embedding: The dtypes of embeddings that may be fused.
     """
 
     multiplier: float | Tensor
+    tag: int
     linear: frozenset[torch.dtype]
     embedding: frozenset[torch.dtype]
 
@@ -50,7 +52,7 @@ class _Place:
         add = gemm.choose(view, grad.dtype, grad.shape[0])
         if add is None:
             return False
-        with self._adding() as first:
+        with self._adding(permission.tag) as first:
             add(view, grad, input, permission.multiplier, 0.0 if first else 1.0)
         return True
 
@@ -62,7 +64,7 @@ class _Place:
         view, multiplier = self.buffer.views[self.index], permission.multiplier
         if isinstance(multiplier, Tensor):
             multiplier = multiplier.to(view.device)
-        with self._adding() as first:
+        with self._adding(permission.tag) as first:
             if first:
                 view.zero_()
             add_rows(view, grad, indices, padding_idx, by_frequency, multiplier)
@@ -78,14 +80,13 @@ class _Place:
         return owner.permission
 
     @contextlib.contextmanager
-    def _adding(self) -> Iterator[bool]:
+    def _adding(self, tag: int) -> Iterator[bool]:
         """Around the ops that write the segment; yields whether it holds no sum of this window yet."""
         owner = self._owner()
         assert owner is not None
         owner.begin_adding(self.buffer, self.index)
         yield not self.buffer.touched[self.index]
-        self.buffer.touch([self.index])
-        self.buffer.unchecked.add(self.index)
+        self.buffer.touch_unchecked(self.index, tag)
 
 
 def _fills_grad(param: Tensor) -> bool:
@@ -114,13 +115,13 @@ class FusedWeights:
     Attributes:
         permission: What the backward that runs may add; None while none does.
         taken: ids of the parameters whose gradients were added since the last `reset`.
-        elements: How many elements the weights have that were ever fused.
+        parameters: ids of the parameters that were ever fused.
     """
 
     def __init__(self, module: nn.Module, store: Store, hooks_of_ours: int, min_elements: int) -> None:
         self.permission: Permission | None = None
         self.taken: set[int] = set()
-        self._fused: dict[int, int] = {}  # id of a parameter: its elements
+        self.parameters: set[int] = set()
         self._listening = True
         self._store = store
         self._hooks_of_ours = hooks_of_ours
@@ -134,11 +135,6 @@ class FusedWeights:
                 self._handles.add(part.register_forward_pre_hook(Hook(self, FusedWeights._enter)))
                 self._handles.add(part.register_forward_hook(Hook(self, FusedWeights._leave), always_call=True))
                 self._handles.add(part.register_state_dict_pre_hook(Hook(self, FusedWeights._leave)))
-
-    @property
-    def elements(self) -> int:
-        """See the class."""
-        return sum(self._fused.values())
 
     # ---- a module's forward
 
@@ -209,7 +205,7 @@ class FusedWeights:
         """Note that a segment is about to be written, on the stream of the backward that runs."""
         param = buffer.params[index]
         self.taken.add(id(param))
-        self._fused[id(param)] = buffer.segments[index].numel
+        self.parameters.add(id(param))
         if buffer.device.type == "cuda":
             stream = torch.cuda.current_stream(buffer.device)
             last = self._streams.get(id(buffer), torch.cuda.default_stream(buffer.device))

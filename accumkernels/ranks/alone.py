@@ -1,0 +1,141 @@
+"""One process alone, and with it the interface that every kind of ranks has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buffers.flat import FlatBuffer
+from ..buffers.norms import total_norm
+from ..buffers.parameters import NamedParameter
+
+
+class Report(NamedTuple):
+    """What one rank knows of its window when it ends; tensors are on the first device.
+
+    Attributes:
+        state: fp64 `[4]`, see `ops.schema.State`.
+        touched: For each segment, in the order of buffers, 1 where it holds a sum.
+        dropped: Whether the window was dropped here.
+        squares: fp64 0-d, `sum w_i |g_i|^2`; None where it is not measured.
+        divisor: fp64 0-d that replaces the sum of weights; None for that sum.
+    """
+
+    state: Tensor
+    touched: bytes
+    dropped: bool
+    squares: Tensor | None
+    divisor: Tensor | None
+
+
+class Agreement(NamedTuple):
+    """What all ranks know of the window together; tensors are on the first device.
+
+    Attributes:
+        state: fp64 `[4]`, zeros where any rank dropped the window.
+        divisor: fp64 0-d, or None.
+        squares: fp64 0-d, nan where not every rank measured it; None where this one did not.
+        touched: As in `Report`, by any rank; None where the host did not look and this rank's own is right.
+        dropped: Whether any rank dropped it; None where only the device knows.
+        weight: The sum of weights; None where only the device knows.
+        error: What ranks disagree about; to be raised once nobody waits for this rank any more.
+    """
+
+    state: Tensor
+    divisor: Tensor | None
+    squares: Tensor | None
+    touched: Sequence[int] | None
+    dropped: bool | None
+    weight: float | None
+    error: str | None = None
+
+
+class Alone:
+    """A process that ends its windows alone: nothing is communicated.
+
+    Attributes:
+        size: How many ranks share a window.
+        rank: Which of them this is.
+        ends_together: Whether the end of a window is collective, so that a rank without micro-batches takes part.
+        reduces_sums: Whether flat buffers are reduced when the window ends.
+        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
+    """
+
+    size = 1
+    rank = 0
+    ends_together = False
+    reduces_sums = False
+    sharded = False
+
+    def __str__(self) -> str:
+        return ""
+
+    def check_trainable(self, named: Sequence[NamedParameter]) -> None:
+        """Refuse parameters whose gradients these ranks would not reduce."""
+
+    def check_noise_scale(self) -> None:
+        """Refuse to measure the noise scale where squares of shards do not add up."""
+
+    # ---- while a window is open
+
+    def follow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Reduce these flat buffers from now on; the list may grow between windows."""
+
+    def open_window(self) -> None:
+        """Nothing of the next window was sent yet."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether parts of the open window were sent, so that nothing can be added to them."""
+        return False
+
+    def already_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
+        """The name of a segment among these that was sent; None if none was."""
+        return None
+
+    def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
+        """Note that segments are complete, and send what may go while backward still runs."""
+
+    def send_all(self) -> None:
+        """Send everything that was not sent."""
+
+    # ---- at its end
+
+    def agree(self, report: Report) -> Agreement:
+        """Combine what all ranks report; collective."""
+        state = torch.zeros_like(report.state) if report.dropped else report.state
+        return Agreement(state, report.divisor, report.squares, None, None, None)
+
+    def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+        """Reduce what was not reduced, and hand every part of a touched segment to `look` when it is there."""
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum over ranks that hold different parts of the same gradients, in place."""
+        return tensor
+
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks that hold different parts of the same gradients, in place."""
+        return tensor
+
+    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
+        """The norm over all touched segments of all ranks, 0-d fp64 on `device`."""
+        return total_norm(buffers, norm_type, device)
+
+    # ---- checkpoints
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """The rows of all ranks that hold different parts of the same gradients, this one's at `shard`."""
+        return row.unsqueeze(0)
+
+    @property
+    def shards(self) -> int:
+        """How many rows `gather_rows` returns."""
+        return 1
+
+    @property
+    def shard(self) -> int:
+        """This rank's row in `gather_rows`."""
+        return 0

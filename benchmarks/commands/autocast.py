@@ -1,0 +1,225 @@
+"""What the usual AMP loop pays for gradients, and what the autocast route leaves of it.
+
+    python -m benchmarks.autocast [--device cpu|cuda] [--csv FILE]
+
+fp32 GPT-2 124M under autocast, GradScaler, clip_grad_norm_, fused AdamW, windows of K micro-batches of few tokens, so
+that gradients rather than matrix products take the time. The gradient side of a window is its time less what it would
+cost if nobody cast weights or accumulated anything: K times forward and backward of the same model whose weights are 16
+bit where autocast computes in 16 bit, and whose gradients are dropped (`floor`), and one step of the same optimizer.
+Left in it: casts of weights, widening, adding, unscaling, checking, norm, clip and zeroing. Methods take turns, window
+by window.
+
+The route's own cost on the host is measured apart: the forward pass of a model with GPT-2's modules, so narrow that
+nothing else takes time, with the route and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+import accumkernels as ak
+from accumkernels.demo.model import GPT
+
+from ..harness.arguments import usable
+from ..harness.case import DTYPES
+from ..harness.machine import environment
+from ..harness.measure import median_and_spread
+from ..harness.results import Row, write_csv
+from ..methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build
+
+STOCK = "stock GradScaler + clip_grad_norm_"
+METHODS = (
+    Method(STOCK, Stock, {"scale_loss": True}),
+    Method("FusedAccumulator, no autocast route", Fused, {"scale_loss": True, "autocast_route": False}),
+    Method("FusedAccumulator, autocast route", Fused, {"scale_loss": True}),
+    Method('FusedAccumulator, release="backward", route', Fused, {"scale_loss": True, "release": "backward"}),
+)
+FLOOR, OPTIMIZER = "floor: forward and backward, K times", "fused AdamW"
+COLUMNS = (
+    *("table", "model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
+    *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "gradient_side_ms", "stock_to_this", "share_of_window"),
+    *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
+)
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def floor(size: Size, dtype: torch.dtype, device: torch.device) -> Callable[[list[Batch]], None]:
+    """Forward and backward under autocast that has nothing to cast, and whose gradients are dropped."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(*size[:5])
+        model.head = nn.Linear(size.width, size.vocabulary, bias=False)  # no longer the embedding, which stays fp32
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype)
+    params = list(model.parameters())
+
+    def window(data: list[Batch]) -> None:
+        for batch in data:
+            with torch.autocast(device.type, dtype=dtype):
+                loss = model(*batch)
+            torch.autograd.grad(loss, params)
+
+    return window
+
+
+def optimizer_step(size: Size, device: torch.device) -> Callable[[], object]:
+    """A fused AdamW over the model, with gradients."""
+    with torch.device(device):
+        params = list(GPT(*size[:5]).parameters())
+    for p in params:
+        p.grad = torch.full_like(p, 1e-3)
+    return torch.optim.AdamW(params, lr=1e-4, fused=True).step
+
+
+def windows(
+    size: Size, dtype: torch.dtype, device: torch.device, micro_batches: int, repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of every window, by method; of the floor and the optimizer too."""
+    data = batches(size, micro_batches, device)
+    loops: dict[str, Loop] = {method.name: build(method, size, dtype, device) for method in METHODS}
+    bare, step = floor(size, dtype, device), optimizer_step(size, device)
+    calls: dict[str, Callable[[], object]] = {
+        **{name: (lambda loop=loop: loop.window(data)) for name, loop in loops.items()},  # type: ignore[misc]
+        FLOOR: lambda: bare(data),
+        OPTIMIZER: step,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    warm_up = 2
+    console = Console(stderr=True)
+    for repetition in track(range(repetitions + warm_up), description="windows", console=console, transient=True):
+        names = list(calls)
+        for turn in range(len(names)):
+            name = names[(repetition + turn) % len(names)]
+            taken = _timed(calls[name], device)
+            if repetition >= warm_up:
+                seconds[name].append(taken)
+    return seconds
+
+
+def forwards(dtype: torch.dtype, device: torch.device, micro_batches: int, repetitions: int) -> dict[bool, list[float]]:
+    """Seconds of a narrow model's forward, without the route and with it, each the mean over a window."""
+    size = Size(64, 32, SIZES["gpt2"].depth, 2, 8, 1)
+    data = batches(size, micro_batches, device)
+    models: dict[bool, nn.Module] = {}
+    for route in (False, True):
+        with torch.device(device):
+            models[route] = GPT(*size[:5])
+    accumulators = {route: ak.FusedAccumulator(model, autocast_route=route) for route, model in models.items()}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for repetition in range(repetitions + 2):
+        for route, model in models.items():
+            total = 0.0
+            for batch in data:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                start = time.perf_counter()
+                with torch.autocast(device.type, dtype=dtype):
+                    loss = model(*batch)
+                total += time.perf_counter() - start
+                accumulators[route].backward(loss)
+            accumulators[route].zero_()
+            if repetition >= 2:
+                seconds[route].append(total / micro_batches)
+    return seconds
+
+
+def rows(
+    of_windows: dict[str, list[float]], of_forwards: dict[bool, list[float]], micro_batches: int, common: Row
+) -> list[Row]:
+    """A row per method of a window, and two for the forward."""
+    medians = {name: median_and_spread(found)[0] for name, found in of_windows.items()}
+    rest = medians[FLOOR] + medians[OPTIMIZER]
+    found: list[Row] = []
+
+    def row(table: str, method: str, seconds: list[float]) -> Row:
+        spread = zip(("ms_median", "ms_p10", "ms_p90"), median_and_spread(seconds), strict=True)
+        times = {name: float(f"{s * 1e3:.4g}") for name, s in spread}
+        return {"table": table, "method": method, "samples": len(seconds), **times, **common}
+
+    for name, seconds in of_windows.items():
+        added = row("window", name, seconds)
+        if name not in (FLOOR, OPTIMIZER):
+            side = medians[name] - rest
+            tokens = int(str(common["tokens_per_micro_batch"])) * micro_batches
+            added["tokens_per_second"] = float(f"{tokens / medians[name]:.3g}")
+            added["gradient_side_ms"] = float(f"{side * 1e3:.4g}")
+            added["stock_to_this"] = float(f"{(medians[STOCK] - rest) / side:.3g}")
+            added["share_of_window"] = float(f"{side / medians[name]:.3g}")
+        found.append(added)
+    with_route = next(m.name for m in METHODS if m.name.endswith(", autocast route"))
+    plain = median_and_spread(of_forwards[False])[0]
+    for route, seconds in of_forwards.items():
+        added = row("forward", "with the route" if route else "without the route", seconds)
+        if route:  # its cost in a window of GPT-2
+            cost = (median_and_spread(seconds)[0] - plain) * micro_batches
+            added["share_of_window"] = float(f"{cost / medians[with_route]:.2g}")
+        added["model"] = "GPT-2's modules, 32 wide"
+        added["parameters"] = added["tokens_per_micro_batch"] = None
+        found.append(added)
+    return [{column: r.get(column) for column in COLUMNS} for r in found]
+
+
+def show(console: Console, found: Sequence[Row]) -> None:
+    """Two tables."""
+    for name in ("window", "forward"):
+        of_table = [r for r in found if r["table"] == name]
+        first = of_table[0]
+        title = f"{name}: {first['model']}, {first['dtype']}, {first['micro_batches']} micro-batches"
+        if first["tokens_per_micro_batch"] is not None:
+            title += f" of {first['tokens_per_micro_batch']} tokens"
+        table = Table(title=f"{title}; torch {first['torch']}, {first['device']}", title_justify="left")
+        table.add_column("method", no_wrap=True)
+        for header in ("tokens/s", "ms", "p10 to p90", "gradient side, ms", "stock to this", "share of window"):
+            table.add_column(header, justify="right", no_wrap=True)
+        for r in of_table:
+            cells = [r["tokens_per_second"], r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}"]
+            cells += [r[c] for c in ("gradient_side_ms", "stock_to_this", "share_of_window")]
+            cells = ["" if cell is None else cell for cell in cells]
+            table.add_row(str(r["method"]), *map(str, cells))
+        console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
+    parser.add_argument("--model", default="gpt2", choices=list(SIZES))
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32, help="of a micro-batch")
+    parser.add_argument("--windows", type=int, default=15, help="timed, per method")
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
+    parser.add_argument("--csv", type=Path, help="write the rows here")
+    arguments = parser.parse_args(argv)
+    device = usable(arguments.device, arguments.threads)
+    size = SIZES[arguments.model]._replace(length=arguments.tokens, samples=1)
+    dtype, k = DTYPES[arguments.dtype], arguments.micro_batches
+    about = environment(device)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
+    common: Row = {"model": arguments.model, "parameters": parameters, "dtype": arguments.dtype, "micro_batches": k}
+    common.update(tokens_per_micro_batch=arguments.tokens, **about)
+    of_windows = windows(size, dtype, device, k, arguments.windows)
+    of_forwards = forwards(dtype, device, k, max(20, arguments.windows))
+    found = rows(of_windows, of_forwards, k, common)
+    show(Console(width=max(Console().width, 150)), found)
+    if arguments.csv:
+        write_csv(arguments.csv, found)
+    return 0

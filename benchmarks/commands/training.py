@@ -1,0 +1,194 @@
+"""What a user gets: tokens per second and peak memory of training a GPT, end to end.
+
+    python -m benchmarks.training [--device cpu|cuda] [--dtype bf16,fp16] [--csv FILE]
+
+On a GPU it is GPT-2 124M, on the CPU the demo's small model (`--model` says otherwise). Every method trains on the same
+random tokens, in windows of 1, 2, 4 and 8 micro-batches, with clipping and fused AdamW; they take turns, window by
+window. Peak memory is that of a method alone, weights and optimizer state included. A method that this version of
+accumkernels does not have is listed with what its constructor says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from accumkernels.demo.model import GPT
+
+from ..harness.arguments import listed, usable
+from ..harness.case import DTYPES
+from ..harness.live_storages import LiveStorages
+from ..harness.machine import environment
+from ..harness.measure import median_and_spread
+from ..harness.results import Row, groups, write_csv, write_json
+from ..methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size, batches, build
+
+COLUMNS = (
+    *("model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
+    *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "peak_MB", "speed_to_stock", "memory_to_stock", "windows"),
+    *("unavailable", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
+)
+
+
+def refusal(method: Method, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What a method's constructor has against it; None where it works."""
+    try:
+        build(method, SIZES["tiny"], dtype, device)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _seconds(loop: Loop, data: list[Batch]) -> float:
+    start = time.perf_counter()
+    loop.window(data)
+    if loop.device.type == "cuda":
+        torch.cuda.synchronize(loop.device)
+    return time.perf_counter() - start
+
+
+def peak_bytes(method: Method, size: Size, dtype: torch.dtype, device: torch.device, data: list[Batch]) -> int:
+    """Peak of two windows (the optimizer's state exists from the second on), the model included, the data not."""
+
+    def train() -> None:
+        loop = build(method, size, dtype, device)
+        for _ in range(2):
+            loop.window(data)
+
+    gc.collect()
+    if device.type != "cuda":  # the storages alive after each op are added up
+        live = LiveStorages()
+        before = live.add(tensor for batch in data for tensor in batch)
+        with live:
+            train()
+        return live.peak - before
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    train()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def measure(
+    size: Size, dtype: torch.dtype, device: torch.device, micro_batches: int, windows: int, progress: Progress
+) -> dict[str, tuple[list[float], int] | str]:
+    """Per method the seconds of each window and the peak in bytes; or why it is not available."""
+    data = batches(size, micro_batches, device)
+    found: dict[str, tuple[list[float], int] | str] = {}
+    peaks: dict[str, int] = {}
+    task = progress.add_task(f"{micro_batches} micro-batches: memory", total=len(METHODS) + windows)
+    for method in METHODS:
+        cause = refusal(method, dtype, device)
+        if cause is None:
+            peaks[method.name] = peak_bytes(method, size, dtype, device, data)
+        else:
+            found[method.name] = cause
+        progress.advance(task)
+    loops = {m.name: build(m, size, dtype, device) for m in METHODS if m.name in peaks}
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for loop in loops.values():
+        for _ in range(2):
+            loop.window(data)
+    names = list(loops)
+    for window in range(windows):
+        progress.update(task, description=f"{micro_batches} micro-batches: speed")
+        for turn in range(len(names)):
+            name = names[(window + turn) % len(names)]  # nobody always goes first
+            seconds[name].append(_seconds(loops[name], data))
+        progress.advance(task)
+    progress.remove_task(task)
+    return {m.name: found.get(m.name) or (seconds[m.name], peaks[m.name]) for m in METHODS}
+
+
+def rows(
+    results: dict[str, tuple[list[float], int] | str], model: str, dtype: str, micro_batches: int, about: Row
+) -> list[Row]:
+    """One per method."""
+    size = SIZES[model]
+    tokens = size.samples * size.length
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
+    common = {"model": model, "parameters": parameters, "dtype": dtype, "tokens_per_micro_batch": tokens, **about}
+    found = []
+    stock = results[STOCK]
+    assert not isinstance(stock, str)
+    for name, result in results.items():
+        row: Row = {**common, "method": name, "micro_batches": micro_batches}
+        if isinstance(result, str):
+            row["unavailable"] = result
+        else:
+            seconds, peak = result
+            median, p10, p90 = median_and_spread(seconds)
+            row["tokens_per_second"] = float(f"{micro_batches * tokens / median:.4g}")
+            row.update(
+                {f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))}
+            )
+            row["peak_MB"] = float(f"{peak / 1e6:.5g}")
+            row["speed_to_stock"] = float(f"{median_and_spread(stock[0])[0] / median:.3f}")
+            row["memory_to_stock"] = float(f"{peak / stock[1]:.3f}")
+            row["windows"] = len(seconds)
+        found.append({column: row.get(column) for column in COLUMNS})
+    return found
+
+
+def show(console: Console, table_rows: Sequence[Row]) -> None:
+    """A table per dtype and length of windows."""
+    for group in groups(table_rows, "model", "dtype", "micro_batches").values():
+        first = group[0]
+        title = f"{first['model']}, {first['parameters']:,} parameters, {first['dtype']}, {first['micro_batches']} "
+        title += f"micro-batches of {first['tokens_per_micro_batch']} tokens; torch {first['torch']}, {first['device']}"
+        table = Table(title=title, title_justify="left")
+        table.add_column("method", no_wrap=True)
+        for header in ("tokens/s", "ms a window", "p10 to p90", "to stock", "peak MB", "to stock"):
+            table.add_column(header, justify="right", no_wrap=True)
+        for r in group:
+            if r["unavailable"]:
+                continue
+            spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
+            cells = (f"{r['tokens_per_second']:,.0f}", r["ms_median"], spread, r["speed_to_stock"], r["peak_MB"])
+            table.add_row(str(r["method"]), *map(str, cells), str(r["memory_to_stock"]))
+        console.print(table)
+        for r in group:
+            if r["unavailable"]:
+                console.print(f"{r['method']}: not available: {r['unavailable']}", soft_wrap=True, highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bf16", help="comma-separated: bf16, fp16 (default: bf16)")
+    parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on a GPU, small on the CPU")
+    parser.add_argument("--micro-batches", default="1,2,4,8")
+    parser.add_argument("--windows", type=int, default=20, help="timed, per method")
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
+    parser.add_argument("--csv", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args(argv)
+    dtypes = listed(parser, "dtype", arguments.dtype, ("bf16", "fp16"))
+    device = usable(arguments.device, arguments.threads)
+    model = arguments.model or ("gpt2" if arguments.device == "cuda" else "small")
+    about = environment(device)
+    console = Console(width=max(Console().width, 150))
+    found: list[Row] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for dtype in dtypes:
+            for micro_batches in map(int, arguments.micro_batches.split(",")):
+                results = measure(SIZES[model], DTYPES[dtype], device, micro_batches, arguments.windows, progress)
+                added = rows(results, model, dtype, micro_batches, about)
+                show(console, added)
+                found += added
+                if arguments.csv:
+                    write_csv(arguments.csv, found)
+                if arguments.json:
+                    write_json(arguments.json, found)
+    return 0

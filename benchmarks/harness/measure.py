@@ -1,0 +1,141 @@
+"""Timing: one call at a time, with the state of the caches chosen before it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Call = Callable[[], object]
+# Cycles for which a GPU is kept busy before a measurement, some 5 ms: the host runs ahead, as in training, so that what
+# is timed is the device's work. The host's own time is a table of its own.
+_HEAD_START = 10_000_000
+
+
+class Timer:
+    """Seconds of a call on a device.
+
+    Args:
+        device: On CUDA, events around the call are read; on the CPU, the clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, call: Call, before: Call | None = None) -> float:
+        """Run `before`, which is not counted, then `call`."""
+        if self.device.type != "cuda":
+            if before is not None:
+                before()
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        if before is not None:
+            before()
+        torch.cuda._sleep(_HEAD_START)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def host_seconds(call: Call, before: Call, repetitions: int, device: torch.device) -> list[float]:
+    """Host seconds of single calls, the device idle before each. On the CPU they include the work itself."""
+    seconds = []
+    for repetition in range(repetitions + 3):
+        before()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        elapsed = time.perf_counter() - start
+        if repetition >= 3:  # the first ones warm up
+            seconds.append(elapsed)
+    return seconds
+
+
+def last_level_cache_bytes(device: torch.device) -> int:
+    """Size of the largest cache; 64 MiB where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    try:
+        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    except (OSError, ValueError):
+        size = 0
+    return size if size > 0 else 64 * 2**20
+
+
+class Flush:
+    """Fills the caches with something else.
+
+    By reading: lines that were written would have to go back to memory during the call that is timed, at its expense.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # A virtual machine may be told of a cache that it shares with many others.
+        nbytes = min(max(2 * last_level_cache_bytes(device), 64 * 2**20), 512 * 2**20)
+        self._scratch = torch.ones(nbytes // 4, device=device)
+
+    def __call__(self) -> Tensor:
+        """Read it all."""
+        return self._scratch.sum()
+
+
+def median_and_spread(seconds: list[float]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile."""
+    if len(seconds) == 1:
+        return seconds[0], seconds[0], seconds[0]
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    return statistics.median(seconds), deciles[0], deciles[8]
+
+
+class _CountKernels(TorchDispatchMode):
+    """Counts ops that touch elements; a foreach op on the CPU is a loop over its list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if not (func.is_view or "empty" in name or "detach" in name or "_local_scalar" in name):
+            self.count += len(args[0]) if "foreach" in name else 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_launches(call: Call, device: torch.device, on_cpu: int | None = None) -> int | None:
+    """Kernels that `call` starts: on CUDA as the profiler saw them, on the CPU as torch dispatched them.
+
+    Args:
+        call: What to run.
+        device: Where.
+        on_cpu: The answer on the CPU, where it is known and cannot be counted.
+
+    Returns:
+        None where CUDA's profiler does not work.
+    """
+    if device.type != "cuda":
+        if on_cpu is not None:
+            return on_cpu
+        with _CountKernels() as mode:
+            call()
+        return mode.count
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return None
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return len(events) or None

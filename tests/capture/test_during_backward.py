@@ -1,0 +1,403 @@
+"""release="backward": gradients are added while backward runs, with the numbers of release="microbatch"."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import accumkernels as ak
+from tests.support.backends import BACKENDS
+from tests.support.models import batch, mlp
+
+BUCKETS = [1, 300, 2**25]  # after every gradient, after a few, never before accumulate()
+
+
+class Tied(nn.Module):
+    """One weight used twice, and a head that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.out = nn.Linear(5, 3)
+        self.unused = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.second(torch.tanh(self.first(x))))
+
+
+class Checkpointed(nn.Module):
+    """A model whose middle is recomputed in backward, used twice, so that reentrant backward fires hooks twice."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.out = nn.Linear(5, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+class Boom(torch.autograd.Function):
+    """Identity whose backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("planted")
+
+
+def train(make, release, bucket_bytes=1, windows=4, scaled=False, form="step", backend="auto", **kwargs):
+    """Parameters after a few windows of unequal micro-batches, and the scaler's state."""
+    torch.manual_seed(0)
+    model = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) if scaled else None
+    options = {"release": release, "bucket_bytes": bucket_bytes, "scaler": scaler, "backend": backend, **kwargs}
+    acc = ak.FusedAccumulator(model, **options)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.01)
+    for window in range(windows):
+        for step, size in enumerate((3, 1, 4)):
+            x, y = batch(size, seed=10 * window + step)
+            factor = float("inf") if scaled and (window, step) == (1, 1) else 1.0
+            loss = mse_loss(model(x), y) * factor
+            if form == "step":
+                acc.backward(loss, weight=size)
+            else:
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                acc.accumulate()
+        assert (acc.micro_batches, acc.weight.item()) == (3, 8 if form == "step" else 3)
+        acc.step(optimizer, max_norm=1.0)
+    return [p.detach().clone() for p in model.parameters()], None if scaler is None else scaler.state_dict()
+
+
+@pytest.mark.parametrize("make", [mlp, Tied, lambda: Checkpointed(False)], ids=["mlp", "tied", "checkpointed"])
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("form", ["step", "bare"])
+def test_same_bits_as_microbatch(make, bucket_bytes, scaled, form):
+    """Whatever the bucket: weights, overflow, skipped steps, unused and tied parameters."""
+    expected = train(make, "microbatch", scaled=scaled, form=form)
+    actual = train(make, "backward", bucket_bytes, scaled=scaled, form=form)
+    assert all(torch.equal(a, e) for a, e in zip(actual[0], expected[0], strict=True))
+    assert actual[1] == expected[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend(backend):
+    """The sums of several buckets are those of plain torch."""
+    model = mlp()
+    x, y = batch(5)
+    sums = []
+    for device, name, release in (("cpu", "reference", "microbatch"), (backend.device, backend.name, "backward")):
+        twin = copy.deepcopy(model).to(device)
+        acc = ak.FusedAccumulator(twin, release=release, bucket_bytes=100, backend=name)
+        for step in range(3):
+            acc.backward(mse_loss(twin(x.to(device) + step), y.to(device)), weight=step)
+        sums.append([acc.main_grad(p).cpu().clone() for p in twin.parameters()])
+    for a, e in zip(*sums, strict=True):
+        torch.testing.assert_close(a, e, rtol=0 if backend.device.type == "cpu" else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+def test_reentrant_checkpointing(bucket_bytes):
+    """Hooks fire once per reentrant part: the parts are summed in fp32, which rounds elsewhere than .grad does."""
+    expected = train(lambda: Checkpointed(True), "microbatch")
+    actual = train(lambda: Checkpointed(True), "backward", bucket_bytes)
+    for a, e in zip(actual[0], expected[0], strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+def test_two_backwards_are_one_micro_batch(bucket_bytes):
+    """Two bare backwards, one accumulate: summed once, counted once."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=bucket_bytes)
+    x, y = batch(4)
+    twin = copy.deepcopy(model).double()
+    for _ in range(2):
+        mse_loss(model(x), y).backward()
+        mse_loss(twin(x.double()), y.double()).backward()
+    acc.accumulate()
+    assert acc.micro_batches == 1
+    assert acc.weight.item() == 1
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(acc.main_grad(p).double(), q.grad, rtol=1e-5, atol=1e-6)
+
+
+class Alive:
+    """Counts the bytes of weight gradients that are alive, and the most there ever were."""
+
+    def __init__(self):
+        self.bytes = self.peak = 0
+
+    def watch(self, tensor):
+        storage = tensor.untyped_storage()
+        self.bytes += storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._freed, storage.nbytes())
+
+    def _freed(self, nbytes):
+        self.bytes -= nbytes
+
+
+class Watched(torch.autograd.Function):
+    """A matrix product whose weight gradient is watched from the moment it exists."""
+
+    @staticmethod
+    def forward(ctx, x, weight, alive):
+        ctx.save_for_backward(x, weight)
+        ctx.alive = alive
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_weight = x.t() @ grad
+        ctx.alive.watch(of_weight)
+        return grad @ weight.t(), of_weight, None
+
+
+@pytest.mark.parametrize("release", ["microbatch", "backward"])
+@pytest.mark.parametrize("bucket_layers", [1, 3])
+def test_gradients_die_young(release, bucket_layers):
+    """Never more than the bucket and one gradient alive with "backward"; all of them with "microbatch"."""
+    layers, size = 12, 64 * 64 * 4
+    weights = [nn.Parameter(torch.randn(64, 64) / 8) for _ in range(layers)]
+    acc = ak.FusedAccumulator(weights, release=release, bucket_bytes=bucket_layers * size)
+    alive = Alive()
+    for _ in range(3):
+        x = torch.ones(2, 64)
+        for weight in weights:
+            x = Watched.apply(x, weight, alive)
+        acc.backward(x.sum())
+        assert alive.bytes == 0
+    # The engine holds the gradient of the hook that runs: the bucket is complete with it.
+    assert alive.peak == (layers * size if release == "microbatch" else bucket_layers * size)
+
+
+def test_gradients_that_arrive_in_bits_fill_the_bucket_to_its_bound():
+    """Gradients of unequal sizes: at most bucket_bytes and the largest gradient."""
+    sizes = [3, 64, 7, 50, 1, 33, 64, 12]
+    weights = [nn.Parameter(torch.randn(4, n)) for n in sizes]
+    bucket_bytes = 40 * 16
+    acc = ak.FusedAccumulator(weights, release="backward", bucket_bytes=bucket_bytes)
+    alive = Alive()
+    x = torch.ones(2, 4)
+    acc.backward(sum(Watched.apply(x, weight, alive).sum() for weight in weights))
+    assert alive.bytes == 0
+    assert 0 < alive.peak <= bucket_bytes + 64 * 16
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("form", ["backward", "bare"])
+def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):
+    """accumulate, backward and finalize raise until zero_(), which mends."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=bucket_bytes)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    loss = mse_loss(model[2:](Boom.apply(model[:2](x))), y)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        acc.backward(loss) if form == "backward" else loss.backward()
+    if form == "bare":
+        acc.discard()  # some were added already: it cannot be undone
+    for call in (
+        acc.accumulate,
+        lambda: acc.finalize(optimizer),
+        lambda: acc.step(optimizer),
+        lambda: acc.backward(y.sum()),
+    ):
+        with pytest.raises(RuntimeError, match=r"this window is broken: a backward raised.*acc\.zero_\(\)"):
+            call()
+    acc.zero_()
+    assert all(p.grad is None for p in model.parameters())
+    expected = copy.deepcopy(model)
+    mse_loss(expected(x), y).backward()
+    acc.backward(mse_loss(model(x), y))
+    acc.finalize(optimizer)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_discard_before_anything_was_added():
+    """A micro-batch that is pending as a whole can be dropped like any other."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward")
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    kept = [acc.main_grad(p).clone() for p in model.parameters()]
+    mse_loss(model(x), y).backward()
+    acc.discard()
+    assert acc.micro_batches == 1
+    acc.accumulate(0.0)
+    assert all(torch.equal(acc.main_grad(p), k) for p, k in zip(model.parameters(), kept, strict=True))
+
+
+def test_a_hook_that_finds_no_grad():
+    """Another hook has taken the gradient before: the parameter is not touched."""
+    model = mlp()
+    last = model[-1].bias
+
+    def steal(param):
+        param.grad = None
+
+    last.register_post_accumulate_grad_hook(steal)
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.finalize(optimizer)
+    assert last.grad is None
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("weight", [2.0, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_the_weight_must_be_known_before_backward(weight):
+    """After a bare backward only 1 is taken, and acc.backward does not join an earlier one with another weight."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    x, y = batch(3)
+    mse_loss(model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"pass the weight to acc\.backward\(loss, weight\)"):
+        acc.accumulate(weight)
+    with pytest.raises(RuntimeError, match="an earlier backward of this micro-batch was added with weight 1"):
+        acc.backward(mse_loss(model(x), y), weight)
+    acc.accumulate(1)
+    assert acc.micro_batches == 1
+
+
+def test_gradients_that_were_never_counted():
+    """finalize after a bare backward: an error, not a silent loss."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    mse_loss(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="gradients of a backward were never counted"):
+        acc.finalize(optimizer)
+    acc.accumulate()
+    acc.finalize(optimizer)
+
+
+@pytest.mark.parametrize("overflow", ["microbatch", "raise"])
+def test_modes_that_need_the_whole_micro_batch(overflow):
+    """Refused, with the reason."""
+    with pytest.raises(ValueError, match=f"overflow='{overflow}' needs release='microbatch': whether"):
+        ak.FusedAccumulator(mlp(), release="backward", overflow=overflow)
+
+
+def test_noise_scale_needs_the_whole_micro_batch():
+    """At construction and at the first call."""
+    with pytest.raises(ValueError, match="noise_scale needs release='microbatch'"):
+        ak.FusedAccumulator(mlp(), release="backward", noise_scale=True)
+    acc = ak.FusedAccumulator(mlp(), release="backward")
+    with pytest.raises(ValueError, match=r"noise_scale\(\) needs release='microbatch'"):
+        acc.noise_scale()
+
+
+def test_unfrozen_parameters_get_hooks():
+    """Parameters unfrozen between windows are released in backward, too."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    model[0].requires_grad_(True)
+    mse_loss(model(x), y).backward()  # no hook yet: accumulate takes it
+    acc.accumulate()
+    acc.backward(mse_loss(model(x), y))
+    expected = copy.deepcopy(model)
+    mse_loss(expected(x), y).backward()
+    acc.finalize(optimizer)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_backward_after_finalize_is_torchs():
+    """Between finalize and step nothing is taken: a penalty's backward adds to .grad, as in torch."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.finalize(optimizer)
+    before = [p.grad.clone() for p in model.parameters()]
+    sum(p.sum() for p in model.parameters()).backward()
+    assert all(torch.equal(p.grad, b + 1) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_hooks_leave_with_the_accumulator():
+    """remove(), leaving `with`, or dropping the accumulator takes off every hook; copies of the model have none."""
+
+    def hooks(model):
+        return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+    model = mlp()
+    with ak.FusedAccumulator(model, release="backward") as acc:
+        assert hooks(model) == 6
+        assert hooks(copy.deepcopy(model)) == 0
+        assert hooks(pickle.loads(pickle.dumps(model))) == 0
+    assert hooks(model) == 0
+    acc = ak.FusedAccumulator(model, release="backward")
+    acc.remove()
+    assert hooks(model) == 0
+    acc = ak.FusedAccumulator(model, release="backward")
+    gone = weakref.ref(acc)
+    del acc
+    gc.collect()
+    assert gone() is None
+    assert hooks(model) == 0
+    x, y = batch(3)
+    mse_loss(model(x), y).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_side_streams_on_a_gpu():
+    """Branches of the forward on streams of their own: the same bits as one after the other."""
+    device = torch.device("cuda")
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+            self.streams = [torch.cuda.Stream() for _ in range(4)]
+
+        def forward(self, x, parallel):
+            outputs, main = [], torch.cuda.current_stream()
+            for part, stream in zip(self.parts, self.streams, strict=True):
+                stream = stream if parallel else main
+                stream.wait_stream(main)
+                with torch.cuda.stream(stream):
+                    outputs.append(part(x))
+            for stream in self.streams:
+                main.wait_stream(stream)
+            return torch.stack(outputs).sum()
+
+    model = Branches().to(device)
+    results = []
+    for release, parallel in [("microbatch", False), ("backward", True)]:
+        with ak.FusedAccumulator(model, release=release, bucket_bytes=1) as acc:
+            for step in range(20):
+                acc.backward(model(torch.full((64, 512), 1.0 + step, device=device), parallel))
+            results.append([acc.main_grad(p).clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,37 @@
+"""Advice about the settings of CUDA's allocator."""
+
+from __future__ import annotations
+
+import pytest
+
+from accumkernels.doctor.allocator import allocator_advice
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ["expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, []),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, []),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, ["is the old name: set PYTORCH_ALLOC_CONF"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, ["is the old name", "expandable_segments:True"]),
+    ],
+)
+def test_allocator_advice(environ, expected):
+    """Expandable segments where they are not on, the new name where the old is used; nothing without a GPU."""
+    advice = allocator_advice(environ, on_gpu=True)
+    assert len(advice) == len(expected)
+    for line, part in zip(advice, expected, strict=True):
+        assert line.startswith("advice: ")
+        assert part in line
+    assert allocator_advice(environ, on_gpu=False) == []
+
+
+def test_doctor_prints_the_advice(monkeypatch, capsys):
+    """Advice is no problem."""
+    from accumkernels.__main__ import main
+
+    monkeypatch.setattr("accumkernels.doctor.report.allocator_advice", lambda: ["advice: set this"])
+    assert main([]) == 0
+    assert "advice: set this\nno problems found" in capsys.readouterr().out

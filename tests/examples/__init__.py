@@ -1,0 +1,1 @@
+"""Tests of examples/, which run them."""

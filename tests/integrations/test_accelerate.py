@@ -1,0 +1,427 @@
+"""accelerate's loop, with its Accelerator and with ours: equal where accelerate is right, right where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.backends import same_bits
+from tests.support.models import batch, big_batch_grads, mlp, relative_error
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
+
+import accumkernels as ak  # noqa: E402
+from accumkernels.integrations.accelerate import Accelerator, fuse  # noqa: E402
+
+pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread", "fresh_state")]
+
+STOCK = accelerate.Accelerator
+SIZE = 3  # samples of a micro-batch
+# The norms are summed in another order, so that clipped gradients differ in their last bits.
+CLIPPED = {"rtol": 1e-5, "atol": 1e-7}
+# Gradients in fp32 against the big batch in fp64; measured 1e-7.
+ROUNDING = 1e-6
+
+
+@pytest.fixture
+def fresh_state():
+    """accelerate keeps its settings in singletons."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def make(cls, precision="no", steps=4, **options):
+    """An accelerator; fp16, which accelerate has on GPUs only, with a scaler for the CPU."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = cls(cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision, **options)
+    if precision == "fp16":
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return accelerator
+
+
+def loader(samples, size=SIZE):
+    """Always the same samples in the same order."""
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(samples)), batch_size=size)
+
+
+def sgd(params):
+    """Moves parameters by the gradient itself."""
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def adamw(params):
+    """Unfused."""
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused_adamw(params):
+    """Does not step in Python what GradScaler skips, but in its kernel."""
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def train(accelerator, samples, optimizer_fn=adamw, clip=None, weigh=None, size=SIZE, bad=(), epochs=1, model=None):
+    """The loop of accelerate's documentation; the model, and per window (norm, learning rate, step was skipped).
+
+    `weigh` makes the weight of a micro-batch from its targets; losses of the `bad` micro-batches are infinite.
+    """
+    model = mlp() if model is None else model
+    optimizer = optimizer_fn(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, loader(samples, size), scheduler)
+    history, index = [], 0
+    for _ in range(epochs):
+        for x, y in data:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x).float(), y)
+                loss = loss * torch.inf if index in bad else loss
+                accelerator.backward(loss, **({} if weigh is None else {"weight": weigh(y)}))
+                norm = None
+                if accelerator.sync_gradients and clip is not None:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), clip).item()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            index += 1
+            if accelerator.sync_gradients:
+                history.append((norm, scheduler.get_last_lr()[0], accelerator.optimizer_step_was_skipped))
+    return model, history
+
+
+def moved(model):
+    """By how much SGD of rate 1 has moved the parameters of `mlp()`, negated: the gradient of the one window."""
+    return [before - after for before, after in zip(mlp().parameters(), model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"release": "backward"}, {"autocast_route": False}], ids=str)
+@pytest.mark.parametrize("optimizer_fn", [adamw, fused_adamw])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_same_bits_over_whole_windows(precision, optimizer_fn, options):
+    """Two epochs of two windows; where accelerate is right, ours is it, bit for bit."""
+    stock, theirs = train(make(STOCK, precision), 8 * SIZE, optimizer_fn, epochs=2)
+    ours, mine = train(make(Accelerator, precision, accumulator_options=options), 8 * SIZE, optimizer_fn, epochs=2)
+    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
+    assert mine == theirs
+    assert len(mine) == 4
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_clipped(precision):
+    """`clip_grad_norm_` where the loop has it, fp16 included, whose scaler must not unscale a second time."""
+    stock, theirs = train(make(STOCK, precision), 8 * SIZE, clip=0.3, epochs=2)
+    ours, mine = train(make(Accelerator, precision), 8 * SIZE, clip=0.3, epochs=2)
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **CLIPPED)
+    assert [norm for norm, _, _ in mine] == pytest.approx([norm for norm, _, _ in theirs], rel=1e-6)
+    assert mine[0][0] > 0.3
+
+
+@pytest.mark.parametrize("bad", [(1,), (3,), (0, 3, 5)])
+def test_overflow_in_fp16(bad):
+    """Scale, skipped steps and the learning rates that follow from them are accelerate's."""
+    one = make(STOCK, "fp16")
+    stock, theirs = train(one, 12 * SIZE, bad=bad)
+    scale = one.scaler.get_scale()
+    two = make(Accelerator, "fp16")
+    ours, mine = train(two, 12 * SIZE, bad=bad)
+    assert mine == theirs
+    assert any(skipped for _, _, skipped in mine)
+    assert two.scaler.get_scale() == scale
+    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
+
+
+def test_a_skipped_step_of_a_fused_optimizer_is_seen():
+    """The scheduler stays with the optimizer.
+
+    accelerate takes a fused optimizer for stepped whatever its kernel did, and steps the scheduler
+    (https://github.com/huggingface/accelerate/issues/4242).
+    """
+    _, theirs = train(make(STOCK, "fp16"), 4 * SIZE, fused_adamw, bad=(1,))
+    _, mine = train(make(Accelerator, "fp16"), 4 * SIZE, fused_adamw, bad=(1,))
+    assert mine == [(None, 0.01, True)]
+    assert theirs == [(None, pytest.approx(0.009), False)]  # when this fails, accelerate has mended it
+
+
+def test_overflow_without_a_scaler():
+    """In bf16 and fp32 nothing checks for inf in accelerate: the model is lost. Ours skips."""
+    stock, _ = train(make(STOCK), 4 * SIZE, bad=(1,))
+    ours, mine = train(make(Accelerator), 4 * SIZE, bad=(1,))
+    assert not all(p.isfinite().all() for p in stock.parameters())
+    assert mine == [(None, 0.01, True)]
+    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), mlp().parameters(), strict=True))
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_the_last_window_may_be_short(steps):
+    """Two micro-batches in a window of 3 or 4: the mean over the two.
+
+    The loader's last batch ends the window however few there are
+    (https://github.com/huggingface/accelerate/issues/1847), and accelerate has divided by all the others too.
+    """
+    truth = big_batch_grads(mlp(), *batch(2 * SIZE))
+    ours, _ = train(make(Accelerator, steps=steps), 2 * SIZE, sgd)
+    assert relative_error(moved(ours), truth) < ROUNDING
+    stock, _ = train(make(STOCK, steps=steps), 2 * SIZE, sgd)
+    assert relative_error(moved(stock), [grad * 2 / steps for grad in truth]) < ROUNDING
+
+
+def test_unequal_micro_batches():
+    """Micro-batches of 3, 3, 3 and 1 samples, each counted by its samples, are the big batch.
+
+    accelerate averages the four means; its documentation has the loop count all batches of a window before the first
+    backward (https://github.com/huggingface/accelerate/pull/3193).
+    """
+    truth = big_batch_grads(mlp(), *batch(10))
+    ours, _ = train(make(Accelerator), 10, sgd, weigh=len)
+    assert relative_error(moved(ours), truth) < ROUNDING
+    on_the_device, _ = train(make(Accelerator), 10, sgd, weigh=lambda y: torch.tensor(len(y)))
+    assert relative_error(moved(on_the_device), truth) < ROUNDING
+    stock, _ = train(make(STOCK), 10, sgd)
+    assert relative_error(moved(stock), truth) > 0.01
+
+
+def test_weights_that_the_accelerator_holds():
+    """For loops that cannot pass a weight: the Trainer's of transformers."""
+    accelerator = make(Accelerator, steps=2)
+    accelerator.micro_batch_weight, accelerator.loss_divided_by = 5.0, 0.5
+    ours, _ = train(accelerator, 2 * SIZE, sgd)
+    doubled = [0.5 * grad for grad in big_batch_grads(mlp(), *batch(2 * SIZE))]
+    assert relative_error(moved(ours), doubled) < ROUNDING
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_window_without_weight(precision):
+    """Is skipped, and no overflow."""
+    accelerator = make(Accelerator, precision)
+    ours, mine = train(accelerator, 4 * SIZE, fused_adamw, weigh=lambda y: 0.0)
+    assert mine == [(None, 0.01, True)]
+    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), mlp().parameters(), strict=True))
+    assert accelerator.scaler is None or accelerator.scaler.get_scale() == 2.0**10
+
+
+def prepared(steps=2, **options):
+    """An accelerator with model and optimizer."""
+    accelerator = make(Accelerator, steps=steps, **options)
+    model = mlp()
+    return (accelerator, *accelerator.prepare(model, sgd(model.parameters())))
+
+
+def backward(accelerator, model, seed=1, **kwargs):
+    """A micro-batch."""
+    x, y = batch(SIZE, seed=seed)
+    accelerator.backward(nn.functional.mse_loss(model(x), y), **kwargs)
+
+
+def test_grad_at_the_end_of_a_window():
+    """From the last backward on `.grad` is the mean, for whoever looks or changes it; before it is None."""
+    accelerator, model, optimizer = prepared()
+    with accelerator.accumulate(model):
+        backward(accelerator, model, seed=1)
+        assert all(p.grad is None for p in model.parameters())
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 0  # nothing to clip inside a window
+        optimizer.step()
+        optimizer.zero_grad()  # drops nothing inside a window
+    with accelerator.accumulate(model):
+        backward(accelerator, model, seed=2)
+        (x1, y1), (x2, y2) = batch(SIZE, seed=1), batch(SIZE, seed=2)
+        truth = big_batch_grads(model, torch.cat([x1, x2]), torch.cat([y1, y2]))
+        assert relative_error([p.grad for p in model.parameters()], truth) < ROUNDING
+        first, *others = model.parameters()
+        accelerator.clip_grad_norm_([first], 1e-3)
+        assert first.grad.norm().item() == pytest.approx(1e-3, rel=1e-3)
+        assert relative_error([p.grad for p in others], truth[1:]) < ROUNDING
+        accelerator.clip_grad_value_(model.parameters(), 1e-4)
+        optimizer.step()
+        assert first.grad is not None  # until the next window, as after any step
+    assert max(change.abs().max().item() for change in moved(model)) == pytest.approx(1e-4, rel=1e-2)
+    with accelerator.accumulate(model):  # nobody called zero_grad
+        assert all(p.grad is None for p in model.parameters())
+        backward(accelerator, model)
+
+
+def test_a_window_can_be_dropped():
+    """`zero_grad` in place of `step`."""
+    accelerator, model, optimizer = prepared(steps=1)
+    with accelerator.accumulate(model):
+        backward(accelerator, model)
+        optimizer.zero_grad()
+    with accelerator.accumulate(model):
+        backward(accelerator, model, seed=2)
+        optimizer.step()
+    assert relative_error(moved(model), big_batch_grads(mlp(), *batch(SIZE, seed=2))) < ROUNDING
+
+
+def test_a_loader_that_ends_nothing(tmp_path):
+    """With `sync_with_dataloader=False` a window goes on in the next epoch: in a resumed run, the same bits."""
+
+    def build():
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, mixed_precision="bf16")
+        model = mlp()
+        prepared = accelerator.prepare(model, adamw(model.parameters()), loader(6 * SIZE))
+        accelerator.register_for_checkpointing(accelerator.accumulator)
+        return (accelerator, *prepared)
+
+    def epoch(accelerator, model, optimizer, data):
+        for x, y in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    one = build()
+    epoch(*one)
+    assert one[0].accumulator.micro_batches == 2
+    one[0].save_state(str(tmp_path))
+    epoch(*one)
+    two = build()
+    two[0].load_state(str(tmp_path))
+    two[0].step = 6  # of accelerate's counter of micro-batches
+    epoch(*two)
+    assert two[0].accumulator.micro_batches == 0
+    assert all(same_bits(a, b) for a, b in zip(one[1].parameters(), two[1].parameters(), strict=True))
+
+
+def test_master_weights():
+    """A bf16 model whose fp32 masters are stepped: as in a loop of one's own; and it comes back with its optimizer."""
+    accelerator = make(Accelerator, accumulator_options={"master_weights": True})
+    model = mlp(torch.bfloat16)
+    params = list(model.parameters())
+    optimizer = adamw(params)
+    accelerator.prepare(model, optimizer)
+    twin = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(twin, master_weights=True)
+    other = adamw(acc.parameters())
+    fused = accelerator._optimizers[0]
+    for window in range(3):
+        for index in range(4):
+            x, y = batch(SIZE, torch.bfloat16, seed=4 * window + index)
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                accelerator.clip_grad_norm_(params, 0.3)
+                fused.step()
+                fused.zero_grad()
+            acc.backward(nn.functional.mse_loss(twin(x), y))
+        acc.step(other, max_norm=0.3)
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(p.dtype == torch.float32 for p in stepped)
+    for mine, theirs in zip(stepped, acc.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, **CLIPPED)
+    with accelerator.accumulate(model):
+        accelerator.gradient_state._set_sync_gradients(True)
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        accelerator.clip_grad_norm_(params[0], 1e-3)  # one of them: of the model, to be clipped in the masters
+        assert stepped[0].grad.norm().item() == pytest.approx(1e-3, rel=1e-3)
+    accelerator.free_memory()
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in params]
+    assert set(optimizer.state) == set(params)
+    ak.FusedAccumulator(model).remove()
+
+
+def test_saved_before_gradients_are_cleared(tmp_path):
+    """The window has been stepped: the resumed run begins the next."""
+    accelerator, model, optimizer = prepared(steps=1)
+    accelerator.register_for_checkpointing(accelerator.accumulator)
+    with accelerator.accumulate(model):
+        backward(accelerator, model)
+        optimizer.step()
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    with accelerator.accumulate(model):
+        backward(accelerator, model)
+        optimizer.step()
+
+
+def test_a_window_is_open_before_its_first_forward():
+    """Or autocast would cast the weights of that micro-batch, and its gradients come widened."""
+    accelerator, model, optimizer = prepared(steps=2)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            assert not accelerator._window.finalized
+            backward(accelerator, model)
+            optimizer.step()
+
+
+def test_prepared_one_by_one():
+    """In either order."""
+    for first in (0, 1):
+        accelerator = make(Accelerator, steps=1)
+        model = mlp()
+        parts = [model, sgd(model.parameters())]
+        parts[first] = accelerator.prepare(parts[first])
+        with pytest.raises(RuntimeError, match="prepare"):
+            backward(accelerator, model)
+        parts[1 - first] = accelerator.prepare(parts[1 - first])
+        with accelerator.accumulate(model):
+            backward(accelerator, model)
+            parts[1].step()
+        assert relative_error(moved(model), big_batch_grads(mlp(), *batch(SIZE))) < ROUNDING
+
+
+def test_models_that_nobody_steps():
+    """A frozen teacher is prepared beside the model."""
+    accelerator = make(Accelerator)
+    teacher, model = mlp(seed=3), mlp()
+    accelerator.prepare(teacher, model, sgd(model.parameters()))
+    assert accelerator.accumulator.main_grad(model[0].weight).shape == (9, 5)
+
+
+def test_fuse():
+    """An accelerator that somebody else has made, before it prepares anything."""
+    accelerator = fuse(make(STOCK), release="backward")
+    ours, _ = train(accelerator, 4 * SIZE, sgd)
+    assert relative_error(moved(ours), big_batch_grads(mlp(), *batch(4 * SIZE))) < ROUNDING
+    with pytest.raises(TypeError, match=r"expected an accelerate\.Accelerator, got Accelerator"):
+        fuse(accelerator)
+    late = make(STOCK)
+    late.prepare(mlp())
+    with pytest.raises(RuntimeError, match="before"):
+        fuse(late)
+
+
+def test_errors():
+    """What would be silently wrong says so."""
+    accelerator, model, optimizer = prepared()
+    with accelerator.accumulate(model):
+        backward(accelerator, model)
+        with pytest.raises(RuntimeError, match="twice inside one"):
+            backward(accelerator, model)
+    with accelerator.accumulate(model):
+        backward(accelerator, model)
+        with pytest.raises(TypeError, match="closure"):
+            optimizer.step(lambda: None)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="twice for one window"):
+            optimizer.step()
+
+    accelerator, model, optimizer = prepared(steps=1)  # a loop that counts micro-batches itself
+    backward(accelerator, model)
+    with pytest.raises(RuntimeError, match=r"accelerator\.accumulate"):
+        backward(accelerator, model)
+
+    accelerator = make(Accelerator)
+    model = mlp()
+    halves = [sgd(model[:2].parameters()), sgd(model[2:].parameters())]
+    with pytest.raises(ValueError, match=r"2 optimizers .*FusedAccumulator"):
+        accelerator.prepare(model, *halves)
+    accelerator = make(Accelerator)
+    with pytest.raises(ValueError, match="2 prepared models"):
+        accelerator.prepare(model, other := mlp(), sgd([*model.parameters(), *other.parameters()]))
+    with pytest.raises(RuntimeError, match="prepare"):
+        _ = make(Accelerator).accumulator
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """Before anything is prepared."""
+    accelerator = make(STOCK)
+    monkeypatch.setattr(STOCK, "distributed_type", accelerate.DistributedType.MULTI_GPU)
+    with pytest.raises(ValueError, match="MULTI_GPU.*one process"):
+        fuse(accelerator)

@@ -1,0 +1,339 @@
+"""Lightning's Trainer with and without the callback: equal where Lightning is right, right where it is not."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.backends import same_bits
+from tests.support.models import batch, big_batch_grads, mlp, relative_error
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+import accumkernels as ak  # noqa: E402
+from accumkernels.integrations.lightning import FusedAccumulation  # noqa: E402
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # Lightning's advice: more workers, a GPU, a logger
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+SIZE = 3  # samples of a micro-batch
+CLIPPED = {"rtol": 1e-5, "atol": 1e-7}  # norms are summed in another order
+ROUNDING = 1e-6  # gradients in fp32 against fp64; measured 1e-7
+SCALE = 2.0**10
+
+
+class Regression(pl.LightningModule):
+    """Notes gradients at the hooks, skips the batches of `none`, spoils the losses of `bad`."""
+
+    def __init__(self, optimizer=torch.optim.AdamW, lr=0.01, dtype=torch.float32, bad=(), none=(), **options):
+        super().__init__()
+        self.net = mlp(dtype)
+        self.make = lambda: optimizer(self.parameters(), lr=lr, **options)
+        self.bad, self.none = bad, none
+        self.seen = []
+
+    def training_step(self, data, index):
+        x, y = data
+        if index in self.none:
+            return None
+        loss = nn.functional.mse_loss(self.net(x).float(), y.float())
+        return loss * torch.inf if index in self.bad else loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append([None if p.grad is None else p.grad.clone() for p in self.parameters()])
+
+    def configure_optimizers(self):
+        optimizer = self.make()
+        scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}
+        return [optimizer], [scheduler]
+
+
+class Manual(Regression):
+    """Four micro-batches to a window, counted by hand; without the callback the usual recipe.
+
+    Args:
+        usual: Divide by 4 and clear gradients, as Lightning's documentation has it.
+    """
+
+    def __init__(self, usual, clip=None, algorithm="norm", **options):
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.usual, self.clip, self.algorithm = usual, clip, algorithm
+
+    def training_step(self, data, index):
+        optimizer = self.optimizers()
+        loss = super().training_step(data, index)
+        self.manual_backward(loss / 4 if self.usual else loss)
+        if (index + 1) % 4 == 0:
+            if self.clip is not None:
+                self.clip_gradients(optimizer, self.clip, self.algorithm)
+            optimizer.step()
+            if self.usual:
+                optimizer.zero_grad()
+
+
+def loader(samples, size=SIZE):
+    """Always the same samples in the same order."""
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(samples)), batch_size=size)
+
+
+def fp16():
+    """On the CPU Lightning makes bf16 of precision="16-mixed", but for a plugin."""
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))]}
+
+
+def trainer(*callbacks, steps=4, epochs=1, **options):
+    """A quiet one."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        accumulate_grad_batches=steps,
+        callbacks=list(callbacks),
+        enable_model_summary=False,
+        **{**quiet, **options},
+    )
+
+
+def fit(model, samples, *callbacks, **options):
+    """Train; the model and the Trainer."""
+    one = trainer(*callbacks, **options)
+    one.fit(model, loader(samples))
+    return model, one
+
+
+def bits_agree(one, two):
+    """Of all parameters."""
+    return all(same_bits(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def sgd(**options):
+    """A model moved by the gradient itself."""
+    return Regression(torch.optim.SGD, lr=1.0, **options)
+
+
+def moved(model):
+    """The gradient of the one window of SGD with rate 1."""
+    return [p - q for p, q in zip(mlp().parameters(), model.parameters(), strict=True)]
+
+
+PRECISIONS = {"fp32": dict, "bf16": lambda: {"precision": "bf16-mixed"}, "fp16": fp16}
+
+
+@pytest.mark.parametrize("options", [{}, {"release": "backward"}, {"autocast_route": False}], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_same_bits_over_whole_windows(precision, fused, options):
+    """Two epochs of two windows; where Lightning is right, ours is it, bit for bit."""
+    stock, one = fit(Regression(fused=fused), 8 * SIZE, epochs=2, **PRECISIONS[precision]())
+    ours, two = fit(
+        Regression(fused=fused), 8 * SIZE, FusedAccumulation(**options), epochs=2, **PRECISIONS[precision]()
+    )
+    assert bits_agree(ours, stock)
+    assert two.global_step == one.global_step == 4
+    assert len(ours.seen) == 4
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_clipped(precision, algorithm):
+    """`gradient_clip_val` and `gradient_clip_algorithm`."""
+    options = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    stock, _ = fit(Regression(), 8 * SIZE, **options, **PRECISIONS[precision]())
+    ours, _ = fit(Regression(), 8 * SIZE, FusedAccumulation(), **options, **PRECISIONS[precision]())
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **CLIPPED)
+    unclipped, _ = fit(Regression(), 8 * SIZE, FusedAccumulation(), **PRECISIONS[precision]())
+    assert not bits_agree(ours, unclipped)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_fused_optimizers_are_clipped(precision):
+    """As unfused ones.
+
+    Lightning refuses in mixed precision, since a fused optimizer may unscale by itself; in bf16 too, where nothing is
+    scaled (https://github.com/Lightning-AI/pytorch-lightning/issues/21435).
+    """
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(Regression(fused=True), 4 * SIZE, gradient_clip_val=0.05, **PRECISIONS[precision]())
+    options = {"gradient_clip_val": 0.05}
+    ours, _ = fit(Regression(fused=True), 8 * SIZE, FusedAccumulation(), **options, **PRECISIONS[precision]())
+    stock, _ = fit(Regression(), 8 * SIZE, **options, **PRECISIONS[precision]())
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # and the fused AdamW rounds otherwise
+
+
+@pytest.mark.parametrize("bad", [(1,), (3,), (0, 5)])
+def test_overflow_in_fp16(bad):
+    """Skipped steps and the scale are Lightning's."""
+    one, two = fp16(), fp16()
+    stock, _ = fit(Regression(bad=bad), 12 * SIZE, **one)
+    ours, _ = fit(Regression(bad=bad), 12 * SIZE, FusedAccumulation(), **two)
+    assert two["plugins"][0].scaler.get_scale() == one["plugins"][0].scaler.get_scale() < SCALE
+    assert bits_agree(ours, stock)
+
+
+def test_overflow_without_a_scaler():
+    """In bf16 and fp32 Lightning checks nothing: the model is lost. Ours skips."""
+    stock, _ = fit(Regression(bad=(1,)), 4 * SIZE, precision="bf16-mixed")
+    assert not all(p.isfinite().all() for p in stock.parameters())
+    ours, _ = fit(Regression(bad=(1,)), 4 * SIZE, FusedAccumulation(), precision="bf16-mixed")
+    assert bits_agree(ours.net, mlp())
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_the_last_window_may_be_short(steps):
+    """Two micro-batches in a window of 3 or 4: the mean over the two.
+
+    Lightning divides by all (https://github.com/Lightning-AI/pytorch-lightning/issues/19987).
+    """
+    truth = big_batch_grads(mlp(), *batch(2 * SIZE))
+    ours, _ = fit(sgd(), 2 * SIZE, FusedAccumulation(), steps=steps)
+    assert relative_error(moved(ours), truth) < ROUNDING
+    stock, _ = fit(sgd(), 2 * SIZE, steps=steps)
+    assert relative_error(moved(stock), [grad * 2 / steps for grad in truth]) < ROUNDING
+
+
+def test_unequal_micro_batches():
+    """Micro-batches of 3, 3, 3 and 1 samples, each counted by its samples, are the big batch.
+
+    Lightning makes the mean of means (https://github.com/Lightning-AI/pytorch-lightning/issues/20350).
+    """
+    truth = big_batch_grads(mlp(), *batch(10))
+    for weight in (lambda data: len(data[0]), lambda data: torch.tensor(len(data[0]))):
+        ours, _ = fit(sgd(), 10, FusedAccumulation(weight))
+        assert relative_error(moved(ours), truth) < ROUNDING
+    stock, _ = fit(sgd(), 10)
+    assert relative_error(moved(stock), truth) > 0.01
+
+
+def test_another_window_per_epoch():
+    """GradientAccumulationScheduler changes `accumulate_grad_batches` while it trains."""
+    stock, _ = fit(Regression(), 8 * SIZE, GradientAccumulationScheduler({0: 2, 1: 8}), steps=1, epochs=2)
+    both = [GradientAccumulationScheduler({0: 2, 1: 8}), FusedAccumulation()]
+    ours, one = fit(Regression(), 8 * SIZE, *both, steps=1, epochs=2)
+    assert bits_agree(ours, stock)
+    assert one.global_step == 5
+
+
+def test_batches_without_a_loss():
+    """`training_step` may return None: the others are averaged; a window of none is skipped."""
+    x, y = batch(4 * SIZE)
+    truth = big_batch_grads(mlp(), torch.cat([x[:SIZE], x[2 * SIZE :]]), torch.cat([y[:SIZE], y[2 * SIZE :]]))
+    ours, _ = fit(sgd(none=(1,)), 4 * SIZE, FusedAccumulation())
+    assert relative_error(moved(ours), truth) < ROUNDING
+    last, _ = fit(sgd(none=(3,)), 4 * SIZE, FusedAccumulation(), **fp16())
+    assert relative_error(moved(last), big_batch_grads(mlp(), x[: 3 * SIZE], y[: 3 * SIZE])) < 5e-3  # in fp16
+    nothing, _ = fit(sgd(none=(0, 1, 2, 3)), 4 * SIZE, FusedAccumulation())
+    assert bits_agree(nothing.net, mlp())
+
+
+def test_hooks_see_the_averaged_gradient():
+    """`on_before_optimizer_step`, unscaled."""
+    ours, _ = fit(sgd(), 4 * SIZE, FusedAccumulation(), **fp16())
+    (seen,) = ours.seen
+    assert relative_error(seen, big_batch_grads(mlp(), *batch(4 * SIZE))) < 5e-3  # in fp16
+
+
+@pytest.mark.parametrize("clip", [(), (0.05, "norm"), (0.01, "value")])
+def test_manual_optimization(clip):
+    """`manual_backward` and `optimizer.step()`, without division and zero_grad; the Trainer counts the steps."""
+    stock, one = fit(Manual(True, *clip), 8 * SIZE, steps=1, precision="bf16-mixed")
+    ours, two = fit(Manual(False, *clip), 8 * SIZE, FusedAccumulation(), steps=1, precision="bf16-mixed")
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **CLIPPED)
+    for a, b in zip(ours.seen[1], stock.seen[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # of weights that differ by `CLIPPED`
+    assert two.global_step == one.global_step == 2
+
+
+def test_manual_optimization_is_clipped_in_fp16():
+    """By the norm of the gradient itself.
+
+    Lightning clips what still carries the scale (https://github.com/Lightning-AI/pytorch-lightning/pull/19536).
+    """
+    ours, _ = fit(Manual(False, 0.05), 4 * SIZE, FusedAccumulation(), steps=1, **fp16())
+    norm = torch.cat([grad.flatten() for grad in ours.seen[0]]).norm().item()
+    assert norm == pytest.approx(0.05, rel=1e-3)
+    stock, _ = fit(Manual(True, 0.05), 4 * SIZE, steps=1, **fp16())
+    norm = torch.cat([grad.flatten() for grad in stock.seen[0]]).norm().item()
+    assert norm == pytest.approx(0.05 / SCALE, rel=1e-3)  # clipped before, unscaled after
+
+
+def test_master_weights_and_checkpoints(tmp_path):
+    """A bf16 model trained through fp32 masters, in one go and in two: the same bits."""
+
+    def parts():
+        model = Regression()
+        return model, FusedAccumulation(master_weights=True), ModelCheckpoint(tmp_path, save_top_k=-1)
+
+    options = {"precision": "bf16-true", "enable_checkpointing": True, "epochs": 2}
+    model, callback, checkpoint = parts()
+    whole, one = fit(model, 8 * SIZE, callback, checkpoint, **options)
+    assert all(p.dtype == torch.bfloat16 for p in whole.parameters())
+    model, callback, checkpoint = parts()
+    two = trainer(callback, checkpoint, **options)
+    two.fit(model, loader(8 * SIZE), ckpt_path=str(tmp_path / "epoch=0-step=2.ckpt"), weights_only=True)
+    assert two.global_step == one.global_step == 4
+    assert bits_agree(model, whole)
+
+
+def test_a_window_is_open_before_its_first_forward():
+    """Or autocast would cast the weights of that micro-batch, and its gradients come widened."""
+    callback = FusedAccumulation()
+    model, open_windows = Regression(), []
+    model.net.register_forward_pre_hook(lambda *_: open_windows.append(not callback._window.finalized))
+    fit(model, 8 * SIZE, callback, precision="bf16-mixed")
+    assert open_windows == [True] * 8
+
+
+def test_what_fit_leaves():
+    """Model, optimizer and precision plugin are free afterwards, also after an exception; `fit` works again."""
+    callback = FusedAccumulation(master_weights=True)
+    model, one = fit(Regression(), 4 * SIZE, callback, precision="bf16-true")
+    assert {id(p) for group in one.optimizers[0].param_groups for p in group["params"]} == {
+        id(p) for p in model.parameters()
+    }
+    with pytest.raises(RuntimeError, match="only while"):
+        _ = callback.accumulator
+    ak.FusedAccumulator(model).remove()
+    assert not {"optimizer_step", "clip_gradients", "clip_grad_by_norm"} & set(vars(one.precision_plugin))
+
+    class Fails(Regression):
+        def training_step(self, data, index):
+            raise ZeroDivisionError
+
+    failing = Fails()
+    with pytest.raises(ZeroDivisionError):
+        fit(failing, 4 * SIZE, callback)
+    ak.FusedAccumulator(failing).remove()
+    again, _ = fit(sgd(), 4 * SIZE, FusedAccumulation())
+    assert relative_error(moved(again), big_batch_grads(mlp(), *batch(4 * SIZE))) < ROUNDING
+
+
+def test_errors():
+    """What it does not drive is refused before training."""
+
+    class Two(Manual):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.net[:2].parameters(), 0.1), torch.optim.SGD(self.net[2:].parameters(), 0.1)]
+
+    with pytest.raises(ValueError, match="DDPStrategy.*one device"):
+        FusedAccumulation().on_fit_start(trainer(strategy="ddp"), Regression())
+    with pytest.raises(ValueError, match=r"2 optimizers.*FusedAccumulator"):
+        fit(Two(False), 4 * SIZE, FusedAccumulation(), steps=1)
+    with pytest.raises(TypeError, match="LBFGS"):
+        fit(Regression(torch.optim.LBFGS, lr=0.1), 4 * SIZE, FusedAccumulation())
+    with pytest.raises(RuntimeError, match="release='backward'"):  # the weight comes too late
+        fit(Regression(), 4 * SIZE, FusedAccumulation(weight=lambda data: 3, release="backward"))

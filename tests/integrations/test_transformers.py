@@ -1,0 +1,358 @@
+"""transformers' Trainer and ours: equal where its normalization is right, right where it is a mean of means."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are random, nothing is to be looked up
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.backends import same_bits
+from tests.support.models import relative_error
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import accumkernels as ak  # noqa: E402
+from accumkernels.integrations.transformers import FusedAccumulationMixin, Trainer  # noqa: E402
+
+pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread")]
+
+STOCK = transformers.Trainer
+VOCABULARY, LENGTH = 64, 12
+CLIPPED = {"rtol": 1e-5, "atol": 1e-7}  # norms are summed in another order
+ROUNDING = 3e-6  # gradients in fp32 against fp64, through the model; measured 6e-7
+
+
+class Samples(torch.utils.data.Dataset):
+    """Token ids with 2 to 12 labels each: prompts of other lengths are masked."""
+
+    def __init__(self, n):
+        generator = torch.Generator().manual_seed(0)
+        self.samples = []
+        for _ in range(n):
+            ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+            labels = ids.clone()
+            labels[: int(torch.randint(LENGTH - 2, (), generator=generator))] = -100
+            self.samples.append({"input_ids": ids, "labels": labels})
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return dict(self.samples[index])
+
+    def all(self):
+        """One batch."""
+        return {key: torch.stack([sample[key] for sample in self.samples]) for key in ("input_ids", "labels")}
+
+
+def gpt2(dtype=torch.float32):
+    """Tiny, random, without dropout."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+    )
+    return transformers.GPT2LMHeadModel(config).to(dtype)
+
+
+class Plain(nn.Module):
+    """A model of one's own: the mean over its labels, and no `num_items_in_batch`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())}
+
+
+def sgd(model):
+    """Moves parameters by the gradient itself."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def build(cls, folder, samples, model=None, optimizer=None, options=None, scaler=False, **arguments):
+    """A Trainer: 2 samples to a micro-batch, 4 micro-batches to a window."""
+    settings = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **arguments,
+    }
+    model = gpt2() if model is None else model
+    trainer = cls(
+        model=model,
+        args=transformers.TrainingArguments(str(folder), **settings),
+        train_dataset=Samples(samples),
+        optimizers=(None, None) if optimizer is None else (optimizer(model), None),
+        **({} if options is None else {"accumulator_options": options}),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    if scaler:  # fp16, which transformers has on GPUs only
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.state._mixed_precision = "fp16"
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    return trainer
+
+
+def train(*arguments, **keywords):
+    """Build, train; the Trainer."""
+    trainer = build(*arguments, **keywords)
+    trainer.train()
+    return trainer
+
+
+def bits_agree(one, two):
+    """Of all parameters."""
+    return all(same_bits(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+def logged(trainer, key):
+    """Per window."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def in_order(trainer):
+    """Without shuffling, to know which samples are in which window."""
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    return trainer
+
+
+def moved(before, trainer):
+    """The gradient of the one window of SGD with rate 1, constant."""
+    return [p - q for p, q in zip(before.parameters(), trainer.model.parameters(), strict=True)]
+
+
+def truth(model, samples):
+    """Gradients of the mean over all labels of the window, in fp64."""
+    twin = copy.deepcopy(model).double()
+    batch = Samples(samples).all()
+    out = twin(**batch)
+    out["loss"].backward()
+    return [p.grad for p in twin.parameters()]
+
+
+@pytest.mark.parametrize("options", [None, {"release": "backward"}], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_same_bits_as_the_trainer(tmp_path, precision, options):
+    """Two epochs of 10 micro-batches, tokens counted by `num_items_in_batch`, the last window of each half full.
+
+    Normalization by tokens is right in the Trainer since https://github.com/huggingface/transformers/pull/34191, for
+    models that take `num_items_in_batch`; ours divides by the same number.
+    """
+    arguments = {"num_train_epochs": 2, "bf16": precision == "bf16", "scaler": precision == "fp16"}
+    stock = train(STOCK, tmp_path, 20, **arguments)
+    ours = train(Trainer, tmp_path, 20, options=options, **arguments)
+    assert bits_agree(ours, stock)
+    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-6)
+    assert logged(ours, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=1e-5)
+    assert logged(ours, "learning_rate") == logged(stock, "learning_rate")
+    assert ours.state.global_step == 6
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_clipped(tmp_path, precision):
+    """`max_grad_norm` below every norm there is."""
+    arguments = {"max_grad_norm": 0.1, "bf16": precision == "bf16", "scaler": precision == "fp16"}
+    stock, ours = train(STOCK, tmp_path, 16, **arguments), train(Trainer, tmp_path, 16, **arguments)
+    for a, b in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **CLIPPED)
+    assert min(logged(ours, "grad_norm")) > 0.1
+
+
+def test_tokens_are_weighted(tmp_path):
+    """One window of 7 samples, with a model that takes `num_items_in_batch`: every token counts the same."""
+    model = gpt2()
+    ours = build(Trainer, tmp_path, 7, copy.deepcopy(model), sgd, lr_scheduler_type="constant")
+    in_order(ours).train()
+    assert relative_error(moved(model, ours), truth(model, 7)) < ROUNDING
+
+
+def test_tokens_are_weighted_without_num_items_in_batch(tmp_path):
+    """A model of one's own, whose loss is the mean over a micro-batch: the window is the mean over its tokens.
+
+    The Trainer makes the mean of means, as it did for all models before (https://github.com/huggingface/transformers/
+    issues/24725), and says nothing (https://github.com/huggingface/transformers/issues/37766).
+    """
+    model = Plain()
+    ours = build(Trainer, tmp_path, 7, copy.deepcopy(model), sgd, lr_scheduler_type="constant")
+    in_order(ours).train()
+    assert relative_error(moved(model, ours), truth(model, 7)) < ROUNDING
+    stock = build(STOCK, tmp_path, 7, copy.deepcopy(model), sgd, lr_scheduler_type="constant")
+    in_order(stock).train()
+    assert relative_error(moved(model, stock), truth(model, 7)) > 0.05
+
+
+def test_a_short_last_window(tmp_path):
+    """Three micro-batches where four make a window, of a model that does not take `num_items_in_batch`.
+
+    The Trainer divided by four until https://github.com/huggingface/transformers/pull/39659; the right result stays.
+    """
+    model = Plain()
+    samples = Samples(6)
+    for sample in samples.samples:
+        sample["labels"] = sample["input_ids"].clone()  # equally many labels: a mean of means is right
+    results = []
+    for cls in (STOCK, Trainer):
+        trainer = build(cls, tmp_path, 6, copy.deepcopy(model), sgd, lr_scheduler_type="constant")
+        trainer.train_dataset = samples
+        in_order(trainer).train()
+        results.append(moved(model, trainer))
+    twin = copy.deepcopy(model).double()
+    twin(**samples.all())["loss"].backward()
+    for result in results:
+        assert relative_error(result, [p.grad for p in twin.parameters()]) < ROUNDING
+
+
+@pytest.mark.parametrize("scaled", [None, False, True])
+def test_loss_functions_of_ones_own(tmp_path, scaled):
+    """`compute_loss_func` and `loss_is_scaled_for_ga` mean what they do in the Trainer."""
+
+    def loss_func(outputs, labels, num_items_in_batch=None):
+        reduction = "mean" if scaled is False else "sum"
+        logits = outputs["logits"][:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), reduction=reduction)
+        return loss if scaled is False else loss / num_items_in_batch
+
+    model = gpt2()
+    trainers = []
+    for cls in (STOCK, Trainer):
+        trainer = build(cls, tmp_path, 7, copy.deepcopy(model), sgd, lr_scheduler_type="constant")
+        trainer.compute_loss_func = loss_func
+        trainer.loss_is_scaled_for_ga = scaled
+        in_order(trainer).train()
+        trainers.append(trainer)
+    stock, ours = (relative_error(moved(model, trainer), truth(model, 7)) for trainer in trainers)
+    assert ours < ROUNDING
+    assert stock > 0.05 if scaled is False else stock < ROUNDING
+
+
+def test_weight_of_a_micro_batch(tmp_path):
+    """Labels that are not -100, after the shift where the loss shifts them; 1 without labels; whatever one says."""
+    trainer = build(Trainer, tmp_path, 4)
+    labels = torch.tensor([[1, 2, -100, 3], [4, -100, -100, 5]])
+    trainer._loss_shifts_labels = False
+    assert trainer.micro_batch_weight({"labels": labels}) == 5
+    trainer._loss_shifts_labels = True
+    assert trainer.micro_batch_weight({"labels": labels}) == 3
+    assert trainer.micro_batch_weight({"labels": labels, "shift_labels": labels[:1]}) == 3
+    assert trainer.micro_batch_weight({"input_ids": labels}) == 1
+
+    class Samplewise(FusedAccumulationMixin, STOCK):
+        def micro_batch_weight(self, inputs):
+            return len(inputs["labels"])
+
+    model = Plain()
+    ours = train(Samplewise, tmp_path, 16, copy.deepcopy(model))
+    assert bits_agree(ours, train(STOCK, tmp_path, 16, copy.deepcopy(model)))  # 2 samples each: the mean of means
+
+
+def test_overflow_in_fp16(tmp_path):
+    """Skipped steps, scale and learning rates are the Trainer's, with an optimizer that is not fused."""
+    found = []
+    for cls in (STOCK, Trainer):
+        trainer = build(cls, tmp_path, 24, scaler=True, optim="adamw_torch")
+
+        def compute_loss(*args, trainer=trainer, compute=trainer.compute_loss, **kwargs):
+            return compute(*args, **kwargs) * (torch.inf if trainer.state.global_step == 1 else 1)
+
+        trainer.compute_loss = compute_loss
+        trainer.train()
+        found.append(trainer)
+    stock, ours = found
+    assert ours.accelerator.scaler.get_scale() == stock.accelerator.scaler.get_scale() < 2.0**12
+    assert logged(ours, "learning_rate") == logged(stock, "learning_rate")
+    assert bits_agree(ours, stock)
+
+
+def test_masters_are_resumed(tmp_path):
+    """A bf16 model trained through fp32 masters, in one go and in two: the same bits."""
+    arguments = {"options": {"master_weights": True}, "save_strategy": "steps", "save_steps": 2}
+    whole = train(Trainer, tmp_path / "a", 32, gpt2(torch.bfloat16), **arguments)
+    assert all(p.dtype == torch.bfloat16 for p in whole.model.parameters())
+    two = build(Trainer, tmp_path / "b", 32, gpt2(torch.bfloat16), **arguments)
+    two.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert two.state.global_step == 4
+    assert bits_agree(two, whole)
+    (tmp_path / "a" / "checkpoint-2" / "accumulator.pt").unlink()  # as another Trainer saves
+    three = build(Trainer, tmp_path / "c", 32, gpt2(torch.bfloat16), **arguments)
+    three.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert three.state.global_step == 4
+
+
+def test_what_train_leaves(tmp_path):
+    """The model is free afterwards, and a second `train()` goes on."""
+    stock, ours = build(STOCK, tmp_path, 16, bf16=True), build(Trainer, tmp_path, 16, bf16=True)
+    for trainer in (stock, ours):
+        trainer.train()
+        trainer.train()
+    assert bits_agree(ours, stock)
+    ak.FusedAccumulator(ours.model).remove()
+    with pytest.raises(RuntimeError, match="prepare"):
+        _ = ours.accumulator
+
+
+def test_callbacks_see_gradients(tmp_path):
+    """The averaged ones, before the step and after it."""
+    seen = []
+
+    class Look(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            seen.append([p.grad.clone() for p in model.parameters()])
+
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            seen.append([p.grad.clone() for p in model.parameters()])
+
+    model = gpt2()
+    trainer = in_order(build(Trainer, tmp_path, 7, copy.deepcopy(model)))
+    trainer.add_callback(Look())
+    trainer.train()
+    assert len(seen) == 2
+    for grads in seen:
+        assert relative_error(grads, truth(model, 7)) < ROUNDING
+
+
+def test_a_window_is_open_before_its_first_forward(tmp_path):
+    """Or autocast would cast the weights of that micro-batch, and its gradients come widened."""
+    open_windows = []
+
+    class Watched(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            open_windows.append(not self.accelerator._window.finalized)
+            return super().compute_loss(*args, **kwargs)
+
+    train(Watched, tmp_path, 16, bf16=True)
+    assert open_windows == [True] * 8
+
+
+def test_several_gpus_are_refused(tmp_path):
+    """torch.nn.DataParallel copies the model."""
+    trainer = build(Trainer, tmp_path, 4)
+    trainer.args._n_gpu = 2
+    with pytest.raises(ValueError, match="2 GPUs in one process"):
+        trainer.train()

@@ -1,0 +1,1 @@
+"""Tests of accumkernels.ops, every backend against plain torch."""

@@ -1,0 +1,1 @@
+"""Tests of setup.py, the wheel and the library in it."""

@@ -1,0 +1,145 @@
+"""setup.py's knobs, tried on a copy of the build's inputs where nothing is compiled."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import accumkernels
+from tests.support.library_gates import wheel_gate
+from tests.support.setup_project import Project
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """A project to build in."""
+    return Project(tmp_path)
+
+
+def gencodes(ninja: str) -> set[str]:
+    """What nvcc is asked to build."""
+    return set(re.findall(r"-gencode=(\S+\])", ninja))
+
+
+def test_builds_default_architectures_that_nvcc_knows(project: Project) -> None:
+    """Of ours those that this nvcc can build, and PTX of the newest; the toolkit is found behind a wrapper script."""
+    project.nvcc()
+    ninja = project.build()
+    assert gencodes(ninja) == {
+        "arch=compute_80,code=[sm_80]",
+        "arch=compute_90,code=[sm_90]",
+        "arch=compute_100,code=[sm_100,compute_100]",
+    }
+    assert "-DACCUMKERNELS_WITH_CUDA" in ninja
+    assert f"-L{project.toolkit}/lib -lcudart_static" in ninja
+
+
+def test_builds_exactly_the_architectures_asked_for(project: Project) -> None:
+    """ACCUMKERNELS_CUDA_ARCHS replaces the default, PTX only where it says so."""
+    project.nvcc()
+    ninja = project.build(ACCUMKERNELS_CUDA_ARCHS="8.0;9.0+PTX")
+    assert gencodes(ninja) == {"arch=compute_80,code=[sm_80]", "arch=compute_90,code=[sm_90,compute_90]"}
+
+
+def test_an_architecture_given_twice_keeps_its_ptx(project: Project) -> None:
+    """In either order."""
+    project.nvcc()
+    ninja = project.build(ACCUMKERNELS_CUDA_ARCHS="9.0+PTX 9.0")
+    assert gencodes(ninja) == {"arch=compute_90,code=[sm_90,compute_90]"}
+
+
+def test_only_the_bindings_name_torchs_folder(project: Project) -> None:
+    """Under build isolation it is another one each time: the kernels need not be compiled again for that."""
+    project.nvcc()
+    folder = str(Path(torch.__file__).parent)
+    commands = re.findall(r"^build \S+: compile (\S+)\n  line = (.*)$", project.build(), re.MULTILINE)
+    assert [source for source, line in commands if folder in line] == ["csrc/bindings.cpp"]
+
+
+def test_cuda_home_goes_before_path(project: Project) -> None:
+    """The nvcc of CUDA_HOME is taken, whatever lies on PATH."""
+    project.nvcc()
+    (project.toolkit / "bin").mkdir()
+    shutil.move(project.bin / "nvcc", project.toolkit / "bin" / "nvcc")
+    project.nvcc(release="12.6")
+    assert f"{project.toolkit}/bin/nvcc" in project.build(CUDA_HOME=str(project.toolkit))
+
+
+@pytest.mark.parametrize(("has_nvcc", "knobs"), [(False, {}), (True, {"ACCUMKERNELS_BUILD_CUDA": "0"})])
+def test_builds_cpu_kernels_alone_and_says_so(project: Project, has_nvcc: bool, knobs: dict[str, str]) -> None:
+    """Without nvcc, or when asked, no CUDA source and no CUDA library is named, and one line tells."""
+    if has_nvcc:
+        project.nvcc()
+    done = project.setup("build_ext", "--inplace", **knobs)
+    ninja = (project.root / "build" / "native" / "build.ninja").read_text()
+    assert "CPU kernels alone" in done.stdout
+    assert not re.search(r"\.cu\b|cudart|WITH_CUDA", ninja)
+
+
+def test_names_an_unknown_architecture_and_the_valid_ones(project: Project) -> None:
+    """An entry that nvcc does not know is never dropped silently."""
+    project.nvcc()
+    said = project.fail(ACCUMKERNELS_CUDA_ARCHS="8.0;7.0+PTX")
+    assert "'7.0+PTX'" in said
+    assert "8.0 9.0 10.0" in said
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"ACCUMKERNELS_BUILD_CUDA": "1"}, "no nvcc in PATH"),
+        ({"CUDA_HOME": "/no/such/cuda"}, "no nvcc in CUDA_HOME=/no/such/cuda"),
+        ({"ACCUMKERNELS_BUILD_CUDA": "yes"}, "ACCUMKERNELS_BUILD_CUDA=yes: expected auto, 0 or 1"),
+    ],
+)
+def test_cuda_asked_for_but_not_there_is_an_error(project: Project, knobs: dict[str, str], words: str) -> None:
+    """A wheel without CUDA kernels is never built by mistake."""
+    assert words in project.fail(**knobs)
+
+
+def test_an_nvcc_that_cannot_serve_is_an_error(project: Project) -> None:
+    """Too old, or broken: the build names it and does not fall back to the CPU."""
+    project.nvcc(release="11.8")
+    assert "release 11.8; needed is 12.1" in project.fail()
+    project.script("nvcc", "echo 'cannot find libnvvm' >&2; exit 1")
+    assert "cannot find libnvvm" in project.fail()
+
+
+def test_simd_flags_go_to_their_files_alone(project: Project) -> None:
+    """The library must load on any x86-64: only files chosen at run time may use what some processors lack."""
+    flags = {}
+    for source, line in re.findall(r"^build \S+: compile (\S+)\n  line = (.*)$", project.build(), re.MULTILINE):
+        flags[Path(source).stem.rpartition("_")[2]] = set(re.findall(r"\s(-m\S+)", line))
+    x86 = platform.machine() == "x86_64"
+    assert flags.pop("avx2") == ({"-mavx2", "-mf16c", "-mfma"} if x86 else set())
+    assert ("-mavx512f" in flags.pop("avx512")) == x86
+    assert set().union(*flags.values()) == set()
+
+
+def test_building_again_touches_nothing(project: Project) -> None:
+    """What ninja reads keeps its time stamp, so that a second build is instant."""
+    project.build()
+    written = {path: path.stat().st_mtime_ns for path in (project.root / "build" / "native").glob("[be]*")}
+    project.build()
+    assert {path.name for path in written} == {"build.ninja", "build_info.h", "exports.map"}
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_wheel_serves_any_python_and_carries_the_version_suffix(project: Project) -> None:
+    """The tag is py3-none-<platform>, the version ends in the suffix, and the package is in it and nothing else."""
+    done = project.setup("bdist_wheel", ACCUMKERNELS_VERSION_SUFFIX="+cu130")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (project.root / "dist").iterdir()
+    version = f"{accumkernels.__version__}+cu130"
+    assert wheel_gate(wheel, version) == []
+    assert platform.machine() in wheel.name
+    header = (project.root / "build" / "native" / "build_info.h").read_text()
+    info = json.loads(json.loads(header.partition("ACCUMKERNELS_BUILD_INFO ")[2]))
+    assert info["version"] == version
+    assert (info["cuda"], info["archs"], info["commit"]) == (None, [], None)

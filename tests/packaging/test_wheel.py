@@ -1,0 +1,106 @@
+"""The wheel that this checkout builds: its gates, and that it works in a clean environment."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import accumkernels
+from tests.support.environments import ROOT, Environment, build_wheel, run
+from tests.support.library_gates import wheel_gate
+from tests.support.setup_project import Project
+
+LEFT_BEHIND = (
+    "accumkernels/_native.so",
+    "accumkernels/__pycache__/layout.cpython-311.pyc",
+    "tests/__pycache__/models.cpython-311.pyc",
+    "build/native/build.ninja",
+    "build/native/csrc/bindings.cpp.o",
+    "dist/accumkernels-0.0.1-py3-none-linux_x86_64.whl",
+    ".venv/bin/python",
+    ".venv-torch-2.10.0/bin/python",
+    "demo/demo.png",
+)
+
+
+def ignored(folder: str, names: list[str]) -> set[str]:
+    """What of a folder of the project is no source, by the patterns of .gitignore."""
+    lines = (ROOT / ".gitignore").read_text().split()
+    patterns = [line.strip("/") for line in lines if not line.startswith("/") or Path(folder) == ROOT]
+    return {name for pattern in [*patterns, ".git"] for name in fnmatch.filter(names, pattern)}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with what `make build` compiled."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with the wheel, this torch and what torch requires."""
+    environment = Environment(tmp_path_factory.mktemp("installed") / "venv")
+    environment.borrow_torch()
+    environment.pip_install("--no-index", "--no-deps", wheel)
+    return environment
+
+
+def test_passes_its_gate(wheel: Path) -> None:
+    """Tag, version, size, and the package with one library in it and nothing else."""
+    assert wheel_gate(wheel, accumkernels.__version__) == []
+
+
+def test_passes_the_doctor_and_trains_a_window(environment: Environment) -> None:
+    """Installed where neither this checkout nor Triton nor numpy is, every op has its kernels and a window trains.
+
+    With a CUDA toolkit the kernels for GPUs are among them: a wheel is never built without them by mistake.
+    """
+    found = environment.check()
+    report = found["report"]
+    assert found["torch"] == torch.__version__
+    assert report["versions"]["triton"] is None
+    assert report["library"]["path"].startswith(str(environment.folder))
+    wanted = os.environ.get("ACCUMKERNELS_BUILD_CUDA") or "auto"
+    has_toolkit = bool(os.environ.get("CUDA_HOME") or shutil.which("nvcc"))
+    assert (report["library"]["cuda"] is not None) == (wanted == "1" or (wanted == "auto" and has_toolkit))
+
+
+def test_sdist_holds_everything_and_nothing_generated(tmp_path: Path) -> None:
+    """What the sources consist of gets in, what builds and tests leave lying about does not."""
+    project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
+    expected = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
+    for name in LEFT_BEHIND:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).touch()
+    run(sys.executable, "-W", "ignore", "setup.py", "-q", "sdist", cwd=project)
+    (sdist,) = (project / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert {"PKG-INFO", "setup.cfg"} <= names  # setuptools' own; where the tests run in an sdist, sources as well
+    generated = {name for name in names | expected if re.match(r"PKG-INFO|setup\.cfg|accumkernels\.egg-info/", name)}
+    assert names - generated == expected - generated
+
+
+def test_make_wheel_leaves_exactly_one(tmp_path: Path) -> None:
+    """What lay in dist/ and build/lib from another version is gone, and knobs given to make arrive."""
+    project = Project(tmp_path)
+    shutil.copy(ROOT / "Makefile", project.root)
+    for stale in ("dist/accumkernels-0.0.1-py3-none-linux_x86_64.whl", "build/lib/accumkernels/deleted.py"):
+        (project.root / stale).parent.mkdir(parents=True)
+        (project.root / stale).touch()
+    ready = f"{sys.prefix}/.ready"
+    command = [shutil.which("make") or "make", "-o", ready, "wheel", f"READY={ready}", f"VENV={sys.prefix}"]
+    knobs = ["ACCUMKERNELS_VERSION_SUFFIX=+cu130", "ACCUMKERNELS_BUILD_CUDA=0"]
+    project.bin.joinpath("rm").symlink_to(shutil.which("rm") or "/bin/rm")
+    path = {"PATH": str(project.bin), "CXX": shutil.which(os.environ.get("CXX", "c++")) or "c++"}
+    run(*command, *knobs, cwd=project.root, **path)
+    (wheel,) = (project.root / "dist").iterdir()
+    assert wheel_gate(wheel, f"{accumkernels.__version__}+cu130") == []

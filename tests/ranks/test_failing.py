@@ -1,0 +1,93 @@
+"""Ranks that stop: the others get torch.distributed's error within the group's timeout, and never step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import accumkernels as ak
+from tests.support.models import mlp
+from tests.support.ranks import message, parameters, run
+
+TIMEOUT = timedelta(seconds=2)
+ROOT = Path(__file__).parents[2]
+
+
+def _window(rank, group):
+    """A model whose ranks have run a clean window, and the first micro-batch of the next."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, process_group=group)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    acc.backward(model(torch.full((1, 5), rank + 1.0)).sum())
+    acc.step(optimizer)
+    acc.backward(model(torch.full((1, 5), rank + 1.0)).sum())
+    return model, acc, optimizer
+
+
+def raises(rank, size):
+    """Rank 1 raises before it communicates, and does not come back."""
+    model, acc, optimizer = _window(rank, torch.distributed.new_group(timeout=TIMEOUT))
+    before = parameters(model)
+    if rank == 1:
+        model[0].weight.data = model[0].weight.data.double()
+    errors = [message(acc.step, optimizer), message(acc.step, optimizer)]
+    if rank == 0:
+        acc.zero_()
+    torch.distributed.barrier()
+    return errors, rank == 1 or all(map(torch.equal, before, parameters(model)))
+
+
+def dies(rank, size):
+    """Rank 1 is gone in the middle of a window."""
+    model, acc, optimizer = _window(rank, torch.distributed.new_group(timeout=TIMEOUT))
+    before = parameters(model)
+    if rank == 1:
+        os._exit(0)
+    return message(acc.step, optimizer), all(map(torch.equal, before, parameters(model)))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Per scenario, what each rank found."""
+    return run(2, tmp_path_factory.mktemp("failing"), [raises, dies])
+
+
+def test_raises(found):
+    """Its own error there, the timeout's here; nothing was stepped, and the sums are lost."""
+    ((first, again), unchanged), (raised, _) = found["raises"]
+    assert "was torch.float32 at construction and is torch.float64 now" in raised[0][1]
+    assert first[0] in ("RuntimeError", "DistBackendError")
+    assert re.search("time", first[1], re.IGNORECASE)
+    assert "adding up this window over ranks failed" in again[1]
+    assert unchanged
+
+
+def test_dies(found):
+    """The others hear of it, and nothing was stepped."""
+    (error, unchanged), gone = found["dies"]
+    assert gone == "not reached"
+    assert error[0] in ("RuntimeError", "DistBackendError", "DistNetworkError")
+    assert unchanged
+
+
+def test_torchrun():
+    """The example, as its docstring says to run it: on two ranks as on one, but for rounding."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + [str(ROOT / "examples" / "data_parallel.py"), "--windows", "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    apart, moved = map(float, re.search(r"differ by (\S+) at most; .* by (\S+)", done.stdout).groups())
+    assert apart < 1e-4 * moved  # fp32, two steps

@@ -1,0 +1,618 @@
+"""What tests/ranks/test_fsdp2.py runs on every rank: FusedAccumulator over `fully_shard`ed models.
+
+The truth is one process on all ranks' data, in fp64. Widths are odd, so that shards are uneven, and the last layer has
+one output: only rank 0 has any of its elements.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
+
+import accumkernels as ak
+
+SIZES = [2, 1, 3]  # of the micro-batches of a window, on every rank
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+class Net(nn.Module):
+    """Three layers, and one whose weight is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 9)
+        self.middle = nn.Linear(9, 9)
+        self.last = nn.Linear(9, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, 5]` to `[n, 1]`."""
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.middle(torch.tanh(self.middle(x)))))
+
+
+def net(dtype: torch.dtype = torch.float64, seed: int = 0) -> Net:
+    """The same on every rank."""
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def shard(model: nn.Module, mesh=None, **kwargs) -> nn.Module:
+    """`fully_shard` the layers, then the rest."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    for layer in (model.first, model.middle):
+        fully_shard(layer, mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
+
+
+def data(n: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """A batch `[n, 5]`, `[n, 1]`."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(n, 5, generator=generator), torch.randn(n, 1, generator=generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def micro_batches(rank: int, sizes=None, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+    """A rank's share of a window."""
+    sizes = SIZES if sizes is None else sizes
+    return [data(n, 10 * rank + i, dtype) for i, n in enumerate(sizes)]
+
+
+def window(sizes=None, world_size=None) -> list[tuple[Tensor, Tensor]]:
+    """The micro-batches of all ranks, joined."""
+    world_size = dist.get_world_size() if world_size is None else world_size
+    ranks = [micro_batches(rank, sizes) for rank in range(world_size)]
+    return [(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])) for parts in zip(*ranks, strict=True)]
+
+
+def true_grads(batches: list[tuple[Tensor, Tensor]], model: nn.Module | None = None) -> list[Tensor]:
+    """Gradients of the mean over all samples, by one process."""
+    model = net() if model is None else model
+    x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    mse_loss(model(x), y).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def full(tensors) -> list[Tensor]:
+    """DTensors as one process would have them."""
+    return [t.detach().full_tensor() for t in tensors]
+
+
+def assert_close(actual, expected, **tolerance) -> None:
+    """Compare lists of tensors; fp64 rounding unless said otherwise."""
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **(tolerance or EXACT))
+
+
+def total_norm(grads: list[Tensor], order: float = 2.0) -> float:
+    """The norm by torch, of whole tensors."""
+    return torch.nn.utils.get_total_norm(grads, order).item()
+
+
+def run_window(acc, model, sizes=None, dtype=torch.float64) -> None:
+    """All micro-batches of this rank, weighted by their samples."""
+    for x, y in micro_batches(dist.get_rank(), sizes, dtype):
+        acc.backward(mse_loss(model(x), y), len(x))
+
+
+# ---- one process on all data
+
+
+def equals_one_process(rank, size):
+    """Parameters, norms and clipping after steps, with fused, foreach and plain optimizers, in both release modes."""
+    for release in ("microbatch", "backward"):
+        for optimizer_class, kwargs in (
+            (torch.optim.SGD, {"foreach": False}),
+            (torch.optim.AdamW, {"fused": True}),
+            (torch.optim.AdamW, {"foreach": True}),
+        ):
+            model, twin = shard(net()), net()
+            acc = ak.FusedAccumulator(model, release=release, bucket_bytes=300)
+            assert acc.main_grad(model.first.weight).shape == model.first.weight.to_local().shape
+            optimizer = optimizer_class(acc.parameters(), lr=0.1, **kwargs)
+            stock = optimizer_class(twin.parameters(), lr=0.1, **kwargs)
+            for _ in range(2):
+                run_window(acc, model)
+                assert all(p.grad is None for p in model.parameters())
+                norm = acc.step(optimizer, max_norm=0.5)
+                stock.zero_grad()
+                grads = true_grads(window(), twin)
+                expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+                assert expected > 0.5, "the test must clip"
+                stock.step()
+                assert_close([norm], [expected])
+                assert all(p.grad is None for p in model.parameters())
+            assert grads
+            assert_close(full(model.parameters()), twin.parameters())
+
+
+def long_form_hands_out_dtensors(rank, size):
+    """After finalize, `.grad` is a DTensor like the parameter, a view; every order of norm is that of whole tensors."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    run_window(acc, model)
+    acc.finalize(optimizer)
+    expected = true_grads(window())
+    for p in model.parameters():
+        assert isinstance(p.grad, DTensor)
+        assert (p.grad.placements, p.grad.shape, p.grad.stride()) == (p.placements, p.shape, p.stride())
+        assert p.grad.to_local().data_ptr() == acc.main_grad(p).data_ptr()
+    assert_close(full(p.grad for p in model.parameters()), expected)
+    for order in (2.0, 1.0, 0.0, 3.0, -1.0, math.inf, -math.inf):
+        norm = acc.clip_grad_norm_(1e9, order).item()
+        assert norm == pytest.approx(total_norm(expected, order), rel=1e-12), order
+    acc.clip_grad_norm_(0.01)
+    assert_close(
+        full(p.grad for p in model.parameters()), [g * (0.01 / (total_norm(expected) + 1e-6)) for g in expected]
+    )
+
+
+def tied_parameters(rank, size):
+    """A weight in two modules of one fully_shard group is summed once."""
+    model, twin = net(), net()
+    for m in (model, twin):
+        m.extra = nn.Linear(9, 9).double()
+        m.extra.weight = m.middle.weight
+        m.extra.bias.data.zero_()
+        m.middle.forward = lambda x, m=m: m.extra(nn.functional.linear(x, m.middle.weight, m.middle.bias))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    acc = ak.FusedAccumulator(model)
+    run_window(acc, model)
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert_close(full(p.grad for p in model.parameters()), true_grads(window(), twin))
+
+
+def frozen_and_unused(rank, size):
+    """What is frozen takes no memory; what got no gradient keeps None; what is unfrozen joins."""
+    model = shard(net())
+    for p in model.middle.parameters():
+        p.requires_grad_(False)
+    model.register_parameter("unused", None)
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.0)
+    run_window(acc, model)
+    acc.finalize(optimizer)
+    twin = net()
+    twin.middle.requires_grad_(False)
+    expected = true_grads(window(), twin)
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert (p.grad is None) == (grad is None)
+    assert_close(full(p.grad for p in model.parameters() if p.grad is not None), [g for g in expected if g is not None])
+
+
+# ---- unequal weights
+
+
+def unequal_weights_are_refused(rank, size):
+    """FSDP2's mean over ranks would be wrong; every rank says so, before anything is stepped."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    before = full(model.parameters())
+    run_window(acc, model, [1 + dist.get_rank()])
+    with pytest.raises(RuntimeError, match=r"weights sum to 1\.0 on one rank and 2\.0 on another"):
+        acc.step(optimizer)
+    acc.zero_()
+    run_window(acc, model, [2])
+    with pytest.raises(RuntimeError, match=r"divisors are 4\.0 on one rank and 5\.0 on another"):
+        acc.step(optimizer, divisor=4 + dist.get_rank())
+    assert_close(full(model.parameters()), before)
+    acc.zero_()
+    run_window(acc, model, [2])
+    acc.step(optimizer)
+    assert not acc.step_was_skipped
+    run_window(acc, model, [1 + dist.get_rank()])
+    acc.step(optimizer)
+    assert acc.step_was_skipped, "later windows are not read back"
+
+
+def unequal_micro_batches_by_sums(rank, size):
+    """Sum-reduced losses and one divisor are exact for any sizes: FSDP2's mean, or its sum with divide factor 1."""
+    sizes = [[1, 4, 2], [3, 1, 1]]
+    ranks = [micro_batches(rank, sizes[rank]) for rank in range(2)]
+    expected = true_grads([part for parts in ranks for part in parts])
+    samples = sum(map(sum, sizes))
+    for factor in (None, 1.0):
+        model = shard(net())
+        if factor is not None:
+            for module in model.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(factor)
+        acc = ak.FusedAccumulator(model)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for x, y in ranks[dist.get_rank()]:
+            acc.backward(mse_loss(model(x), y, reduction="sum"))
+        acc.finalize(optimizer, divisor=samples / (2 if factor is None else 1))
+        assert_close(full(p.grad for p in model.parameters()), expected)
+
+
+# ---- overflow
+
+
+def poisoned(model, acc, steps, rank, weight=2) -> None:
+    """Three micro-batches; in those of `steps` one element of a shard of `rank` alone becomes inf."""
+    for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [weight] * 3)):
+        loss = mse_loss(model(x), y)
+        (loss if acc._scaler.scaler is None else acc._scaler.scale(loss)).backward()
+        if step in steps and dist.get_rank() == rank:
+            model.middle.weight.grad.to_local()[0, 0] = math.inf
+        acc.accumulate(weight)
+
+
+def overflow_on_one_rank_skips_on_all(rank, size):
+    """The window's step, and the same scale afterwards, with fused and plain optimizers."""
+    for fused in (False, True):
+        model = shard(net())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        acc = ak.FusedAccumulator(model, scaler=scaler)
+        optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=fused)
+        before = full(model.parameters())
+        poisoned(model, acc, {1}, rank=1)
+        norm = acc.step(optimizer, max_norm=1.0)
+        assert not torch.isfinite(norm)
+        assert acc.step_was_skipped
+        assert scaler.get_scale() == 2.0**9
+        assert acc.overflow_report() == (["middle.weight"] if dist.get_rank() == 1 else [])
+        assert_close(full(model.parameters()), before)
+        for _ in range(2):
+            poisoned(model, acc, {}, rank=1)
+            acc.step(optimizer)
+        assert not acc.step_was_skipped
+        assert scaler.get_scale() == 2.0**10
+        assert not torch.equal(full(model.parameters())[0], before[0])
+
+
+def overflow_drops_a_micro_batch_on_all(rank, size):
+    """overflow="microbatch": the mean over the others, whichever rank saw it; the scale backs off on all."""
+    batches = window([2] * 3)
+    expected = true_grads([batches[0], batches[2]])
+    for rank in range(2):
+        model = shard(net())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        acc = ak.FusedAccumulator(model, scaler=scaler, overflow="microbatch")
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        poisoned(model, acc, {1}, rank)
+        assert acc.weight == 4
+        assert acc.found_inf == 1
+        acc.finalize(optimizer)
+        assert_close(full(p.grad for p in model.parameters()), expected)
+        scaler.step(optimizer)
+        scaler.update()
+        acc.zero_()
+        assert scaler.get_scale() == 2.0**9
+        assert not acc.step_was_skipped
+
+
+def overflow_raises_on_all(rank, size):
+    """overflow="raise": where the shards were finite the error says that it was another rank."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model, overflow="raise")
+    where = "gradients of middle.weight" if dist.get_rank() == 1 else "gradients on another rank"
+    with pytest.raises(FloatingPointError, match=where):
+        poisoned(model, acc, {1}, rank=1)
+    assert acc.micro_batches == 1
+    assert all(p.grad is None for p in model.parameters())
+
+
+def rounding_overflows_on_one_rank(rank, size):
+    """A mean that fits fp32 and not fp16, in a shard of one rank: no rank steps."""
+    model = shard(net(torch.float16))
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    before = full(model.parameters())
+    x, y = data(2, dist.get_rank(), torch.float16)
+    mse_loss(model(x), y).backward()
+    acc.accumulate(1)
+    if dist.get_rank() == 0:
+        acc.main_grad(model.first.weight)[0, 0] = 1e6
+    acc.step(optimizer)
+    assert acc.step_was_skipped
+    assert_close(full(model.parameters()), before)
+
+
+# ---- gradients that FSDP2 keeps
+
+
+def without_gradient_sync(rank, size):
+    """Only the last micro-batch is reduced, by FSDP2; equal weights give the mean over all, in every mode."""
+    expected = true_grads(window([2] * 3))
+    for kwargs in ({}, {"release": "backward"}, {"overflow": "microbatch"}, {"overflow": "raise"}):
+        for weight in (2, 0.1):
+            model = shard(net())
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            acc = ak.FusedAccumulator(model, scaler=scaler, **kwargs)
+            optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+            for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [2] * 3)):
+                model.set_requires_gradient_sync(step == 2)
+                acc.backward(mse_loss(model(x), y), weight)
+            assert acc.micro_batches == 3
+            assert_close([acc.weight], [torch.tensor(3.0 * weight, dtype=torch.float64)])
+            acc.finalize(optimizer)
+            assert_close(full(p.grad for p in model.parameters()), expected)
+            acc.zero_()
+
+
+def without_gradient_sync_twice_per_window(rank, size):
+    """Runs of kept micro-batches may have weights of their own; one that overflows is dropped as a whole."""
+    batches = window([2] * 3)
+    for bad in (False, True):
+        model = shard(net())
+        acc = ak.FusedAccumulator(model, overflow="microbatch")
+        for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [2] * 3)):
+            model.set_requires_gradient_sync(step != 0)
+            mse_loss(model(x), y).backward()
+            if bad and step == 1 and dist.get_rank() == 0:
+                model.first.bias.grad.to_local()[0] = math.nan
+            acc.accumulate(4 if step == 2 else 1)
+        acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+        weights = [0, 0, 4] if bad else [1, 1, 4]
+        parts = [true_grads([part]) for part in batches]
+        expected = [
+            sum(w * g for w, g in zip(weights, gs, strict=True)) / sum(weights) for gs in zip(*parts, strict=True)
+        ]
+        assert_close(full(p.grad for p in model.parameters()), expected)
+
+
+def what_goes_wrong_without_gradient_sync(rank, size):
+    """Unequal or device weights, and windows or checkpoints without the last reduction."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = data(2, 0)
+    model.set_requires_gradient_sync(False)
+    acc.backward(mse_loss(model(x), y), 2)
+    for call in (lambda: acc.step(optimizer), lambda: acc.finalize(optimizer), acc.state_dict):
+        with pytest.raises(
+            RuntimeError, match=r"the last 1 micro-batches left no gradient.*set_requires_gradient_sync"
+        ):
+            call()
+    with pytest.raises(RuntimeError, match=r"weight 3\.0 after 1 micro-batches of weight 2\.0 whose gradients FSDP2"):
+        acc.backward(mse_loss(model(x), y), 3)
+    model.set_requires_gradient_sync(True)
+    acc.backward(mse_loss(model(x), y), 2)
+    acc.finalize(optimizer)
+    assert acc.micro_batches == 2
+    expected = true_grads([(x, y)])  # the refused one never ran
+    assert_close(full(p.grad for p in model.parameters()), expected)
+
+
+# ---- precision
+
+
+def mixed_precision_policy(rank, size):
+    """bf16 parameters in compute, fp32 shards and reduction: the bits of a stock FSDP2 loop, which adds up `.grad`."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, stock = (shard(net(torch.float32), mp_policy=policy) for _ in range(2))
+    acc = ak.FusedAccumulator(model)
+    for x, y in micro_batches(dist.get_rank(), dtype=torch.float32):
+        acc.backward(mse_loss(model(x).float(), y))
+        mse_loss(stock(x).float(), y).backward()
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32
+        assert torch.equal(p.grad.to_local(), q.grad.to_local() / len(SIZES))
+
+
+def autocast_is_left_alone(rank, size):
+    """FSDP2 swaps parameters itself: the route keeps off, and gradients are those of a stock loop."""
+    model, stock = shard(net(torch.float32)), shard(net(torch.float32))
+    acc = ak.FusedAccumulator(model)
+    assert "route" not in repr(acc)
+    for x, y in micro_batches(dist.get_rank(), dtype=torch.float32):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, stock_loss = mse_loss(model(x).float(), y), mse_loss(stock(x).float(), y)
+        acc.backward(loss)
+        stock_loss.backward()
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(p.grad.to_local(), q.grad.to_local() / len(SIZES))
+
+
+def master_weights(rank, size):
+    """Sharded bf16 parameters: masters are fp32 DTensors, stepped as whole fp32 tensors would be, and rounded back."""
+    model = shard(net(torch.bfloat16))
+    model.last.bias.requires_grad_(False)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1)
+    masters = [p.clone().requires_grad_() for p in full(model.parameters())]
+    masters = [m.float().detach().requires_grad_() for m in masters]
+    stock = torch.optim.AdamW(masters, lr=0.1)
+    for trains in (True, False, True):
+        model.last.bias.requires_grad_(trains)
+        run_window(acc, model, dtype=torch.bfloat16)
+        acc.finalize(optimizer)
+        for master, ours in zip(masters, acc.parameters(), strict=True):
+            assert isinstance(ours, DTensor)
+            assert ours.dtype == torch.float32
+            master.grad = None if ours.grad is None else ours.grad.full_tensor()
+        optimizer.step()
+        stock.step()
+        acc.zero_()
+        assert_close(full(acc.parameters()), masters, rtol=0, atol=0)
+        assert_close(full(model.parameters()), [m.bfloat16() for m in masters], rtol=0, atol=0)
+
+
+# ---- measuring
+
+
+def noise_scale(rank, size):
+    """As one process measures whose micro-batches are those of all ranks joined."""
+    model, twin = shard(net()), net()
+    acc, alone = (ak.FusedAccumulator(m, noise_scale=True, process_group=g) for m, g in ((model, None), (twin, False)))
+    optimizers = [torch.optim.SGD(a.parameters(), lr=0.01) for a in (acc, alone)]
+    for _ in range(2):
+        run_window(acc, model)
+        for (x, y), weight in zip(window(), SIZES, strict=True):
+            alone.backward(mse_loss(twin(x), y), weight)
+        acc.step(optimizers[0])
+        alone.step(optimizers[1])
+    assert acc.noise_scale().windows == 2
+    for what in ("trace", "grad_squared_norm"):
+        assert getattr(acc.noise_scale(), what) == pytest.approx(getattr(alone.noise_scale(), what), rel=1e-11)
+
+
+# ---- refusals
+
+
+def what_is_refused(rank, size):
+    """Arguments that are not for DTensors, mixtures, other engines."""
+    for kwargs, error, match in (
+        ({"process_group": dist.group.WORLD}, ValueError, "process_group must be None"),
+        ({"process_group": False}, ValueError, "process_group must be None"),
+        ({"autocast_route": True}, ValueError, "autocast_route=True is not for DTensors"),
+    ):
+        with pytest.raises(error, match=match):
+            ak.FusedAccumulator(shard(net()), **kwargs)
+
+    mixed = net()
+    mixed = shard(mixed, ignored_params={mixed.last.bias})
+    with pytest.raises(RuntimeError, match=r"'last\.bias' is not a DTensor, though other parameters are"):
+        ak.FusedAccumulator(mixed)
+    mixed.last.bias.requires_grad_(False)
+    with ak.FusedAccumulator(mixed) as acc:
+        mixed.last.bias.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'last\.bias' is not a DTensor"):
+            run_window(acc, mixed)
+
+    unsharded = net()
+    fully_shard(unsharded)
+    unsharded(data(2, 0)[0])
+    with pytest.raises(RuntimeError, match=r"'first\.weight' is not sharded.*model\.reshard"):
+        ak.FusedAccumulator(unsharded)
+    unsharded.reshard()
+    ak.FusedAccumulator(unsharded)
+
+    for use_orig_params in (False, True):
+        fsdp1 = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        for params in (fsdp1, fsdp1.parameters()):
+            with pytest.raises(ValueError, match=r"FSDP1.*fully_shard"):
+                ak.FusedAccumulator(params)
+
+
+def one_rank_drops_the_window(rank, size):
+    """discard(window=True) on one rank: no rank steps, and all keep the loss scale and its growth tracker."""
+    model = shard(net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1)
+    before = full(model.parameters())
+    for _ in range(2):
+        run_window(acc, model)
+        if rank == 1:
+            acc.discard(window=True)
+        acc.step(optimizer)
+        assert acc.step_was_skipped
+        assert scaler.state_dict()["_growth_tracker"] == 0
+        assert_close(full(model.parameters()), before)
+    run_window(acc, model)
+    acc.step(optimizer)
+    assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+def drift_is_seen(rank, size):
+    """A parameter that is replaced, or whose shard is, is named; unsharded parameters in its place are not drift."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model)
+    model.set_reshard_after_backward(False)
+    run_window(acc, model)
+    acc.zero_()
+    run_window(acc, model)
+    acc.zero_()
+    model.first.reshard()
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"'first\.weight' was replaced"):
+        acc.load_state_dict({})
+
+
+# ---- more dimensions
+
+
+def hybrid_sharding(rank, size):
+    """Replicated over two pairs of ranks: norms do not count replicas twice, an overflow in one pair skips in both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, twin = shard(net(), mesh), net()
+    acc = ak.FusedAccumulator(model, noise_scale=True)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=True)
+    stock = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=True)
+    run_window(acc, model)
+    norm = acc.step(optimizer, max_norm=0.5)
+    true_grads(window(), twin)
+    assert_close([norm], [torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)])
+    stock.step()
+    assert_close(full(model.parameters()), twin.parameters())
+    assert acc.noise_scale().windows == 1
+    for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [2] * 3)):
+        model.set_requires_all_reduce(step == 2)
+        acc.backward(mse_loss(model(x), y), 2)
+    assert acc.micro_batches == 3
+    acc.finalize(optimizer)
+    stock.zero_grad()
+    assert_close(full(p.grad for p in model.parameters()), true_grads(window([2] * 3), twin))
+    acc.zero_()
+    poisoned(model, acc, {1}, rank=3)
+    acc.step(optimizer)
+    assert acc.step_was_skipped
+    for order in (1.0, math.inf):
+        run_window(acc, model)
+        acc.finalize(optimizer)
+        stock.zero_grad()
+        expected = total_norm(true_grads(window(), twin), order)
+        assert acc.clip_grad_norm_(1e9, order).item() == pytest.approx(expected, rel=1e-12)
+        acc.zero_()
+
+
+def tensor_parallel_too(rank, size):
+    """Two dimensions of sharding, and parameters that are cut along one of them alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 1)).double()
+    twin = copy.deepcopy(model)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    for x, y in micro_batches(mesh.get_local_rank("data")):
+        acc.backward(mse_loss(model(x), y), len(x))
+    acc.finalize(optimizer)
+    expected = true_grads(window(world_size=2), twin)
+    assert_close(full(p.grad for p in model.parameters()), expected)
+    for order in (2.0, math.inf, 1.0):
+        assert acc.clip_grad_norm_(1e9, order).item() == pytest.approx(total_norm(expected, order), rel=1e-12)
+    acc.remove()
+    with pytest.raises(ValueError, match="noise_scale needs parameters that are all cut"):
+        ak.FusedAccumulator(model, noise_scale=True)
+
+
+TWO_RANKS = [
+    equals_one_process,
+    long_form_hands_out_dtensors,
+    tied_parameters,
+    frozen_and_unused,
+    unequal_weights_are_refused,
+    unequal_micro_batches_by_sums,
+    overflow_on_one_rank_skips_on_all,
+    overflow_drops_a_micro_batch_on_all,
+    overflow_raises_on_all,
+    rounding_overflows_on_one_rank,
+    without_gradient_sync,
+    without_gradient_sync_twice_per_window,
+    what_goes_wrong_without_gradient_sync,
+    mixed_precision_policy,
+    autocast_is_left_alone,
+    master_weights,
+    noise_scale,
+    what_is_refused,
+    one_rank_drops_the_window,
+    drift_is_seen,
+]
+FOUR_RANKS = [hybrid_sharding, tensor_parallel_too]

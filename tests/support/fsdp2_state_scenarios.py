@@ -1,0 +1,168 @@
+"""What tests/ranks/test_fsdp2.py runs on every rank about checkpoints of FSDP2's DTensors."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
+
+import accumkernels as ak
+from tests.support import ranks
+from tests.support.fsdp2_scenarios import assert_close, full, micro_batches, net, run_window, shard
+
+
+def half_a_window(acc, model, dtype=torch.float64, begin=0, end=2) -> None:
+    """Some of the micro-batches."""
+    for x, y in micro_batches(dist.get_rank(), dtype=dtype)[begin:end]:
+        acc.backward(mse_loss(model(x), y), len(x))
+
+
+def build(dtype=torch.float64, seed=0, mesh=None, **kwargs):
+    """Model, accumulator and optimizer."""
+    model = shard(net(dtype, seed), mesh)
+    acc = ak.FusedAccumulator(model, noise_scale=True, **kwargs)
+    return model, acc, torch.optim.SGD(acc.parameters(), lr=0.1)
+
+
+def through_a_file(state):
+    """As torch.save and torch.load(weights_only=True) hand it back, on every rank."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def through_dcp(state, template, name):
+    """As torch.distributed.checkpoint hands it back, in place of a template."""
+    dcp.save({"acc": state}, checkpoint_id=ranks.shared / name)
+    dcp.load({"acc": template}, checkpoint_id=ranks.shared / name)
+    return template
+
+
+def continue_mid_window(rank, size):
+    """Sums, masters, weights, noise scale: from files of each rank's own, and from one DCP checkpoint, in place."""
+    for name in ("file", "dict", "stateful"):
+        for dtype, masters in ((torch.float64, False), (torch.bfloat16, True)):
+            model, acc, optimizer = build(dtype, master_weights=masters)
+            assert isinstance(acc, Stateful)
+            half_a_window(acc, model, dtype)
+            other, resumed, theirs = build(dtype, seed=9, master_weights=masters)
+            if name == "file":
+                resumed.load_state_dict(through_a_file(acc.state_dict()))
+            elif name == "dict":
+                resumed.load_state_dict(through_dcp(acc.state_dict(), resumed.state_dict(), f"dict {dtype}"))
+            else:
+                through_dcp(acc, resumed, f"stateful {dtype}")
+            other.load_state_dict(model.state_dict())
+            assert resumed.micro_batches == 2
+            assert resumed.weight == acc.weight
+            cpu = torch.device("cpu")
+            assert torch.equal(resumed._noise.squares(cpu), acc._noise.squares(cpu)), "each rank has its own"
+            norms = []
+            for m, a, o in ((model, acc, optimizer), (other, resumed, theirs)):
+                half_a_window(a, m, dtype, 2, 3)
+                norms.append(a.step(o, max_norm=0.5).item())
+            assert norms[0] == norms[1]
+            assert str(acc.noise_scale()) == str(resumed.noise_scale())
+            assert acc.noise_scale().windows == 1
+            ours, loaded = [*acc.parameters(), *model.parameters()], [*resumed.parameters(), *other.parameters()]
+            for p, q in zip(ours, loaded, strict=True):
+                assert torch.equal(p.to_local(), q.to_local())
+
+
+def the_same_keys_at_any_moment(rank, size):
+    """Whatever was touched, also with buffers released; tensors are DTensors; plain values are those of all ranks."""
+    model, acc, optimizer = build()
+    empty = acc.state_dict()
+    acc.release_buffers()
+    released = acc.state_dict()
+    half_a_window(acc, model)
+    if dist.get_rank() == 1:
+        acc.main_grad(model.first.weight)[0] = float("nan")
+        acc._store.buffers[0].flags[0] = 7
+        acc._store.states[acc._store.device][1] = 1
+    inside = acc.state_dict()
+    for state in (empty, released, inside):
+        assert state.keys() == empty.keys()
+        assert state["sums"].keys() == empty["sums"].keys()
+        assert all(isinstance(tensor, DTensor) for tensor in state["sums"].values())
+        assert state["world_size"] == 2
+    assert empty["touched"] == released["touched"] == []
+    assert len(inside["touched"]) == 6
+    assert inside["flags"][0][1] == 7
+    assert inside["state"][1] == 1
+    everyone = [None, None]
+    plain = {key: value for key, value in inside.items() if key not in ("sums", "state")}
+    dist.all_gather_object(everyone, plain)
+    assert everyone[0] == everyone[1]
+
+
+def what_does_not_fit(rank, size):
+    """Another number of ranks inside a window; plain tensors; parts that are cut otherwise."""
+    model, acc, _ = build()
+    half_a_window(acc, model)
+    state = acc.state_dict()
+    message = "saved after 2 micro-batches of a window that 3 ranks shared, here are 2"
+    with pytest.raises(RuntimeError, match=message):
+        acc.load_state_dict({**state, "world_size": 3})
+    plain = {name: tensor.full_tensor() for name, tensor in state["sums"].items()}
+    with pytest.raises(RuntimeError, match=r"sums that are sharded differently .*first\.weight"):
+        acc.load_state_dict({**state, "sums": plain})
+    alone = ak.FusedAccumulator(net(), process_group=False)
+    with pytest.raises(RuntimeError, match=r"sums that are sharded differently .*that 2 ranks shared, here are 1"):
+        alone.load_state_dict(state)
+    acc.zero_()
+    between = acc.state_dict()
+    acc.load_state_dict({**between, "world_size": 3})
+    assert acc.micro_batches == 0
+
+
+def saved_on_two(rank, size):
+    """Checkpoints that four ranks load next."""
+    model, acc, optimizer = build()
+    run_window(acc, model)
+    acc.step(optimizer)
+    dcp.save({"acc": acc}, checkpoint_id=ranks.shared / "between windows")
+    half_a_window(acc, model)
+    dcp.save({"acc": acc}, checkpoint_id=ranks.shared / "inside a window")
+
+
+def loaded_on_four(rank, size):
+    """Between windows any number of ranks will do; inside one, both numbers are said."""
+    model, acc, optimizer = build()
+    dcp.load({"acc": acc}, checkpoint_id=ranks.shared / "between windows")
+    assert acc.noise_scale().windows == 1
+    run_window(acc, model)
+    acc.step(optimizer)
+    with pytest.raises(RuntimeError, match="after 2 micro-batches of a window that 2 ranks shared, here are 4"):
+        dcp.load({"acc": acc}, checkpoint_id=ranks.shared / "inside a window")
+
+
+def cut_otherwise(rank, size):
+    """The same four ranks in two pairs, and in one row: DCP cuts the sums of an open window anew."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    row = init_device_mesh("cpu", (4,))
+    for number, (one, another) in enumerate(((pairs, row), (row, pairs))):
+        model, acc, optimizer = build(mesh=one)
+        half_a_window(acc, model)
+        other, resumed, theirs = build(seed=9, mesh=another)
+        dcp.save({"acc": acc, "model": model.state_dict()}, checkpoint_id=ranks.shared / f"cut {number}")
+        values = other.state_dict()
+        dcp.load({"acc": resumed, "model": values}, checkpoint_id=ranks.shared / f"cut {number}")
+        other.load_state_dict(values)
+        for m, a, o in ((model, acc, optimizer), (other, resumed, theirs)):
+            half_a_window(a, m, begin=2, end=3)
+            a.step(o)
+        assert_close(full(other.parameters()), full(model.parameters()))
+        assert float(resumed.noise_scale()) == pytest.approx(float(acc.noise_scale()), rel=1e-9)
+
+
+TWO_RANKS = [continue_mid_window, the_same_keys_at_any_moment, what_does_not_fit, saved_on_two]
+FOUR_RANKS = [loaded_on_four, cut_otherwise]

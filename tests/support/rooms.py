@@ -1,0 +1,236 @@
+"""The walls between the rooms of the package: which way imports run, and what other rooms and readers may see.
+
+A rule takes the package's folder and returns what breaks it, so an empty list is a pass; tests/test_rooms.py plants
+each fault and sees it red. A room is a folder of the package, or a module in its root.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from torch import nn
+
+# What each room may import, from the bottom up. boundary and hooks import nothing, so every room may import them.
+FREE = {"boundary", "hooks"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "boundary": set(),
+    "hooks": set(),
+    "ops": FREE,
+    "buffers": FREE | {"ops"},
+    "arguments": FREE | {"buffers"},
+    "batch_statistics": FREE | {"buffers"},
+    "capture": FREE | {"ops", "buffers"},
+    "ranks": FREE | {"ops", "buffers"},
+    "window": FREE | {"ops", "buffers", "capture", "ranks", "arguments"},
+}
+MAY_IMPORT["accumulator"] = set(MAY_IMPORT)
+MAY_IMPORT |= {room: set(MAY_IMPORT) for room in ("planning", "integrations", "doctor")}  # not each other
+MAY_IMPORT["__init__"] = set(MAY_IMPORT)
+MAY_IMPORT["demo"] = set(MAY_IMPORT)  # also what users import: accumkernels itself
+MAY_IMPORT["__main__"] = set(MAY_IMPORT)
+MODULES_IN_ROOT = 10
+TORCHS = set(dir(nn.Module()))  # attributes that are torch's, whoever has one of that name
+DOCSTRING_LINES = 4  # a summary and three more
+
+
+class Module(NamedTuple):
+    """A module of the package. `name` is relative: `("window", "end")`, or `("window",)` for window/__init__.py."""
+
+    name: tuple[str, ...]
+    nodes: tuple[ast.AST, ...]
+    is_package: bool
+
+    @property
+    def tree(self) -> ast.Module:
+        return cast(ast.Module, self.nodes[0])
+
+    @property
+    def room(self) -> str:
+        return self.name[0] if self.name else "__init__"
+
+    @property
+    def path(self) -> str:
+        return "/".join(self.name + (("__init__",) if self.is_package else ())) + ".py"
+
+
+class Import(NamedTuple):
+    """One imported name: `from ..window.end import Ending as E` is `("window", "end")`, "Ending" and "E"."""
+
+    line: int
+    module: tuple[str, ...]
+    name: str | None  # None where the module itself is imported
+    bound: str
+
+    @property
+    def room(self) -> str:
+        return self.module[0] if self.module else "__init__"
+
+
+@functools.cache  # copies of the package differ in a module or two
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def modules(package: Path) -> dict[tuple[str, ...], Module]:
+    """Read all modules of the package, by name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        is_package = path.stem == "__init__"
+        name = path.relative_to(package).with_suffix("").parts[: -1 if is_package else None]
+        found[name] = Module(name, _nodes(path.read_text()), is_package)
+    return found
+
+
+def imports(module: Module, known: dict[tuple[str, ...], Module]) -> Iterator[Import]:
+    """Yield what a module imports of its own package, in functions and under TYPE_CHECKING too."""
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top, *rest = alias.name.split(".")
+                if top == "accumkernels":
+                    yield Import(node.lineno, tuple(rest), None, alias.asname or alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                up = node.level - module.is_package  # a package is its own first level
+                base = module.name[: len(module.name) - up] + base
+            elif base[:1] == ("accumkernels",):
+                base = base[1:]
+            else:
+                continue
+            for alias in node.names:
+                name = alias.asname or alias.name
+                if (*base, alias.name) in known:
+                    yield Import(node.lineno, (*base, alias.name), None, name)
+                else:
+                    yield Import(node.lineno, base, alias.name, name)
+
+
+def arrows(package: Path) -> list[str]:
+    """Find imports that run up, or sideways to a room that this one must not know."""
+    known, broken = modules(package), []
+    for module in known.values():
+        if module.room not in MAY_IMPORT:
+            broken.append(f"{module.path}: {module.room} is not in MAY_IMPORT")
+            continue
+        for found in imports(module, known):
+            allowed = MAY_IMPORT[module.room] | {module.room}
+            if found.room not in allowed and found.name != "__version__":
+                other = ".".join(("accumkernels", *found.module))
+                broken.append(f"{module.path}:{found.line}: {module.room} must not import {other}")
+    return list(dict.fromkeys(broken))  # several names of one import are one fault
+
+
+def _is_private(name: str | None) -> bool:
+    return name is not None and name.startswith("_") and not name.endswith("__")
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return "a.b" for the expression a.b, and "" for what is no such name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def _private_names(module: Module) -> set[str]:
+    """Return the functions, classes, variables and attributes with an underscore that a module defines."""
+    names = set()
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _dotted(node.value) == "self":
+            names.add(node.attr)
+    return set(filter(_is_private, names))
+
+
+def privates(package: Path) -> list[str]:
+    """Find uses of names with an underscore that belong to another room.
+
+    Such a name is imported, or is an attribute of something imported, or an attribute that only another room defines.
+    """
+    known, broken = modules(package), []
+    defined: dict[str, set[str]] = {}
+    for module in known.values():
+        defined.setdefault(module.room, set()).update(_private_names(module))
+    for module in known.values():
+        foreign = [found for found in imports(module, known) if found.room != module.room]
+        broken += [
+            f"{module.path}:{found.line}: {found.name} is private to {found.room}"
+            for found in foreign
+            if _is_private(found.name)
+        ]
+        owner = {found.bound: found.room for found in foreign}
+        others = {name: room for room, names in defined.items() if room != module.room for name in names - TORCHS}
+        for node in module.nodes:
+            if isinstance(node, ast.Attribute) and _is_private(node.attr):
+                of = _dotted(node.value)
+                room = owner.get(of)
+                if room is None and of not in ("self", "cls") and node.attr not in defined[module.room]:
+                    room = others.get(node.attr)
+                if room is not None:
+                    broken.append(f"{module.path}:{node.lineno}: {node.attr} is private to {room}")
+    return broken
+
+
+def circles(package: Path) -> list[str]:
+    """Find a circle of imports; where there are several, one of them is returned."""
+    known = modules(package)
+    graph = {
+        module.path: {known[found.module].path for found in imports(module, known) if found.module in known}
+        for module in known.values()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" -> ".join(reversed(error.args[1]))]
+    return []
+
+
+def front_doors(package: Path) -> list[str]:
+    """Find rooms whose `__init__` says too much or nothing or has code, and too many modules in the root."""
+    broken = []
+    for module in modules(package).values():
+        if not module.is_package or not module.name:
+            continue
+        lines = [line for line in (ast.get_docstring(module.tree) or "").splitlines() if line]
+        if not 1 <= len(lines) <= DOCSTRING_LINES:
+            broken.append(f"{module.path}: a docstring of {len(lines)} lines, 1 to {DOCSTRING_LINES} are right")
+        functions = {node.name for node in module.tree.body if isinstance(node, ast.FunctionDef)}
+        if module.name == ("ops",):
+            if "select" not in functions:
+                broken.append(f"{module.path}: has no select()")
+        elif len(module.tree.body) > 1:
+            broken.append(f"{module.path}: has code")
+    count = len(list(package.glob("*.py")))
+    if count > MODULES_IN_ROOT:
+        broken.append(f"{count} modules in the root, at most {MODULES_IN_ROOT} are right")
+    return broken
+
+
+def unmapped(package: Path, contributing: Path) -> list[str]:
+    """Find modules that their room's entry in CONTRIBUTING's map leaves out, and names there that no module has."""
+    (tree,) = re.findall(r"^accumkernels/.*\n((?:[ ].*\n)*)", contributing.read_text(), re.MULTILINE)
+    # Entries begin in one column; the lines that continue an entry are indented further.
+    indent = len(tree) - len(tree.lstrip())
+    entries = re.split(rf"^ {{{indent}}}(?=\S)", tree, flags=re.MULTILINE)
+    broken, real = [], {"__init__"}
+    for module in modules(package).values():
+        if module.is_package:
+            continue
+        *folder, stem = module.name
+        real.add(stem)
+        where = "".join(entry for entry in entries if entry.startswith("/".join([*folder, ""]))) if folder else tree
+        if not re.search(rf"(?<!\w){stem}{'' if folder else '[.]py'}(?!\w)", where):
+            broken.append(f"{module.path} is not in the map")
+    named = re.findall(r"(\w+)\.py\b", tree)
+    return broken + [f"{stem}.py is in the map, not in the package" for stem in named if stem not in real]

@@ -1,0 +1,157 @@
+"""Imports run one way, rooms keep their privates, and the map in CONTRIBUTING is true; planted faults are seen."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import rooms
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "accumkernels"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+
+
+@functools.cache
+def found(rule: Callable[[Path], list[str]]) -> list[str]:
+    """What a rule finds in the package as it is."""
+    return rule(PACKAGE)
+
+
+def added(rule: Callable[[Path], list[str]], copy: Path) -> list[str]:
+    """What a rule finds in a copy and not in the package, without the lines' numbers."""
+    return [re.sub(r":\d+", "", fault) for fault in rule(copy) if fault not in found(rule)]
+
+
+@pytest.fixture
+def plant(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Appends a text to a module of a copy of the package, which it returns."""
+    copy = tmp_path / "accumkernels"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+
+    def plant(module: str, text: str) -> Path:
+        with (copy / module).open("a") as file:
+            file.write(f"\n{text}\n")
+        return copy
+
+    return plant
+
+
+@pytest.mark.parametrize("rule", [rooms.arrows, rooms.privates, rooms.circles, rooms.front_doors])
+def test_package_keeps(rule):
+    """The package breaks no rule."""
+    assert found(rule) == []
+
+
+def test_every_room_has_a_rule():
+    """The table has no room that is not in the package; test_package_keeps sees rooms that are not in the table."""
+    assert {module.room for module in rooms.modules(PACKAGE).values()} >= set(rooms.MAY_IMPORT) - {"hooks"}
+
+
+def test_contributing_map_names_every_module():
+    """Each module stands in the entry of its room, and no entry names a module that is gone."""
+    assert rooms.unmapped(PACKAGE, CONTRIBUTING) == []
+
+
+ENDING = "def later():\n    from ..window.end import Ending"
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import accumkernels.ranks.ddp"
+UP = [  # module, what is added to it, whom it must not import
+    ("ops/reference.py", "from ..buffers import flat", "buffers.flat"),
+    ("buffers/norms.py", ENDING, "window.end"),
+    ("capture/gradients.py", TYPES, "ranks.ddp"),
+    ("ranks/ddp.py", "from ..capture.gradients import drop, take", "capture.gradients"),
+    ("window/state.py", "from accumkernels import accumulator", "accumulator"),
+    ("window/end.py", "from ..batch_statistics import warn_of_batchnorm", "batch_statistics"),
+    ("accumulator.py", "from . import planning", "planning"),
+    ("planning/plan.py", "from ..doctor import advice", "doctor.advice"),
+    ("boundary.py", "from .ops import schema", "ops.schema"),
+    ("arguments.py", "from .ops.schema import State", "ops.schema"),
+]
+PRIVATE = [  # what is added to window/verdict.py, the name, its room
+    ("from ..buffers.store import _log", "_log", "buffers"),
+    ("from ..buffers import store as stored\nstored._log = None", "_log", "buffers"),
+    ("import accumkernels.ops\naccumkernels.ops._warned.clear()", "_warned", "ops"),
+    ("def f(store):\n    return store._planted", "_planted", "buffers"),
+]
+
+
+@pytest.mark.parametrize(("module", "text", "other"), UP, ids=lambda value: value.partition("\n")[0])
+def test_arrow_that_runs_up_is_seen(plant, module, text, other):
+    """Imports up, sideways and past a floor are found, in functions and under TYPE_CHECKING too."""
+    room = module.split("/")[0].removesuffix(".py")
+    assert added(rooms.arrows, plant(module, text)) == [f"{module}: {room} must not import accumkernels.{other}"]
+
+
+def test_imports_that_may_be_are_no_fault(plant):
+    """Imports may run down and inside a room, and every room may import boundary."""
+    plant("window/end.py", "from ..ops import reference\nfrom . import state\nfrom ..boundary import profiled")
+    plant("ops/reference.py", "from ..boundary import profiled")
+    assert added(rooms.arrows, plant("demo/model.py", "import accumkernels")) == []
+
+
+def test_room_without_a_rule_is_seen(plant):
+    """A new module in the root has to be put into the table."""
+    assert added(rooms.arrows, plant("misc.py", "")) == ["misc.py: misc is not in MAY_IMPORT"]
+
+
+@pytest.mark.parametrize(("text", "name", "room"), PRIVATE, ids=["import", "module", "dotted", "object"])
+def test_private_name_of_another_room_is_seen(plant, text, name, room):
+    """It may be imported, an attribute of a module, or an attribute that nobody in this room defines."""
+    plant("buffers/store.py", "class Planted:\n    def f(self):\n        self._planted = self._planted")
+    copy = plant("window/verdict.py", text)
+    assert added(rooms.privates, copy) == [f"window/verdict.py: {name} is private to {room}"]
+
+
+def test_circle_is_seen(plant):
+    """A circle inside a room counts, and so does an import that waits in a function."""
+    copy = plant("buffers/layout.py", "def f():\n    from .flat import FlatBuffer")
+    (circle,) = rooms.circles(copy)
+    assert {"buffers/layout.py", "buffers/flat.py"} <= set(circle.split(" -> "))
+
+
+def test_front_door_is_watched(plant):
+    """Code, a docstring too long or missing, no select() in ops, and many modules in the root are all found."""
+    copy = plant("ranks/__init__.py", "import torch")
+    (copy / "window" / "__init__.py").write_text('"""Holds.\n\nOne.\nTwo.\nThree.\nFour.\n"""\n')
+    (copy / "buffers" / "__init__.py").write_text("")
+    (copy / "ops" / "__init__.py").write_text('"""Ops."""\n')
+    for number in range(rooms.MODULES_IN_ROOT):
+        plant(f"more{number}.py", "")
+    count = len(list(copy.glob("*.py")))
+    assert sorted(added(rooms.front_doors, copy)) == sorted(
+        [
+            "ranks/__init__.py: has code",
+            "window/__init__.py: a docstring of 5 lines, 1 to 4 are right",
+            "buffers/__init__.py: a docstring of 0 lines, 1 to 4 are right",
+            "ops/__init__.py: has no select()",
+            f"{count} modules in the root, at most 10 are right",
+        ]
+    )
+
+
+def test_map_is_held_to_the_package(plant, tmp_path):
+    """A module has to be in its own room's entry: its name in another room's is not enough."""
+    copy = plant("window/planted.py", "")
+    text = "accumkernels/\n" + "".join(f"  {line}\n" for line in map_of(copy)) + "tests/\n"
+    page = tmp_path / "CONTRIBUTING.md"
+    page.write_text(text)
+    assert rooms.unmapped(copy, page) == []
+    page.write_text(text.replace(", planted", "").replace("ranks/ ", "ranks/  planted, gone.py, "))
+    assert rooms.unmapped(copy, page) == [
+        "window/planted.py is not in the map",
+        "gone.py is in the map, not in the package",
+    ]
+
+
+def map_of(package):
+    """A map that is right: a line per module of the root and per room."""
+    for path in sorted(package.iterdir()):
+        if path.suffix == ".py":
+            yield f"{path.name}  what it is"
+        elif path.is_dir():
+            yield f"{path.name}/  " + ", ".join(file.stem for file in sorted(path.glob("*.py")))

@@ -1,0 +1,226 @@
+"""state_dict(): a run that is cut anywhere and resumed with new objects ends with the same bits."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import accumkernels as ak
+from tests.support.models import batch, mlp
+
+WINDOWS, MICRO_BATCHES = 4, 3
+
+
+class Run:
+    """Model, scaler, accumulator, optimizer, and everything that happened."""
+
+    def __init__(self, dtype=torch.float32, seed=0, **kwargs):
+        self.model = mlp(seed=seed).to(dtype)
+        self.dtype = dtype
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        self.acc = ak.FusedAccumulator(self.model, scaler=self.scaler, **kwargs)
+        self.optimizer = torch.optim.AdamW(self.acc.parameters(), lr=0.01)
+        self.norms = []
+
+    def micro_batch(self, window, step):
+        size = 1 + (window + step) % 4
+        x, y = batch(size, seed=100 * window + step)
+        factor = float("inf") if (window, step) == (1, 1) else 1.0
+        weight = torch.tensor(float(size)) if step == 2 else size
+        self.acc.backward(mse_loss(self.model(x.to(self.dtype)).float(), y) * factor, weight)
+
+    def step(self):
+        self.norms.append(self.acc.step(self.optimizer, max_norm=0.5).item())
+
+    def state(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "acc": self.acc.state_dict(),
+        }
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.acc.load_state_dict(state["acc"])
+
+
+def through_a_file(state):
+    """As torch.save and torch.load(weights_only=True) hand it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+VARIANTS = {
+    "window": {},
+    "microbatch": {"overflow": "microbatch", "noise_scale": True},
+    "backward": {"release": "backward", "bucket_bytes": 100},
+    "masters": {"dtype": torch.bfloat16, "master_weights": True},
+    "16 bit": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("cut", range(WINDOWS * MICRO_BATCHES + 1))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_anywhere(variant, cut):
+    """Parameters, masters, scaler, norms, noise scale and counters after a cut behind any micro-batch."""
+    whole = Run(**VARIANTS[variant])
+    first = Run(**VARIANTS[variant])
+    resumed, done = None, 0
+    for window in range(WINDOWS):
+        for step in range(MICRO_BATCHES):
+            run = resumed or first
+            whole.micro_batch(window, step)
+            if done == cut:
+                resumed = run = Run(seed=9, **VARIANTS[variant])
+                run.load(through_a_file(first.state()))
+                run.norms = list(first.norms)
+            run.micro_batch(window, step)
+            done += 1
+            assert run.acc.micro_batches == whole.acc.micro_batches
+            assert run.acc.weight.item() == whole.acc.weight.item()
+            assert run.acc.found_inf.item() == whole.acc.found_inf.item()
+        whole.step()
+        run.step()
+        assert run.acc.step_was_skipped == whole.acc.step_was_skipped
+        assert run.acc.overflow_report() == whole.acc.overflow_report()
+    if cut == done:
+        resumed = Run(seed=9, **VARIANTS[variant])
+        resumed.load(through_a_file(first.state()))
+        resumed.norms = list(first.norms)
+    assert str(resumed.norms) == str(whole.norms)  # nan where a window overflowed
+    assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+    assert repr(resumed.acc) == repr(whole.acc)
+    for ours, theirs in zip(
+        [*resumed.model.parameters(), *resumed.acc.parameters()],
+        [*whole.model.parameters(), *whole.acc.parameters()],
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+    if variant == "microbatch":
+        assert float(resumed.acc.noise_scale()) == float(whole.acc.noise_scale())
+        assert resumed.acc.noise_scale().windows == WINDOWS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_between_finalize_and_zero(dtype):
+    """The averages are kept: finalize again, and .grad is what it was; nothing is averaged twice."""
+    run = Run(dtype)
+    for step in range(2):
+        run.micro_batch(0, step)
+    run.acc.finalize(run.optimizer)
+    expected = [p.grad.clone() for p in run.model.parameters()]
+    other = Run(dtype, seed=9)
+    other.load(through_a_file(run.state()))
+    with pytest.raises(RuntimeError, match="the window was loaded as finalized"):
+        other.micro_batch(0, 2)
+    other.acc.discard()
+    other.acc.finalize(other.optimizer)
+    assert all(torch.equal(p.grad, e) for p, e in zip(other.model.parameters(), expected, strict=True))
+    assert other.acc.weight.item() == run.acc.weight.item()
+    other.acc.zero_()
+    other.micro_batch(0, 2)
+
+
+def test_masters_and_model_agree_after_loading():
+    """The masters are exact, the model is rounded from them, whatever it held."""
+    run = Run(torch.bfloat16, master_weights=True)
+    run.micro_batch(0, 0)
+    run.step()
+    other = Run(torch.bfloat16, seed=9, master_weights=True)
+    other.acc.load_state_dict(run.acc.state_dict())
+    for p, master, truth in zip(other.model.parameters(), other.acc.parameters(), run.acc.parameters(), strict=True):
+        assert torch.equal(master, truth)
+        assert torch.equal(p, truth.bfloat16())
+
+
+def test_a_snapshot_does_not_follow():
+    """Going on after state_dict() changes nothing in it."""
+    run = Run(torch.bfloat16, master_weights=True, noise_scale=True)
+    run.micro_batch(0, 0)
+    state = run.acc.state_dict()
+    before = through_a_file(state)
+    run.micro_batch(0, 1)
+    run.step()
+    for key in ("sums", "masters"):
+        assert all(torch.equal(state[key][name], tensor) for name, tensor in before[key].items())
+    assert torch.equal(state["state"], before["state"])
+    assert state["noise_scale"]["squares"] == before["noise_scale"]["squares"]
+
+
+def test_wrappers_and_order_do_not_count():
+    """Saved from a compiled or DDP-named model, loaded into parameters in another order."""
+    run = Run()
+    run.micro_batch(0, 0)
+    state = run.acc.state_dict()
+    state["touched"] = [f"module._orig_mod.{name}" for name in state["touched"]]
+    for key in ("shapes", "sums"):
+        state[key] = {f"module._orig_mod.{name}": value for name, value in state[key].items()}
+    other = mlp(seed=9)
+    acc = ak.FusedAccumulator(reversed(list(other.named_parameters())))
+    acc.load_state_dict(state)
+    for p, q in zip(other.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(acc.main_grad(p), run.acc.main_grad(q))
+
+
+def broken(change):
+    """A state_dict with one thing wrong."""
+    run = Run(torch.bfloat16, master_weights=True)
+    run.micro_batch(0, 0)
+    state = run.acc.state_dict()
+    change(state)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["shapes"].pop("0.bias"), "missing: 0.bias"),
+        (lambda s: s["shapes"].update(extra=[2]), "unexpected: extra"),
+        (lambda s: s["shapes"].update({"0.bias": [3]}), r"of another shape: 0.bias \(saved \(3,\), here \(9,\)\)"),
+        (lambda s: s["masters"].pop("0.bias"), "without a master: 0.bias"),
+        (lambda s: s.pop("sums"), r"this is not the state_dict\(\) of a FusedAccumulator"),
+        (lambda s: s.update(version=99), "format 99, this version reads 1"),
+        (lambda s: s["window"].pop("micro_batches"), r"\['window'\]\['micro_batches'\] is missing"),
+        (lambda s: s.update(serial="7"), r"\['serial'\] is str"),
+        (lambda s: s.update(state=torch.zeros(2)), r"'state' has shape \(2,\)"),
+        (lambda s: s.update(noise_scale=None), r"\['noise_scale'\] is NoneType"),
+        (lambda s: s["touched"].append("nobody"), "sums of unknown names: nobody"),
+        (lambda s: s["sums"].update({"0.bias": torch.zeros(3)}), "sums of another shape: 0.bias"),
+        (lambda s: s["sums"].update({"0.bias": None}), "sums of another shape: 0.bias"),
+        (lambda s: s["masters"].update({"0.bias": torch.zeros(3)}), "masters of another shape: 0.bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_listed(change, message):
+    """And nothing is changed."""
+    run = Run(torch.bfloat16, seed=9, master_weights=True)
+    run.micro_batch(0, 0)
+    sums = [run.acc.main_grad(p).clone() for p in run.model.parameters()]
+    with pytest.raises(RuntimeError, match=f"load_state_dict: .*{message}"):
+        run.acc.load_state_dict(broken(change))
+    assert run.acc.micro_batches == 1
+    assert all(torch.equal(run.acc.main_grad(p), s) for p, s in zip(run.model.parameters(), sums, strict=True))
+
+
+def test_masters_need_master_weights():
+    """A state with masters is no use without them."""
+    run = Run(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="build the accumulator with master_weights=True"):
+        run.acc.load_state_dict(broken(lambda s: None))
+
+
+def test_gradients_under_way():
+    """With release="backward" there is no state between a backward and its accumulate."""
+    run = Run(release="backward", bucket_bytes=1)
+    x, y = batch(3)
+    run.scaler.scale(mse_loss(run.model(x), y)).backward()
+    with pytest.raises(RuntimeError, match=r"gradients of a backward that was not counted"):
+        run.acc.state_dict()

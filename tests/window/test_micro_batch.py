@@ -1,0 +1,84 @@
+"""What one micro-batch adds: first touch, tied and idle parameters, backwards that fail or come twice."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import accumkernels as ak
+from tests.support.models import TwoHeads, batch, big_batch_grads, grads_of, mlp, relative_error
+
+BACKENDS = ["native", "reference", "triton"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_first_touch_after_an_idle_window_leaves_no_stale_sum(backend):
+    """After a window of rest a head starts its next from nothing, also when first touched by a second micro-batch."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    x, y = batch(4)
+    acc = ak.FusedAccumulator(model, backend=backend)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.0)
+    for heads in (["a", "b"], ["a", "a"], ["a", "b"]):
+        for head in heads:
+            acc.backward(mse_loss(model(x, head), y))
+        acc.finalize(optimizer)
+        twin = copy.deepcopy(model).double()
+        for p in twin.parameters():
+            p.grad = None
+        for head in heads:
+            (mse_loss(twin(x.double(), head), y.double()) / len(heads)).backward()
+        expected = [p.grad for p in twin.parameters() if p.grad is not None]
+        assert relative_error([p.grad for p in model.parameters() if p.grad is not None], expected) < 1e-6
+        acc.zero_()
+
+
+def test_tied_parameters_are_summed_once():
+    """A weight used by two layers is one segment, and its gradient the sum over both uses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    model[1].weight = model[0].weight
+    x, y = batch(6)
+    acc = ak.FusedAccumulator(model)
+    acc.backward(mse_loss(model(x[:2]), y[:2]), weight=2)
+    acc.backward(mse_loss(model(x[2:]), y[2:]), weight=4)
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6
+
+
+def test_two_backwards_before_one_accumulate_are_one_micro_batch():
+    """Two losses of one micro-batch add up, as in torch; micro-batches are counted by accumulate calls."""
+    model = mlp()
+    x, y = batch(6)
+    acc = ak.FusedAccumulator(model)
+    mse_loss(model(x[:3]), y[:3]).backward()
+    mse_loss(model(x[3:]), y[3:]).backward()
+    acc.accumulate()
+    assert acc.micro_batches == 1
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert relative_error(grads_of(acc), [2 * g for g in big_batch_grads(model, x, y)]) < 1e-6
+
+
+def test_discard_after_an_exception_in_backward():
+    """A micro-batch that failed in backward is dropped, and the window is as it was before it."""
+    model = mlp()
+    x, y = batch(6)
+    acc = ak.FusedAccumulator(model)
+    acc.backward(mse_loss(model(x[:3]), y[:3]))
+
+    def fail(grad):
+        raise torch.OutOfMemoryError("no memory left")
+
+    out = model(x)
+    handle = model[0].weight.register_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        acc.backward(mse_loss(out, y))
+    handle.remove()
+    acc.discard()
+    acc.backward(mse_loss(model(x[3:]), y[3:]))
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6

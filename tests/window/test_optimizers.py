@@ -1,0 +1,108 @@
+"""Every optimizer that makes sense leaves the bits that it leaves with stock torch on the mean gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import accumkernels as ak
+from tests.support import optimizer_table as table
+from tests.support.models import batch, mlp, relative_error
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def marks(case):
+    """Of packages that the tests can do without."""
+    return () if case.package == "torch" else pytest.mark.integrations
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label, marks=marks(c)) for c in table.CASES])
+def test_line_of_the_table(case):
+    """What docs/optimizers.md says is what happens."""
+    if case not in table.available():
+        pytest.skip(f"{case.path} is not installed")
+    result = table.run(case)
+    assert "NO" not in (result.step, result.long_form, result.skips)
+    assert table.row(case, result) in table.committed(), "run: python tests/support/optimizer_table.py"
+
+
+def test_table_is_complete():
+    """A line for each case in its order, and no other."""
+    lines = table.committed()
+    assert "".join(lines[:2]) == table.header()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
+    assert names == [f"`{c.path}`" + (f", {c.variant}" if c.variant else "") for c in table.CASES]
+
+
+def test_sparse_adam_has_nothing_to_do():
+    """Its gradients are sparse, which cannot be accumulated in flat buffers: refused where they come up."""
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    acc = ak.FusedAccumulator(embedding)
+    with pytest.raises(RuntimeError, match=r"the gradient of 'weight' is sparse"):
+        acc.backward(embedding(torch.tensor([1, 2])).sum())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_groups_and_schedulers(fused, tensor_lr):
+    """Param groups with options of their own, and a scheduler, also of a learning rate that is a tensor."""
+    model = mlp()
+    twin = copy.deepcopy(model)
+    acc = ak.FusedAccumulator(model)
+
+    def make(model):
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        lr = torch.tensor(0.02) if tensor_lr else 0.02
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=lr, fused=fused)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    (optimizer, scheduler), (stock, stock_scheduler) = make(model), make(twin)
+    x, y = batch(6)
+    for _ in range(3):
+        for rows in (slice(0, 2), slice(2, 6)):
+            acc.backward(mse_loss(model(x[rows]), y[rows]), weight=rows.stop - rows.start)
+        acc.step(optimizer)
+        scheduler.step()
+        mse_loss(twin(x), y).backward()
+        stock.step()
+        stock.zero_grad()
+        stock_scheduler.step()
+    # Adam divides by sqrt(v): what differs by 1e-7 in a gradient near zero may differ more in its step.
+    assert relative_error(list(model.parameters()), list(twin.parameters())) < 1e-4
+
+
+def test_optimizers_must_own_every_accumulated_parameter():
+    """A parameter that no optimizer owns, or two do, is named; nothing is handed out."""
+    model = mlp()
+    x, y = batch(3)
+    acc = ak.FusedAccumulator(model)
+    acc.backward(mse_loss(model(x), y))
+    some = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    every = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"no optimizer .* owns '[24]\."):
+        acc.step(some)
+    with pytest.raises(RuntimeError, match=r"more than one optimizer .* owns '0\."):
+        acc.finalize(some, every)
+    with pytest.raises(TypeError, match="needs the optimizers"):
+        acc.finalize()
+    assert all(p.grad is None for p in model.parameters())
+    acc.step(every)
+
+
+def test_what_is_not_an_optimizer():
+    """Other objects, wrapped optimizers and closure optimizers are TypeErrors that help."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, got int"):
+        acc.finalize(3)
+    wrapped = type("AcceleratedOptimizer", (), {"__module__": "accelerate.optimizer", "optimizer": None})()
+    with pytest.raises(TypeError, match=r"AcceleratedOptimizer of accelerate .*optimizer.optimizer"):
+        acc.step(wrapped)
+    with pytest.raises(TypeError, match=r"LBFGS, whose step takes a closure(.|\n)*acc.finalize"):
+        acc.step(torch.optim.LBFGS(model.parameters()))
