@@ -306,7 +306,8 @@ class AutocastRoute:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
-        if self._hooks is not None and id(param) in self._direct and self._fused is None:
+        fused = self._fused is not None and self._fused.may_fuse(param)
+        if self._hooks is not None and id(param) in self._direct and not fused:
             return False  # its gradient comes in two parts, which "microbatch" adds up before they are accumulated
         ours = 0 if self._hooks is None else 1
         after = param._post_accumulate_grad_hooks

@@ -79,6 +79,11 @@ class DuringBackward:
         """Whether any gradient was taken since the last `reset`."""
         return self.handed_over or bool(self._pending)
 
+    def is_pending(self, buffer: FlatBuffer, index: int) -> bool:
+        """Whether a gradient of a segment was taken and not yet handed over."""
+        pending = self._pending.get(buffer)
+        return pending is not None and index in pending.segments
+
     @property
     def interrupted(self) -> bool:
         """Whether a backward began and did not end: it raised. Never known under compiled autograd."""

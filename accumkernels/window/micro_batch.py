@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class Intake:
         self._sums = Sums(store, ranks, overflow, noise)
         self._window = Window()
         self._warned = False
+        self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self.hooks: DuringBackward | None = None
         if bucket_bytes is not None:
             # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
@@ -81,7 +82,8 @@ class Intake:
         self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, adds_in_backward=self.hooks is not None)
         self.fused: FusedWeights | None = None
         if module is not None and self._fusing.smallest is not None:
-            self.fused = FusedWeights(module, store, 0 if self.hooks is None else 1, self._fusing.smallest)
+            check = Hook(self, Intake._check_segment_not_sent)
+            self.fused = FusedWeights(module, store, check, 0 if self.hooks is None else 1, self._fusing.smallest)
         self.route: AutocastRoute | None = None
         if module is not None and autocast_route is not False:
             self.route = AutocastRoute(module, store, self.hooks, autocast_route is True, self.fused)
@@ -97,6 +99,7 @@ class Intake:
             self.route.open_window()
         if self.fused is not None:
             self.fused.reset()
+        self._leaves_ran.clear()
         self.listen(True)
 
     def prepare_window(self) -> None:
@@ -177,38 +180,43 @@ class Intake:
         """Run backward of the scaled loss; gradients are then in `.grad`, stashed, or added already."""
         loss = self._scaler.scale(loss)
         run = functools.partial(loss.backward, **kwargs)
+        adds = self.hooks is not None or self.fused is not None
+        if adds and self._window.micro_batches == 0:
+            with torch.no_grad():
+                self.prepare_window()
+        # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
+        sends = last and self.hooks is not None and not self.hooks.has_taken
         if self.hooks is not None:
-            run = functools.partial(self._run_adding, self.hooks, run, weight, last)
+            run = functools.partial(self._run_adding, self.hooks, run, weight, sends)
         if self.fused is not None:
-            run = functools.partial(self._run_fused, self.fused, run, weight)
+            run = functools.partial(self._run_fused, self.fused, run, weight, sends)
         with contextlib.nullcontext() if self.route is None else self.route.taking():
             run()
 
-    def _run_fused(self, fused: FusedWeights, run: Any, weight: float | Tensor) -> None:
+    def _run_fused(self, fused: FusedWeights, run: Any, weight: float | Tensor, sends: bool) -> None:
         """Run a backward that adds gradients of weights itself."""
-        if self._window.micro_batches == 0:
-            with torch.no_grad():
-                self.prepare_window()
+        complete = self._send_leaf if sends and self._ranks.reduces_sums else None
         try:
-            with fused.adding(self._fusing.permission(weight, self.serial + 1)):
+            with fused.adding(self._fusing.permission(weight, self.serial + 1), complete):
                 run()
         except BaseException:
             if fused.taken:
                 self._window.phase = Phase.BROKEN
             raise
 
-    def _run_adding(self, hooks: DuringBackward, run: Any, weight: float | Tensor, last: bool) -> None:
+    def _send_leaf(self, buffer: FlatBuffer, index: int) -> None:
+        """Nothing more comes to a segment that weights are fused into; a part of it may still be in a bucket."""
+        self._leaves_ran.add((id(buffer), index))
+        if self.hooks is None or not self.hooks.is_pending(buffer, index):
+            self._ranks.send_complete(buffer, [index])
+
+    def _run_adding(self, hooks: DuringBackward, run: Any, weight: float | Tensor, sends: bool) -> None:
         """Run a backward whose gradients are added, with their weight, while it runs."""
         if hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
             raise RuntimeError(
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
                 "acc.accumulate() after it, or acc.discard()"
             )
-        if self._window.micro_batches == 0:
-            with torch.no_grad():
-                self.prepare_window()
-        # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
-        sends = last and not hooks.has_taken
         try:
             with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends)):
                 run()
@@ -276,16 +284,20 @@ class Intake:
             sends: Whether these gradients complete their segments, which other ranks may then have.
         """
         self._store.allocate()
-        self._check_not_sent(bucket)
+        self._check_not_sent((buffer, segments) for buffer, (segments, _) in bucket)
         parts = dict(bucket)
         captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
         self._sums.add(captured, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
         if sends:
             for buffer, (segments, _) in bucket:
-                self._ranks.send_complete(buffer, segments)
+                self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])
 
-    def _check_not_sent(self, bucket: Sequence[tuple[FlatBuffer, Captured]]) -> None:
-        for buffer, (segments, _) in bucket:
+    def _is_complete(self, buffer: FlatBuffer, index: int) -> bool:
+        fused = self.fused is not None and self.fused.watches(buffer.params[index])
+        return not fused or (id(buffer), index) in self._leaves_ran
+
+    def _check_not_sent(self, parts: Iterable[tuple[FlatBuffer, Sequence[int]]]) -> None:
+        for buffer, segments in parts:
             late = self._ranks.already_sent(buffer, segments)
             if late is not None:
                 self._window.phase = Phase.BROKEN
@@ -293,6 +305,9 @@ class Intake:
                     f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a parameter "
                     "may get one only (reentrant checkpointing makes more)"
                 )
+
+    def _check_segment_not_sent(self, buffer: FlatBuffer, index: int) -> None:
+        self._check_not_sent([(buffer, [index])])
 
     def _raise_overflow(self) -> None:
         last, names = self._store.flagged()

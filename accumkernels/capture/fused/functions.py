@@ -7,6 +7,7 @@ returns it as torch would.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Protocol
 
 import torch
@@ -98,13 +99,17 @@ class SlotWeight(Tensor):
 
 def in_slot(plain: Tensor, target: Target) -> SlotWeight:
     """The tensor to put into a slot; it has the graph of `plain`, also for those who never ask `__torch_function__`."""
-    if torch._C._len_torch_dispatch_stack():  # whoever watches ops is to see those of the model alone
-        with torch.utils._python_dispatch._disable_current_modes():
-            weight = plain.as_subclass(SlotWeight)
-    else:
+    with without_modes():
         weight = plain.as_subclass(SlotWeight)
     weight.plain, weight.target = plain, target
     return weight
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Whoever watches ops is to see those of the model alone."""
+    if torch._C._len_torch_dispatch_stack():
+        return torch.utils._python_dispatch._disable_current_modes()
+    return contextlib.nullcontext()
 
 
 def plain_of(tensor: Tensor) -> Tensor:

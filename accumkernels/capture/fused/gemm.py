@@ -84,4 +84,4 @@ def _mkl_gemm(dtype: torch.dtype) -> Callable[..., None] | None:
     integer, pointer, real = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
     function.argtypes = [*[integer] * 6, real, pointer, integer, pointer, integer, real, pointer, integer]
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return function

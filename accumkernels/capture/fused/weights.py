@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,10 @@ from ...buffers.flat import FlatBuffer
 from ...buffers.store import Store
 from ...hooks import Handles, Hook
 from . import gemm
-from .functions import SlotWeight, in_slot
+from .functions import SlotWeight, in_slot, without_modes
 from .rows import add_rows
+
+Check = Callable[[FlatBuffer, int], None]
 
 
 class Permission(NamedTuple):
@@ -42,6 +45,9 @@ class _Place:
         self.param = param
         self.buffer = buffer
         self.index = index
+        with without_modes():
+            # Held, so that it stays the one: autograd itself does not keep a leaf's node between graphs.
+            self.leaf = torch.autograd.graph.get_gradient_edge(param).node
 
     def add_linear(self, grad: Tensor, input: Tensor) -> bool:
         """See `functions.Target`."""
@@ -75,7 +81,7 @@ class _Place:
         owner = self._owner()
         if owner is None or owner.permission is None or self.buffer.released:
             return None
-        if not owner.is_ours_alone(self.param) or not _fills_grad(self.param):
+        if not owner.is_ours_alone(self.param) or not _will_run(self.leaf):
             return None
         return owner.permission
 
@@ -89,13 +95,13 @@ class _Place:
         self.buffer.touch_unchecked(self.index, tag)
 
 
-def _fills_grad(param: Tensor) -> bool:
-    """Whether the backward that runs would add to the parameter's `.grad`.
+def _will_run(leaf: Any) -> bool:
+    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
 
     `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
     """
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node)
+        return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
         return False
 
@@ -109,6 +115,7 @@ class FusedWeights:
     Args:
         module: The model. Nothing keeps it alive but the caller.
         store: Where its parameters have their segments.
+        check: Called with a buffer and a segment before that is added to; may raise.
         hooks_of_ours: How many hooks of the accumulator's own wait for the gradient of each parameter.
         min_elements: Smaller weights are left alone.
 
@@ -118,12 +125,15 @@ class FusedWeights:
         parameters: ids of the parameters that were ever fused.
     """
 
-    def __init__(self, module: nn.Module, store: Store, hooks_of_ours: int, min_elements: int) -> None:
+    def __init__(self, module: nn.Module, store: Store, check: Check, hooks_of_ours: int, min_elements: int) -> None:
         self.permission: Permission | None = None
         self.taken: set[int] = set()
         self.parameters: set[int] = set()
         self._listening = True
         self._store = store
+        self._check = check
+        self._complete: Check | None = None
+        self._min_elements = min_elements
         self._hooks_of_ours = hooks_of_ours
         self._places: dict[int, _Place] = {}  # by id of the parameter
         self._in_slots: dict[int, tuple[weakref.ref[nn.Module], Tensor, SlotWeight]] = {}  # by id of a module that runs
@@ -131,7 +141,7 @@ class FusedWeights:
         self._handles = Handles(self)
         for part in module.modules():
             weight = part._parameters.get("weight") if isinstance(part, (nn.Linear, nn.Embedding)) else None
-            if weight is not None and weight.numel() >= min_elements:
+            if weight is not None and self.may_fuse(weight):
                 self._handles.add(part.register_forward_pre_hook(Hook(self, FusedWeights._enter)))
                 self._handles.add(part.register_forward_hook(Hook(self, FusedWeights._leave), always_call=True))
                 self._handles.add(part.register_state_dict_pre_hook(Hook(self, FusedWeights._leave)))
@@ -155,7 +165,7 @@ class FusedWeights:
 
     def dress(self, plain: Tensor, param: Tensor) -> Tensor:
         """What is to stand in the slot of `param` in the place of `plain`: that itself where it is not to be fused."""
-        if not self.is_ours_alone(param) or not _is_eager():
+        if not self.may_fuse(param) or not self.is_ours_alone(param) or not _is_eager():
             return plain
         place = self._places.get(id(param))
         if place is None:
@@ -163,7 +173,17 @@ class FusedWeights:
             if found is None:
                 return plain
             place = self._places[id(param)] = _Place(self, param, found[0], found[1].index)
+            done = functools.partial(FusedWeights._leaf_ran, buffer=found[0], index=found[1].index)
+            self._handles.add(place.leaf.register_hook(Hook(self, done)))
         return in_slot(plain, place)
+
+    def watches(self, param: Tensor) -> bool:
+        """Whether gradients of a parameter may come in parts that only `complete` of `adding` sums up."""
+        return id(param) in self._places
+
+    def may_fuse(self, param: Tensor) -> bool:
+        """Whether a weight is large enough."""
+        return param.numel() >= self._min_elements
 
     def is_ours_alone(self, param: Tensor) -> bool:
         """Whether nobody else waits for the gradient: hooks would not see what never gets there."""
@@ -190,19 +210,26 @@ class FusedWeights:
     # ---- a backward
 
     @contextlib.contextmanager
-    def adding(self, permission: Permission | None) -> Iterator[None]:
-        """Let the backward that runs inside add to the buffers."""
+    def adding(self, permission: Permission | None, complete: Check | None = None) -> Iterator[None]:
+        """Let the backward that runs inside add to the buffers.
+
+        Args:
+            permission: None: it may not.
+            complete: Called with a buffer and a segment that this backward will not add to any more.
+        """
         self.permission = permission if self._listening else None
+        self._complete = complete
         try:
             yield
         finally:
-            self.permission = None
+            self.permission = self._complete = None
             for stream in self._streams.values():
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             self._streams.clear()
 
     def begin_adding(self, buffer: FlatBuffer, index: int) -> None:
         """Note that a segment is about to be written, on the stream of the backward that runs."""
+        self._check(buffer, index)
         param = buffer.params[index]
         self.taken.add(id(param))
         self.parameters.add(id(param))
@@ -212,6 +239,11 @@ class FusedWeights:
             if last != stream:
                 stream.wait_stream(last)
             self._streams[id(buffer)] = stream
+
+    def _leaf_ran(self, *_: Any, buffer: FlatBuffer, index: int) -> None:
+        """Autograd comes to a leaf, with or without a gradient, when all that used it have run."""
+        if self._complete is not None:
+            self._complete(buffer, index)
 
     # ---- the life of a window
 
