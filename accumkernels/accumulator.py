@@ -297,10 +297,12 @@ class FusedAccumulator:
         finalized = self._window.phase is Phase.FINALIZED
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._end.last_norm is None else f"{self._end.last_norm.item():.6g}"
+        route = self._intake.route
+        routed = f", autocast route for {len(route.parameters)} parameters" if route is not None else ""
         ways = ", ".join(f"{count:,} {way}" for way, count in self._intake.ways().items())
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
-            f"FusedAccumulator({self._store}, elements: {ways}{ranks}, overflow={self._overflow!r}, {position}, "
+            f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, {position}, "
             f"last norm {norm})"
         )
 

@@ -11,7 +11,7 @@ from ..capture.fused.weights import Permission
 from .noise_scale import NoiseMeter
 from .scaling import LossScaler
 
-_SMALLEST = 2**16  # elements; below, a function in Python costs more than the bytes that it saves
+_SMALLEST = 2**18  # elements; below, two calls of Python cost more than the bytes that they save
 _WIDE_RANGE = frozenset({torch.bfloat16, torch.float32})
 _ALL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...buffers.flat import FlatBuffer
 from ...buffers.store import Store
 from ...hooks import Handles, Hook
+from ..compiled import split
 from . import gemm
 from .functions import SlotWeight, in_slot, without_modes
 from .rows import add_rows
@@ -139,7 +140,8 @@ class FusedWeights:
         self._in_slots: dict[int, tuple[weakref.ref[nn.Module], Tensor, SlotWeight]] = {}  # by id of a module that runs
         self._streams: dict[int, torch.cuda.Stream] = {}  # by id of the buffer: where it was last written in backward
         self._handles = Handles(self)
-        for part in module.modules():
+        eager, _ = split(module)
+        for part in eager:
             weight = part._parameters.get("weight") if isinstance(part, (nn.Linear, nn.Embedding)) else None
             if weight is not None and self.may_fuse(weight):
                 self._handles.add(part.register_forward_pre_hook(Hook(self, FusedWeights._enter)))
