@@ -102,6 +102,7 @@ def in_slot(plain: Tensor, target: Target) -> SlotWeight:
     with without_modes():
         weight = plain.as_subclass(SlotWeight)
     weight.plain, weight.target = plain, target
+    weight._is_param = isinstance(plain, torch.nn.Parameter)  # what isinstance(weight, nn.Parameter) reads
     return weight
 
 

@@ -29,7 +29,9 @@ def add_rows(
         counts.index_add_(0, indices, torch.ones_like(indices, dtype=view.dtype))
         rows = rows / counts[indices].unsqueeze(1)
     if isinstance(multiplier, Tensor):
-        rows, multiplier = rows * multiplier.to(view.dtype), 1.0
+        rows = rows * multiplier.to(view.dtype)
+    elif multiplier != 1:  # not as index_add_'s alpha, which is rounded only once: ordinary gradients are rounded here
+        rows = rows * multiplier
     if padding_idx >= 0:
         rows = rows.masked_fill((indices == padding_idx).unsqueeze(1), 0)
-    view.index_add_(0, indices, rows, alpha=multiplier)
+    view.index_add_(0, indices, rows)
