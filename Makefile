@@ -3,6 +3,10 @@ PYTHON ?= python3
 # What is installed otherwise. Given on the command line it is installed in any case: make test TORCH=torch==2.10.0
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+# Of make gpu-check.
+STAGE ?=
+REHEARSE ?=
+PARTS ?=
 # Passed on: make demo ARGS="--device cuda", make test ARGS="-k overflow"
 ARGS ?=
 
@@ -59,8 +63,10 @@ check: $(READY) $(CHECKERS)  ## style, types, formatting
 docs: $(READY) $(DOCS)  ## the guides and the reference as a site, build/docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs -q build --strict
 
-gpu-check: $(READY)  ## on a machine with a GPU: build, tests, compute-sanitizer, benchmarks
-	bash tools/gpu-check.sh $(PY)
+# With the environment where there is one, else with what the machine has: it installs nothing.
+gpu-check:  ## on a machine with a GPU: STAGE=1 to 4 (default: all); REHEARSE=1 on the CPU; PARTS=tests,memcheck
+	$(if $(wildcard $(READY)),$(PY),$(PYTHON)) -m tools.gpu_check $(if $(STAGE),--stage $(STAGE)) \
+		$(if $(REHEARSE),--rehearse) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 build: $(READY)  ## accumkernels/_native.so
 	$(PY) setup.py -q build_ext --inplace

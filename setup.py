@@ -126,6 +126,7 @@ def write_build_info(version: str, cuda: Cuda | None) -> None:
     git = ["git", "rev-parse", "--short", "HEAD"]
     in_git = os.path.exists(".git") and shutil.which("git")
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if in_git else ""
+    commit = commit or os.environ.get("ACCUMKERNELS_COMMIT", "").strip()  # of a copy without its history
     info = {
         "version": version,
         "cuda": cuda.version if cuda else None,
@@ -147,11 +148,12 @@ def write_ninja(cuda: Cuda | None) -> None:
     prefixes = [(ROOT, "."), *([(cuda.root, "cuda")] if cuda else [])]
     maps = [f"-ffile-prefix-map={path}={name}" for path, name in prefixes]
 
-    # Torch's folder stands in the bindings' command alone: under build isolation it is another one each time, and the
+    # Torch's folder stands in the bindings' commands alone: under build isolation it is another one each time, and the
     # kernels need not be compiled again for that. Of several maps that match the last wins, and torch may lie in ROOT.
     cxx = [CXX, *CXX_FLAGS, *maps, "-Icsrc"]
     with_torch = [f"-ffile-prefix-map={torch}=torch", f"-I{BUILD}", f"-isystem{torch}/include"]
-    compile = [("csrc/bindings.cpp", [*cxx, *with_torch, *(["-DACCUMKERNELS_WITH_CUDA"] if cuda else [])])]
+    bindings = ["csrc/bindings.cpp", *map(str, sorted(Path("csrc/bindings").glob("*.cpp")))]
+    compile = [(path, [*cxx, *with_torch, *(["-DACCUMKERNELS_WITH_CUDA"] if cuda else [])]) for path in bindings]
     for source in sorted(Path("csrc/cpu").glob("*.cpp")):
         simd = SIMD_FLAGS.get(source.stem.rpartition("_")[2], []) if platform.machine() == "x86_64" else []
         compile.append((str(source), [*cxx, *simd]))

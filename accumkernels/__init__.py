@@ -3,7 +3,7 @@
 from .accumulator import FusedAccumulator
 from .planning.batch_size import BatchSize, find_batch_size
 from .planning.batchnorm import batchnorm_modules, replace_batchnorm
-from .planning.learning_rate import suggest_learning_rate
+from .planning.learning_rate import suggest_betas, suggest_learning_rate
 from .planning.memory import MemoryReport, memory_report
 from .planning.oom import is_oom_error
 from .planning.plan import AccumulationPlan, plan
@@ -22,5 +22,6 @@ __all__ = [
     "memory_report",
     "plan",
     "replace_batchnorm",
+    "suggest_betas",
     "suggest_learning_rate",
 ]

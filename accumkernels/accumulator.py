@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .arguments import as_scalar, check_options
-from .batch_statistics import warn_of_batchnorm
+from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
 from .boundary import opaque, profiled
 from .buffers.parameters import check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
 from .ranks.choice import choose_ranks
-from .window.checkpoint import check, load, save
+from .ranks.unit import backward_may_cross_ranks
+from .window.checkpoint import check, load, save, share
 from .window.end import End
 from .window.micro_batch import Intake
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
 from .window.state import Phase, Window
+from .window.weight import Weight
 
 _log = logging.getLogger(__name__)
+_Batch = TypeVar("_Batch")
 
 
 class FusedAccumulator:
@@ -59,11 +62,14 @@ class FusedAccumulator:
             backs off. "microbatch": the micro-batch contributes neither gradient nor weight, and the others are used.
             "raise": `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is
             checked.
-        release: "microbatch": `.grad` is consumed by `accumulate()`. "backward": while backward runs, in buckets, so
-            that gradients never live all at once. The weight must then be known before backward: pass it to
-            `acc.backward`. An exception in backward breaks the window until `zero_()`.
-        bucket_bytes: For `release="backward"`: pending gradient bytes at which a bucket is added. At most this much and
-            one gradient are alive at any moment. From the default on, larger buckets are hardly faster.
+        release: When gradients are added. "backward": in buckets while backward runs, so that they never live all at
+            once. The weight must then be known before backward: pass it to `acc.backward`. An exception in backward
+            breaks the window until `zero_()`. "microbatch": by `accumulate()`, which consumes `.grad`; an exception in
+            backward leaves the window whole. "auto" (default): in `acc.backward` in buckets, where all gradients
+            together are larger than a bucket; else, in a loop's own `loss.backward()`, and with `overflow="microbatch"`
+            or "raise", as "microbatch". An exception breaks the window only where a bucket was added before it.
+        bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
+            any moment. None (default): 16 MiB on a GPU, 32 MiB on a CPU.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
@@ -96,8 +102,8 @@ class FusedAccumulator:
         *,
         scaler: torch.amp.GradScaler | None = None,
         overflow: str | None = "window",
-        release: str = "microbatch",
-        bucket_bytes: int = 32 * 2**20,
+        release: str = "auto",
+        bucket_bytes: int | None = None,
         master_weights: bool = False,
         process_group: Any = None,
         noise_scale: bool | float = False,
@@ -118,6 +124,8 @@ class FusedAccumulator:
             fuse_weight_gradients,
             comm_dtype,
         )
+        # Where a micro-batch may be dropped, all of it has to be there before anything is added.
+        self._release = "microbatch" if overflow in ("microbatch", "raise") else release
         chosen = choose_ranks(params, process_group)
         named = named_parameters(chosen.params)
         self._scaler = LossScaler(scaler)
@@ -128,10 +136,11 @@ class FusedAccumulator:
             autocast_route=autocast_route,
             noise_scale=noise_scale,
             overflow=overflow,
-            release=release,
+            release=self._release,
             master_weights=master_weights,
         )
         warn_of_batchnorm(chosen.params)
+        self._synchronised = synchronised_batchnorm(chosen.params)
         self._store = Store(named, backend, master_weights)
         self._ranks.follow(self._store.buffers)
         self._silence = chosen.silence()
@@ -146,11 +155,14 @@ class FusedAccumulator:
             self._scaler,
             overflow,
             self._noise,
-            bucket_bytes=bucket_bytes if release == "backward" else None,
+            release=self._release,
+            bucket_bytes=bucket_bytes,
             autocast_route=autocast_route,
             fuse_weight_gradients=fuse_weight_gradients,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
+        self._ended = 0  # windows
+        self._in_last = False  # whether `window` has handed out its last batch
         self._open()
 
     # ---- what it holds
@@ -267,8 +279,6 @@ class FusedAccumulator:
         The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
         (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.window.noise_scale`.
         """
-        if self._intake.hooks is not None:
-            raise ValueError("noise_scale() needs release='microbatch': in buckets a micro-batch has no norm")
         if not self._noise.on:
             self._noise.turn_on(now=self.micro_batches == 0)
         return self._noise.read()
@@ -302,8 +312,8 @@ class FusedAccumulator:
         ways = ", ".join(f"{count:,} {way}" for way, count in self._intake.ways().items())
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
-            f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, {position}, "
-            f"last norm {norm})"
+            f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, "
+            f"release={self._intake.chosen}, {position}, last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -315,17 +325,17 @@ class FusedAccumulator:
         Args:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
             weight: See `accumulate`.
-            last: This is the window's last micro-batch on this rank: with `release="backward"` and a process group,
-                sums are sent while backward completes them. Other ranks may do without. The result is the same.
+            last: This is the window's last micro-batch on this rank: with a process group, sums are sent while backward
+                completes them, where it adds buckets, else when it has ended. Not with `release="microbatch"`. Other
+                ranks may do without. The result is the same.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
-        self._check_last(last)
+        last = self._check_last(last)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        self._window.check_kept(weight)
-        self._intake.backward(loss, weight, last, kwargs)
+        weighed = self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._intake.accumulate(weight, last)
+            self._intake.accumulate(weighed, last)
 
     @opaque
     @torch.no_grad()
@@ -347,25 +357,74 @@ class FusedAccumulator:
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
-        self._check_last(last)
+        last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        self._intake.accumulate(scalar, last)
+        if isinstance(scalar, Tensor) or scalar != 1:
+            self._window.weighed_after = True
+            self._warn_of_late_weights()
+        self._intake.accumulate(Weight(scalar), last)
 
-    def _check_last(self, last: bool) -> None:
-        if last and self._ranks.reduces_sums and self._intake.hooks is None:
-            raise ValueError("last=True needs release='backward': otherwise there is no backward to send sums in")
+    def _warn_of_late_weights(self) -> None:
+        name, self._synchronised = self._synchronised, None
+        if name is not None and backward_may_cross_ranks():
+            _log.warning(
+                "accumulate(weight): %r is a SyncBatchNorm, whose backward adds up gradients of all ranks before the "
+                "weight is known; unequal weights then give another gradient. Call acc.backward(loss, weight), which "
+                "puts them into losses",
+                name,
+            )
+
+    def _check_last(self, last: bool) -> bool:
+        """Whether the micro-batch is the window's last, and what is complete may be sent."""
+        sends = self._ranks.reduces_sums and self._intake.hooks is not None
+        if last and self._ranks.reduces_sums and not sends:
+            raise ValueError(
+                "last=True needs release='auto' or 'backward', and overflow='window' or None: otherwise there is no "
+                "backward to send sums in"
+            )
+        return sends and (last or self._in_last)
+
+    def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Iterate over a window's batches, and know the last: its sums are reduced over ranks while its backward runs.
+
+            for x, y in acc.window(batches):
+                acc.backward(loss_fn(model(x), y), weight=y.numel())
+            acc.step(optimizer)
+
+        The result is that of iterating over `batches`; only the last micro-batch is `last=True` (see `backward`), where
+        that is allowed and of use. One batch more than the one at hand is taken from `batches`.
+
+        Args:
+            batches: All that this rank has in the window, one for each `backward` or `accumulate`; there may be none.
+
+        Yields:
+            The batches.
+        """
+        iterator = iter(batches)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        for following in iterator:
+            yield batch
+            batch = following
+        self._in_last = True
+        try:
+            yield batch
+        finally:
+            self._in_last = False
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
         """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception.
 
-        The rest of the window is used, on this and on other ranks. With `release="backward"` gradients may have been
-        added already; then the window is broken until `zero_()`, or with a process group dropped as a whole.
+        The rest of the window is used, on this and on other ranks. Gradients may have been added in buckets already
+        (`release`); then the window is broken until `zero_()`, or with a process group dropped as a whole.
 
         Args:
             window: Drop the whole window, on all ranks: nothing is communicated now, but `finalize` and `step`, which
@@ -393,6 +452,8 @@ class FusedAccumulator:
 
         Args:
             *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one.
+                Without an enabled GradScaler there may be none, for an update written by hand: it reads the `.grad`s
+                where `step_was_skipped` is False.
             divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
                 several ranks that of them all, the same number on each.
 
@@ -407,6 +468,7 @@ class FusedAccumulator:
         self._prepare_empty_window()
         self._intake.listen(False)  # a backward from here on adds to what was handed out
         self._end.finalize(self._window, optimizers, given)
+        self._ended = self._window.number + 1
 
     @opaque
     @torch.no_grad()
@@ -479,6 +541,7 @@ class FusedAccumulator:
             self._prepare_empty_window()
             self._intake.listen(False)
             norm = self._end.step(self._window, optimizers, given, limit)
+        self._ended = self._window.number + 1
         self.zero_()
         return None if norm is None else self._end.result(norm)
 
@@ -510,7 +573,7 @@ class FusedAccumulator:
     # ---- checkpoints
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, reduced: bool = False) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit for bit: at any moment, also inside a window.
 
         By parameter name: the sums of the window, masters, which gradients were not finite; and weights, the last norm
@@ -533,17 +596,17 @@ class FusedAccumulator:
             )
         if self._window.phase is Phase.BROKEN or self._intake.interrupted or self._intake.added_in_backward:
             raise RuntimeError(
-                "state_dict() with gradients of a backward that was not counted (release='backward'): call "
+                f"state_dict() with gradients of a backward that was not counted (release={self._release!r}): call "
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
         self._end.check_sums(self._window)
+        saved = save(self._store, self._ranks, self._window, self._intake.serial, reduced=reduced)
+        joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
-            **save(self._store, self._ranks),
+            **saved,
             **self._end.state_dict(),
-            "window": self._window.state_dict(),
-            "serial": self._intake.serial,
-            "noise_scale": self._noise.state_dict(),
+            "noise_scale": self._noise.state_dict(self._store.device, joined),
         }
 
     @torch.no_grad()
@@ -560,14 +623,15 @@ class FusedAccumulator:
         """
         self._intake.settle()
         self._store.check_drift()
-        checked = check(self._store, self._ranks, state_dict)
+        state = share(self._ranks, check(self._store, self._ranks, state_dict))
         self.zero_()
         self._intake.prepare_window()
-        load(self._store, checked)
-        self._window.load_state_dict(state_dict["window"])
-        self._intake.resume(state_dict["serial"])
-        self._end.load_state_dict(state_dict)
-        self._noise.load_state_dict(state_dict["noise_scale"], self._store.device)
+        load(self._store, state)
+        self._window.load_state_dict(state["window"])
+        self._ended = self._window.number
+        self._intake.resume(state["serial"])
+        self._end.load_state_dict(state)
+        self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
@@ -585,7 +649,7 @@ class FusedAccumulator:
     # ---- inside
 
     def _open(self) -> None:
-        self._window = Window()
+        self._window = Window(number=self._ended)
         self._end.open_window()
         self._noise.open_window()
         self._ranks.open_window()
@@ -618,13 +682,15 @@ class FusedAccumulator:
             out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
-                f"(release='backward'); drop the window with {out}"
+                f"(release={self._release!r}); drop the window with {out}"
             )
         if self._ranks.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
     def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
         self._require_accumulating(caller)
+        if self._silence is not None:
+            self._silence.check_end(caller)
         self._require_reduced(caller)
         self._end.check(caller, optimizers)
         if self._intake.uncounted:

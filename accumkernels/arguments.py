@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .buffers.devices import move
+from .errors import wrong_type
 
 OVERFLOW = (None, "window", "microbatch", "raise")
-RELEASE = ("microbatch", "backward")
-COMM_DTYPES = (torch.float32, torch.bfloat16)
+RELEASE = ("auto", "microbatch", "backward")
+COMM_DTYPES = (torch.float32, torch.bfloat16, "auto")
 
 
 def check_options(
@@ -34,14 +35,14 @@ def check_options(
         TypeError, ValueError: names the argument, its value and what is accepted.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+        raise wrong_type("scaler", "a torch.amp.GradScaler or None", scaler)
     if overflow not in OVERFLOW:
         raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {overflow!r}")
     if release not in RELEASE:
         raise ValueError(f"release must be one of {', '.join(map(repr, RELEASE))}, got {release!r}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-        raise TypeError(f"bucket_bytes must be an int, got {type(bucket_bytes).__name__}")
-    if bucket_bytes <= 0:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | None):
+        raise wrong_type("bucket_bytes", "an int", bucket_bytes)
+    if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if autocast_route != "auto" and not isinstance(autocast_route, bool):
         raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
@@ -50,18 +51,15 @@ def check_options(
         if not (isinstance(noise_scale, bool) or 0 < noise_scale < math.inf):
             raise ValueError(f"noise_scale must be True, False or a positive half-life in windows, got {noise_scale!r}")
     else:
-        raise TypeError(f"noise_scale must be a bool or a number of windows, got {type(noise_scale).__name__}")
+        raise wrong_type("noise_scale", "a bool or a number of windows", noise_scale)
 
     if release == "backward" and overflow in ("microbatch", "raise"):
         raise ValueError(
-            f"overflow={overflow!r} needs release='microbatch': whether a micro-batch is used is known only when all "
-            "of its gradients are there"
+            f"overflow={overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is known only "
+            "when all of its gradients are there"
         )
-    if release == "backward" and noise_scale is not False:
-        raise ValueError("noise_scale needs release='microbatch': in buckets a micro-batch has no norm")
-
     if not isinstance(master_weights, bool):
-        raise TypeError(f"master_weights must be a bool, got {type(master_weights).__name__}")
+        raise wrong_type("master_weights", "a bool", master_weights)
     if autocast_route is True and not isinstance(params, torch.nn.Module):
         raise ValueError(
             "autocast_route=True needs params to be a module, whose forward it changes; use 'auto' or False"
@@ -99,12 +97,12 @@ def as_scalar(
         if value.dim() != 0:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         if value.is_complex() or value.dtype is torch.bool:
-            raise TypeError(f"{name} must be a real number, got a {value.dtype} tensor")
+            raise wrong_type(name, "a real number", value)
         if value.device.type != "cpu":
             return move(value.detach(), device, torch.float64)
         value = value.item()
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
+        raise wrong_type(name, "a number or a 0-d tensor", value)
     try:
         number = float(value)
     except OverflowError:

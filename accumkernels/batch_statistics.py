@@ -8,6 +8,8 @@ import weakref
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .errors import wrong_type
+
 _log = logging.getLogger(__name__)
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -19,7 +21,7 @@ def batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
         TypeError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise wrong_type("model", "a torch.nn.Module", model)
     return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
 
 
@@ -30,6 +32,12 @@ def uses_batch_statistics(model: nn.Module) -> list[str]:
         for name, module in batchnorms(model)
         if module.training or (module.running_mean is None and module.running_var is None)
     ]
+
+
+def synchronised_batchnorm(params: object) -> str | None:
+    """The name of the first SyncBatchNorm, whose backward crosses ranks; `params` may be anything."""
+    modules = params.named_modules() if isinstance(params, nn.Module) else ()
+    return next((name for name, module in modules if isinstance(module, nn.SyncBatchNorm)), None)
 
 
 def warn_of_batchnorm(params: object) -> None:

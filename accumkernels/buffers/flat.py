@@ -124,14 +124,20 @@ class FlatBuffer:
 
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""
+        if all(self.touched):
+            return self.segments
         return [s for s, touched in zip(self.segments, self.touched, strict=True) if touched]
 
     def touched_views(self) -> list[Tensor]:
         """Their views."""
+        if all(self.touched):
+            return self.views
         return [self.views[s.index] for s in self.touched_segments()]
 
     def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other one."""
+        if segments is self.segments:
+            return [self.tensor[: segments[-1].offset + segments[-1].numel]]
         ranges: list[tuple[int, int]] = []
         previous = -2
         for s in segments:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import wrong_type
 from .dtensors import is_dtensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -64,7 +65,7 @@ def check_group(group: Any, index: int) -> None:
         TypeError, ValueError: says which group it is.
     """
     if not isinstance(group, dict):
-        raise TypeError(f"params: group {index} must be a dict, got {type(group).__name__}")
+        raise wrong_type(f"params: group {index}", "a dict", group)
     if "params" not in group:
         raise ValueError(f"params: group {index} has no 'params' key")
 
@@ -81,10 +82,7 @@ def _from_items(items: Iterable[Any], prefix: str = "") -> list[NamedParameter]:
         elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor):
             named.append(NamedParameter(item[0], item[1]))
         else:
-            raise TypeError(
-                f"params: item {i} must be a Parameter, a (name, Parameter) pair or a group (dict), "
-                f"got {type(item).__name__}"
-            )
+            raise wrong_type(f"params: item {i}", "a Parameter, a (name, Parameter) pair or a group (dict)", item)
     return named
 
 
@@ -115,7 +113,7 @@ def named_parameters(params: Any) -> list[NamedParameter]:
     if isinstance(params, nn.Module):
         named = _from_module(params)
     elif isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(f"params must be a module or an iterable of parameters, got {type(params).__name__}")
+        raise wrong_type("params", "a module or an iterable of parameters", params)
     else:
         named = _from_items(params)
     if not named:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import ops
 from ..ops.schema import State
 from .devices import worst
+from .drift import AsBuilt
 from .flat import FlatBuffer, flat_buffers
 from .layout import Segment
 from .masters import Masters
@@ -37,14 +38,17 @@ class Store:
         buffers: The flat buffers of those that were ever trainable.
         masters: fp32 masters of 16-bit parameters, or None.
         states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
+        rounds: Whether any sum is handed out in a narrower dtype.
     """
 
     def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
         self.named = named
         self.buffers: list[FlatBuffer] = []
         self.states: dict[torch.device, Tensor] = {}
+        self.rounds = False
         self._backend = backend
         self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
+        self._as_built: AsBuilt | None = None
         ops.select(backend, named[0].param.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
         self.masters = Masters(named) if master_weights else None
@@ -80,11 +84,6 @@ class Store:
     def device(self) -> torch.device:
         """The first device: where weights are counted and results are returned."""
         return self.buffers[0].device if self.buffers else self.named[0].param.device
-
-    @property
-    def rounds(self) -> bool:
-        """Whether any sum is handed out in a narrower dtype."""
-        return self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -132,6 +131,9 @@ class Store:
                 if target is not segment.param:
                     self._places[id(target)] = (buffer, segment)
                     _stores[target] = weakref.ref(self)
+        self.rounds = self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
+        sharded = any(buffer.sharded for buffer in self.buffers)
+        self._as_built = None if sharded else AsBuilt(self.named, [s for b in self.buffers for s in b.segments])
         return buffers
 
     def check_drift(self) -> None:
@@ -140,6 +142,8 @@ class Store:
         Raises:
             RuntimeError: names the parameter and its change of dtype, device, shape or identity.
         """
+        if self._as_built is not None and self._as_built.holds():
+            return
         for entry in self.named:
             place = self.place(entry.param)
             change = entry.check_identity() or (place[1].drift() if place else None)
@@ -151,6 +155,10 @@ class Store:
     def touched(self) -> Iterator[tuple[FlatBuffer, Segment]]:
         """Segments that hold a sum of this window, with their buffers."""
         return ((buffer, segment) for buffer in self.buffers for segment in buffer.touched_segments())
+
+    def touched_bytes(self) -> bytes:
+        """For each segment, in the order of buffers, 1 where it holds a sum."""
+        return b"".join(buffer.touched for buffer in self.buffers)
 
     def state(self) -> Tensor:
         """The first device's state, with the flags of all devices.

@@ -34,6 +34,7 @@ from .compiled import casting_modules, hook_around, is_compiled, split
 from .during_backward import DuringBackward
 from .fused.functions import plain_of
 from .fused.weights import FusedWeights
+from .streams import Ready, Streams
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -118,11 +119,13 @@ class AutocastRoute:
     Args:
         module: The model. Nothing keeps it alive but the caller.
         store: Where its parameters have their segments.
-        hooks: With `release="backward"`, what gradients are handed to as they come.
+        hooks: What gradients are handed to as they come, where they are released in backward.
         always: Whether gradients are taken in every backward; else only inside `taking()`, and otherwise they are
             widened into `.grad`, where a loop of its own may look for them.
 
     Attributes:
+        keeps_whole: Whether no gradient may come in several parts.
+        used: Whether a module ran under autocast in this window.
         stash: Per flat buffer and segment, the 16-bit gradients taken.
     """
 
@@ -135,9 +138,12 @@ class AutocastRoute:
         fused: FusedWeights | None = None,
     ) -> None:
         self._fused = fused
+        self.keeps_whole = self.used = False
         self._taking = False  # while a backward runs that `accumulate` follows at once
         self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
         self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
+        self._streams = Streams()  # that what is stashed was computed on
+        self._rounded: dict[torch.device, Ready] = {}  # when shadows on CUDA devices were
         self._store = store
         self._hooks = hooks
         self._always = always
@@ -178,6 +184,15 @@ class AutocastRoute:
         """The ids of the parameters that take the route."""
         return {id(s.param) for s in self._shadows.values() if self._may_route(s.param)}
 
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether gradients are released in backward, each when it is there."""
+        return self._hooks is not None and self._hooks.listens
+
+    def in_parts(self, buffer: FlatBuffer, index: int) -> bool:
+        """Whether a segment's gradient may come in two parts, a 16-bit one and an fp32 one: a tied embedding."""
+        return id(buffer.params[index]) in self._direct
+
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
         """Take the gradients of the backward that runs inside."""
@@ -214,6 +229,7 @@ class AutocastRoute:
         device_type = self._store.device.type
         if not torch.is_autocast_enabled(device_type):
             return
+        self.used = True
         dtype = torch.get_autocast_dtype(device_type)
         if learning:
             if dtype in _HALF and not _compiles(module):
@@ -232,6 +248,8 @@ class AutocastRoute:
                 continue
             if shadow.holds != shadow.current():
                 self._refresh()
+            if param.is_cuda:
+                self._rounded[param.device].wait()
             live = self._live.get(id(param))
             if live is None:
                 live = self._connect(shadow)
@@ -245,7 +263,7 @@ class AutocastRoute:
     def _connect(self, shadow: _Shadow) -> Tensor:
         """Put the shadow into this micro-batch's graph; all of them at once, unless they are released one by one."""
         shadows = [shadow]
-        if self._hooks is None:
+        if not self._one_by_one:
             known = (s for s in self._shadows.values() if s.tensor is not None and id(s.param) not in self._live)
             shadows = [s for s in known if self._may_route(s.param)]
         tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
@@ -260,9 +278,11 @@ class AutocastRoute:
 
     def take(self, shadow: _Shadow, grad: Tensor) -> None:
         """Keep a gradient for `accumulate`, or hand it over in backward."""
-        if self._hooks is not None:
-            self._hooks.collect(shadow.buffer, shadow.segment.index, grad)
+        if self._hooks is not None and self._hooks.listens and self._hooks.takes:
+            self._hooks.collect((shadow.buffer, shadow.segment.index), grad)
         else:
+            if grad.is_cuda:
+                self._streams.see(grad.device)
             self.stash.setdefault(shadow.buffer, {}).setdefault(shadow.segment.index, []).append(grad)
 
     def _watch(self, slots: _Slots, module: nn.Module, dtype: torch.dtype) -> None:
@@ -343,10 +363,9 @@ class AutocastRoute:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
-        fused = self._fused is not None and self._fused.may_fuse(param)
-        if self._hooks is not None and id(param) in self._direct and not fused:
-            return False  # its gradient comes in two parts, which "microbatch" adds up before they are accumulated
-        ours = 0 if self._hooks is None else 1
+        if self.keeps_whole and self._one_by_one and id(param) in self._direct:
+            return False  # its gradient would come in two parts
+        ours = 1 if self._one_by_one else 0
         after = param._post_accumulate_grad_hooks
         return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
 
@@ -408,6 +427,9 @@ class AutocastRoute:
                 shadows[0].buffer.ops.scaled_copy_(outputs, inputs)
             else:  # a parameter that is not dense
                 torch._foreach_copy_(outputs, inputs)
+            device = shadows[0].param.device
+            if device.type == "cuda":  # all modules' shadows, on the stream of the first one to run
+                self._rounded[device] = Ready(device)
             # A graph that still holds the old values must notice.
             torch.autograd.graph.increment_version(outputs)
             for shadow in shadows:
@@ -417,13 +439,20 @@ class AutocastRoute:
         """Forget what was taken; the optimizer has stepped, so the shadow is rounded anew."""
         self.clear()
         self._listening = True
+        self.used = False
         for shadow in self._shadows.values():
             shadow.holds = None
+
+    def taken(self) -> dict[FlatBuffer, dict[int, list[Tensor]]]:
+        """What was taken, for the current streams to read."""
+        self._streams.join()
+        return self.stash
 
     def clear(self) -> None:
         """Forget what was taken, at the end of a micro-batch; what was learned in it is used from now on."""
         self.settle()
         self.stash.clear()
+        self._streams.forget()
         self._casts.clear()
         self._live.clear()
         self._generation += 1

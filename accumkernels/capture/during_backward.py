@@ -1,28 +1,94 @@
-"""Gradients taken while backward runs, and handed over in buckets (`release="backward"`)."""
+"""Gradients taken while backward runs, and handed over in buckets (`release="backward"` and "auto")."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..boundary import opaque
-from ..buffers.dtensors import local_grad
+from ..buffers.dtensors import is_dtensor, local_grad
 from ..buffers.flat import FlatBuffer
-from ..hooks import Handles, Hook
-from .gradients import Captured, checked
+from ..hooks import Handles
+from .gradients import Captured, in_memory_order
+from .streams import Streams
 
 Bucket = Sequence[tuple[FlatBuffer, Captured]]
 Sink = Callable[[Bucket], None]
+Place = tuple[FlatBuffer, int]  # a segment
+
+
+def default_bucket_bytes(device: torch.device) -> int:
+    """A bucket's size where the user gives none: on a GPU what stays in L2 until it is read."""
+    return 16 * 2**20 if device.type == "cuda" else 32 * 2**20
+
+
+class _Pending:
+    """What hooks write for each gradient: an append, an addition and two comparisons.
+
+    Backward over several devices runs hooks in several threads. No lock is taken for a gradient: an append is atomic,
+    whoever hands over takes the front of the list, and a lost addition only makes a bucket larger by one gradient.
+    """
+
+    def __init__(self, owner: DuringBackward, bucket_bytes: int) -> None:
+        self.owner = weakref.ref(owner)  # hooks, which parameters keep, keep nothing else
+        self.ready = False  # whether gradients are taken, and a backward is known to have begun
+        self.items: list[tuple[Place, Tensor]] = []
+        self.bytes = 0
+        self.streams = Streams()
+        self._bucket_bytes = bucket_bytes
+
+    def append(self, place: Place, grad: Tensor) -> None:
+        if grad.is_cuda:
+            self.streams.see(grad.device)
+        self.items.append((place, grad))
+        self.bytes += grad.nbytes
+        if self.bytes >= self._bucket_bytes:
+            owner = self.owner()
+            if owner is not None:
+                owner.hand_over()
+
+
+def _hook(pending: _Pending, place: Place, sharded: bool) -> Callable[[Tensor], None]:
+    """What a parameter calls when backward has made its `.grad`."""
+
+    def take(param: Tensor) -> None:
+        if is_dynamo_compiling():  # under compiled autograd, and it must not look into what follows
+            _take_opaquely(pending, place, param)
+            return
+        if not pending.ready:
+            _take_first(pending, place, param)
+            return
+        grad = local_grad(param) if sharded else param.grad
+        if grad is not None:  # another hook may have taken it
+            param.grad = None
+            pending.append(place, grad)
+
+    return take
+
+
+def _take_first(pending: _Pending, place: Place, param: Tensor) -> None:
+    """Take the first gradient of a backward; any where nobody knows that a backward has begun; or none."""
+    owner = pending.owner()
+    if owner is None or not owner.takes:
+        return
+    grad = local_grad(param)
+    if grad is not None:
+        param.grad = None
+        owner.collect(place, grad)
+
+
+_take_opaquely = opaque(_take_first)
 
 
 class DuringBackward:
-    """Takes each `.grad` as soon as backward has made it, and hands them over in buckets (`release="backward"`).
+    """Takes each `.grad` as soon as backward has made it, and hands them over in buckets.
 
     What is pending is less than `bucket_bytes` whenever a hook returns, so at most `bucket_bytes` and one gradient, the
     one that fills the bucket, are alive at any moment.
@@ -31,111 +97,125 @@ class DuringBackward:
         bucket_bytes: Hand over when so many bytes are pending.
         sink: Called with what is pending for each buffer, in backward, on the stream of the last gradient; `into` puts
             another in its place.
+        always: Whether every backward is listened to; else only those inside `into`.
 
     Attributes:
         handed_over: Whether the sink was called since the last `reset`.
+        listens: Whether any parameter has a hook.
     """
 
-    def __init__(self, bucket_bytes: int, sink: Sink) -> None:
-        self._listening = True
+    def __init__(self, bucket_bytes: int, sink: Sink, always: bool) -> None:
         self.handed_over = False
-        self._bucket_bytes = bucket_bytes
+        self.listens = False
         self._sink = sink
-        self._pending: dict[FlatBuffer, Captured] = {}
-        self._bytes = 0
-        self._streams: set[torch.cuda.Stream] = set()  # what is pending was computed on
+        self._always = always
+        self._listening = True
+        self._inside = False  # a backward runs inside `into`
         self._running = False  # a backward has begun and not ended
-        self._lock = threading.RLock()  # backward over several devices runs hooks in several threads
+        self._pending = _Pending(self, bucket_bytes)
+        self._lock = threading.RLock()  # of handing over: several devices' threads may
         self._handles = Handles(self)
 
     def listen(self, buffers: Sequence[FlatBuffer]) -> None:
         """Put a hook on every parameter of new buffers."""
         for buffer in buffers:
             for index, param in enumerate(buffer.params):
-                take = functools.partial(DuringBackward._take, buffer=buffer, index=index)
-                self._handles.add(param.register_post_accumulate_grad_hook(Hook(self, take, in_graphs=True)))
-
-    def _take(self, param: Tensor, buffer: FlatBuffer, index: int) -> None:
-        grad = local_grad(param)
-        if self._listening and grad is not None:
-            param.grad = None
-            self.collect(buffer, index, grad)
+                hook = _hook(self._pending, (buffer, index), is_dtensor(param))
+                self._handles.add(param.register_post_accumulate_grad_hook(hook))
+                self.listens = True
 
     def set_listening(self, listening: bool) -> None:
         """Whether gradients are taken; else they stay in `.grad`."""
         self._listening = listening
+        self._pending.ready = False
+
+    @property
+    def takes(self) -> bool:
+        """Whether gradients of a backward that runs now are taken."""
+        return self._listening and (self._always or self._inside)
 
     @contextlib.contextmanager
     def into(self, sink: Sink) -> Iterator[None]:
         """Hand over to another sink for as long as a backward runs."""
         usual, self._sink = self._sink, sink
+        self._inside = True
+        self._running = self._pending.ready = self._listening
         try:
             yield
+            self._running = False
         finally:
             self._sink = usual
+            self._inside = self._pending.ready = False
 
     @property
     def has_taken(self) -> bool:
         """Whether any gradient was taken since the last `reset`."""
-        return self.handed_over or bool(self._pending)
+        return self.handed_over or bool(self._pending.items)
 
-    def is_pending(self, buffer: FlatBuffer, index: int) -> bool:
+    def is_pending(self, place: Place) -> bool:
         """Whether a gradient of a segment was taken and not yet handed over."""
-        pending = self._pending.get(buffer)
-        return pending is not None and index in pending.segments
+        return any(pending == place for pending, _ in self._pending.items)
 
     @property
     def interrupted(self) -> bool:
         """Whether a backward began and did not end: it raised. Never known under compiled autograd."""
         return self._running
 
-    @opaque
-    def collect(self, buffer: FlatBuffer, index: int, grad: Tensor) -> None:
+    def collect(self, place: Place, grad: Tensor) -> None:
         """Take the gradient of a segment, in the backward that made it."""
-        with self._lock, torch.no_grad():
-            if not self._running and not _in_compiled_autograd():
-                self._running = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-            pending = self._pending.get(buffer)
-            if pending is not None and index in pending.segments:  # reentrant checkpointing, or a second backward
-                self.hand_over()
-                pending = None
-            if pending is None:
-                pending = self._pending[buffer] = Captured([], [])
-            grad = checked(buffer.segments[index], grad.detach())
-            pending.segments.append(index)
-            pending.grads.append(grad)
-            if grad.is_cuda:
-                self._streams.add(torch.cuda.current_stream(grad.device))
-            self._bytes += grad.nbytes
-            del grad
-            if self._bytes >= self._bucket_bytes:
-                self.hand_over()
+        if not self._pending.ready and not _in_compiled_autograd():
+            self._running = self._pending.ready = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        self._pending.append(place, grad)
 
     def _ended(self) -> None:
-        self._running = False
+        self._running = self._pending.ready = False
 
+    @torch.no_grad()
     def hand_over(self, sink: Sink | None = None) -> None:
         """Hand over what is pending, if anything is; to `sink` where one is given."""
         with self._lock:
-            pending, streams = list(self._pending.items()), self._streams
-            self._pending, self._bytes, self._streams = {}, 0, set()
-            for stream in streams:
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
-            if pending:
+            pending = self._pending
+            items = pending.items[:]
+            del pending.items[: len(items)]  # not what another thread appends meanwhile
+            pending.bytes = 0
+            if items:
                 self.handed_over = True
-                (sink or self._sink)(pending)
-            # The next bucket may be added on another stream: it comes after this one.
-            self._streams = {torch.cuda.current_stream(stream.device) for stream in streams}
+                pending.streams.join()  # and a bucket that is added on yet another stream comes after this one
+                sink = self._sink if sink is None else sink
+                for bucket in _buckets(items):
+                    sink(bucket)
 
     def reset(self) -> None:
         """Forget what is pending; the next backward begins anew."""
-        self._pending, self._bytes, self._streams = {}, 0, set()
-        self.handed_over = self._running = False
+        self._pending.items.clear()
+        self._pending.bytes = 0
+        self._pending.streams.forget()
+        self._pending.ready = self.handed_over = self._running = False
 
     def remove(self) -> None:
         """Take off every hook."""
         self._handles.remove()
+        self.listens = False
+
+
+def _buckets(items: list[tuple[Place, Tensor]]) -> Iterator[Bucket]:
+    """By flat buffer; more than one bucket where a segment got several gradients, which are added one after another.
+
+    So it is with reentrant checkpointing, after a second backward, and where a weight is read both cast and uncast.
+    """
+    while items:
+        found: dict[FlatBuffer, dict[int, Tensor]] = {}
+        later = []
+        for item in items:
+            (buffer, index), grad = item
+            grads = found.setdefault(buffer, {})
+            if index in grads:
+                later.append(item)
+            else:
+                grads[index] = grad
+        items = later
+        yield [(buffer, in_memory_order(buffer, list(grads), list(grads.values()))) for buffer, grads in found.items()]
 
 
 def _in_compiled_autograd() -> bool:

@@ -55,6 +55,15 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
         indices = buffer.all_indices
     else:
         indices = [index for index, grad in enumerate(found) if grad is not None]
+    return in_memory_order(buffer, indices, grads)
+
+
+def in_memory_order(buffer: FlatBuffer, indices: list[int], grads: list[Tensor]) -> Captured:
+    """Gradients of a buffer's segments, each in its segment's memory order.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
     if not (buffer.contiguous and _all_contiguous(grads)):
         segments = buffer.segments
         grads = [checked(segments[index], grad) for index, grad in zip(indices, grads, strict=True)]

@@ -96,6 +96,16 @@ def load_block(pointer, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_unless(skipped, pointer, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The block, or where it is skipped -0 throughout, without reading it: -0 plus x is x, -0 included."""
+    lanes = tl.arange(0, BLOCK)
+    wanted = tl.full((BLOCK,), True, tl.int1) & (skipped == 0)
+    if MASKED:
+        wanted = wanted & (lanes < left)
+    return tl.load(pointer + lanes, mask=wanted, other=-0.0)
+
+
+@triton.jit
 def store_block(pointer, value, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     if MASKED:
@@ -114,25 +124,25 @@ def any_not_finite(x, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def accumulate_block(
-    main_grad, grad, left, first, multiplier, state, flag, tag, partial, num_partials,
+    main_grad, grad, left, first, weight, scale, state, flags, row, tag, partial, num_partials,
     DTYPE: tl.constexpr, SQ_NORM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = main_grad.dtype.element_ty
+    # Both operands are asked for before either is used, or their latencies would add up.
+    before = load_unless(first, main_grad, left, BLOCK, MASKED)
     value = load_block(grad, left, BLOCK, MASKED)
-    product = widen(value, DTYPE, WIDE) * multiplier
-    if first:
-        before = tl.zeros((BLOCK,), WIDE)
-        total = product
-    else:
-        before = load_block(main_grad, left, BLOCK, MASKED)
-        total = before + product
+    multiplier = weight
+    if scale is not None:
+        multiplier = weight / scale.to(tl.float64)
+    product = widen(value, DTYPE, WIDE) * multiplier.to(WIDE)
+    total = before + product
     store_block(main_grad, total, left, BLOCK, MASKED)
-    if flag is not None:
+    if flags is not None:
         if any_not_finite(total, left, BLOCK, MASKED):
             tl.store(state + STATE_FOUND_INF, 1.0)
             tl.store(state + STATE_POISONED, 1.0)
             if any_not_finite(product, left, BLOCK, MASKED):
-                tl.store(flag, tag)
+                tl.store(flags + tl.load(row + SEGMENT), tag)
     if SQ_NORM:
         exact = widen(value, DTYPE, tl.float64)
         tl.store(partial, tl.sum(exact * exact, axis=0))
@@ -154,35 +164,35 @@ def accumulate_kernel(
     partial_base, num_partials,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, row, start, left = locate(blocks, rows, BLOCK)
-    main_grad = buffer + (tl.load(row + OFFSET) + start)
-    if ALIGNED:
-        main_grad = tl.multiple_of(main_grad, 16)
-    first = tl.load(table + 2 * n + index) != 0
+    # Everything that a program reads from tables, before it waits for any of it.
+    w = load_weight(table, n, weight)
+    scale = None
+    if loss_scale is not None:
+        scale = tl.load(loss_scale)
     dropped = False
     if drop is not None:
         dropped = tl.load(drop) != 0
+    index, row, start, left = locate(blocks, rows, BLOCK)
+    address = tl.load(table + index)
+    first = tl.load(table + 2 * n + index) != 0
+    main_grad = buffer + (tl.load(row + OFFSET) + start)
+    if ALIGNED:
+        main_grad = tl.multiple_of(main_grad, 16)
+
     if dropped:
         if first:
             zeros = tl.zeros((BLOCK,), buffer.dtype.element_ty)
             store_block(main_grad, zeros, left, BLOCK, True)
     else:
-        multiplier = load_weight(table, n, weight)
-        if loss_scale is not None:
-            multiplier = multiplier / tl.load(loss_scale).to(tl.float64)
-        multiplier = multiplier.to(buffer.dtype.element_ty)
-        grad = pointer_to(tl.load(table + index), start, DTYPE, ALIGNED)
-        flag = None
-        if flags is not None:
-            flag = flags + tl.load(row + SEGMENT)
+        grad = pointer_to(address, start, DTYPE, ALIGNED)
         partial = partials
         if partials is not None:
             partial = partials + partial_base + tl.program_id(0)
         if left >= BLOCK:
-            accumulate_block(main_grad, grad, left, first, multiplier, state, flag, tag, partial, num_partials,
+            accumulate_block(main_grad, grad, left, first, w, scale, state, flags, row, tag, partial, num_partials,
                              DTYPE, partials is not None, BLOCK, False)  # fmt: skip
         else:
-            accumulate_block(main_grad, grad, left, first, multiplier, state, flag, tag, partial, num_partials,
+            accumulate_block(main_grad, grad, left, first, w, scale, state, flags, row, tag, partial, num_partials,
                              DTYPE, partials is not None, BLOCK, True)  # fmt: skip
 
 
@@ -318,11 +328,11 @@ def scaled_copy_block(
     if (OUTPUT == tl.float64) | (INPUT == tl.float64):
         value = widen(load_block(input, left, BLOCK, MASKED), INPUT, tl.float64)
         if divisor is not None:
-            value = value / tl.load(divisor)
+            value = value / divisor
     else:
         value = widen(load_block(input, left, BLOCK, MASKED), INPUT, tl.float32)
         if divisor is not None:
-            value = tl.div_rn(value, tl.load(divisor).to(tl.float32))
+            value = tl.div_rn(value, divisor.to(tl.float32))
     value = narrow(value, OUTPUT)
     store_block(output, value, left, BLOCK, MASKED)
     if found_inf is not None:
@@ -337,10 +347,13 @@ def scaled_copy_kernel(
     found_inf,  # fp64 [1] or None
     OUTPUT: tl.constexpr, INPUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    d = None
+    if divisor is not None:
+        d = tl.load(divisor)
     index, _, start, left = locate(blocks, rows, BLOCK)
     input = pointer_to(tl.load(table + index), start, INPUT, ALIGNED)
     output = pointer_to(tl.load(table + n + index), start, OUTPUT, ALIGNED)
     if left >= BLOCK:
-        scaled_copy_block(output, input, left, divisor, found_inf, OUTPUT, INPUT, BLOCK, False)
+        scaled_copy_block(output, input, left, d, found_inf, OUTPUT, INPUT, BLOCK, False)
     else:
-        scaled_copy_block(output, input, left, divisor, found_inf, OUTPUT, INPUT, BLOCK, True)
+        scaled_copy_block(output, input, left, d, found_inf, OUTPUT, INPUT, BLOCK, True)

@@ -1,4 +1,4 @@
-"""Ranks that decide alike."""
+"""How ranks come to the same decision."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Agreement:
-    """Lets every rank know what all ranks found; alone where torch.distributed is not initialised.
+    """Lets every rank know what all ranks found; without torch.distributed there is one.
 
     Args:
-        process_group: Whose ranks; None for all, False for this rank alone.
+        process_group: The ranks that take part; None for all, False for this rank alone.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -21,9 +21,20 @@ class Agreement:
         self.size = distributed.get_world_size(process_group) if ready else 1
 
     def gather(self, found: Any) -> list[Any]:
-        """What every rank found, in the order of ranks; collective."""
+        """Collect what every rank found, in the order of ranks; collective."""
         if self.size == 1:
             return [found]
         everyones: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(everyones, found, group=self._group)
         return everyones
+
+
+def check_ranks(everyones: list[Any], caller: str, what: str) -> None:
+    """Stop where another rank did: it has gathered None.
+
+    Raises:
+        RuntimeError: names the first such rank.
+    """
+    for rank, found in enumerate(everyones):
+        if found is None:
+            raise RuntimeError(f"{caller}: rank {rank} failed at {what}; its own error says why")

@@ -1,7 +1,8 @@
-"""The largest batch size that fits: found by training, so that what is answered has run."""
+"""Find the largest batch size that fits by training with it, so that the answer has really run."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,15 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..batch_statistics import uses_batch_statistics
-from .agreement import Agreement
-from .batches import Source, dummy_batches, loaded_batches, made_batches
+from .agreement import Agreement, check_ranks
 from .checks import no_accumulator, one_of, positive_int
-from .garbage import Garbage
-from .meters import describe_peak, meter_for
+from .meters import describe_peak
 from .progress import trial_progress
 from .search import largest_that_fits
 from .snapshot import Snapshot
-from .trial import Training, Trial
+from .trial import Trial
+from .trial_setup import check_trainable, training_for
 
 MODES = ("power", "binsearch")
 
@@ -29,18 +29,31 @@ class BatchSize(int):
 
     Attributes:
         tried: Every size tried, in order: (size, ok, peak_bytes, samples_per_second).
-        reason: What kept it from being larger: "oom" (a larger size did not fit), "max" (`max_batch_size`) or
+        reason: Why it is not larger: "oom" (a larger size did not fit), "max" (`max_batch_size`) or
             "dataset" (`dataset_size`).
+        optimizer_seconds: Time of an optimizer step on the slowest rank; None if it was not measured.
+        accumulate: Micro-batches per optimizer step in the trials; None if they ran without an accumulator.
     """
 
     tried: list[Trial]
     reason: str
+    optimizer_seconds: float | None
+    accumulate: int | None
 
-    def __new__(cls, value: int, tried: Sequence[Trial] = (), reason: str = "") -> BatchSize:
+    def __new__(
+        cls,
+        value: int,
+        tried: Sequence[Trial] = (),
+        reason: str = "",
+        optimizer_seconds: float | None = None,
+        accumulate: int | None = None,
+    ) -> BatchSize:
         """Make one; `find_batch_size` does."""
         self = super().__new__(cls, value)
         self.tried = list(tried)
         self.reason = reason
+        self.optimizer_seconds = optimizer_seconds
+        self.accumulate = accumulate
         return self
 
     @property
@@ -50,7 +63,7 @@ class BatchSize(int):
 
     @property
     def fastest(self) -> int:
-        """Of the sizes that fit, the one with the most samples per second: not always the largest."""
+        """The size with the most samples per second among those that fit; it is not always the largest."""
         fitting = [trial for trial in self.tried if trial.ok]
         return max(fitting, key=lambda trial: trial.samples_per_second).size if fitting else int(self)
 
@@ -87,47 +100,47 @@ def find_batch_size(
 
     Sizes are tried with whole training steps, in the modes the model is in: doubling from 1 (2 where BatchNorm trains)
     until memory runs out or the cap is reached, then, with "binsearch", between the last two. Only out of memory
-    (`is_oom_error`) makes a size smaller; every other exception comes out as it is. Afterwards, also after an error or
+    (`is_oom_error`) makes a size smaller; every other exception is raised unchanged. Afterwards, also after an error or
     a Ctrl-C, the model (parameters, buffers, `.grad`s, hooks, attributes, mode, device), the optimizer and the random
     generators of torch, CUDA, Python and numpy are what they were, bit for bit. `.grad`s that exist stay in memory
     meanwhile.
 
     With torch.distributed every rank must call this; all try the same sizes and return the same answer, the largest
-    that fits on every rank. The trials themselves do not communicate: of a DistributedDataParallel model, its module is
-    run.
+    that fits on every rank. The trials themselves do not communicate: for a DistributedDataParallel model they run its
+    module.
 
     Args:
-        model: Moved to `device` for the trials where it is elsewhere; one that is spread over devices stays so.
+        model: Moved to `device` for the trials if it is elsewhere; a model spread over several devices is not moved.
         device: Where to train.
-        input_shape: Of one sample, without the batch dimension, for random fp32 inputs; not used (None) with
-            `make_batch` or `make_loader`.
-        output_shape: Of one sample's target, the same way.
-        dataset_size: Samples there are: no larger batch is tried.
+        input_shape: Shape of one sample without the batch dimension, for random fp32 inputs; None with `make_batch` or
+            `make_loader`.
+        output_shape: Shape of one sample's target, likewise.
+        dataset_size: Number of samples; no larger batch is tried.
         max_batch_size: No larger batch is tried either.
         num_iterations: Training steps per size; at least 2 are run, since optimizers make their state in the first.
         loss_fn: `loss_fn(output, target)`, by default the mean squared error; for a dict batch, by default
             `output.loss`, else `loss_fn(output, batch)`.
-        optimizer_fn: From the list of trainable parameters to an optimizer; by default `torch.optim.Adam`.
+        optimizer_fn: Makes an optimizer from the list of trainable parameters; by default `torch.optim.Adam`.
         make_batch: `make_batch(n)` returns `(input, target)`, or a dict for models that are called with keywords.
             Called for every micro-batch and timed with it.
-        mode: "power": the largest power of two that fits (times `multiple_of`, where that is none). "binsearch": the
-            largest size.
+        mode: "power" finds `multiple_of` times the largest power of two that fits, "binsearch" the largest size.
         amp_dtype: Run under autocast to this dtype.
         margin: Fraction of the device's memory that must stay free at the peak, in [0, 1).
         multiple_of: Try only multiples of this; 8 suits matrix units in 16 bit.
-        accumulate: Train with a FusedAccumulator and this many micro-batches per step, so that its buffers are in the
-            measure.
-        memory_limit: Bytes of a smaller device to find the answer for. On the CPU, where memory does not run out in
-            time, it takes the place of the device's: the tensors alive are counted after every op.
+        accumulate: Train with a FusedAccumulator and this many micro-batches per step, so that its buffers are measured
+            too.
+        memory_limit: Memory in bytes of a smaller device to find the answer for. A CPU's memory runs out far too late
+            for a trial; there the limit holds for the tensors that are alive after each op.
         make_loader: `make_loader(n)` returns a DataLoader, or any iterable, of batches as `make_batch` makes them:
             then loading is part of the samples per second.
         process_group: The ranks that agree; None for all, False for this one alone.
         progress: Show a progress bar; by default on a terminal, where rich is installed.
 
     Raises:
-        TypeError, ValueError: an argument is wrong: named with its value. A cap of 1 with BatchNorm in training.
-        RuntimeError: nothing fits: with the bytes of each size tried; the model has a FusedAccumulator; or another rank
-            failed.
+        TypeError, ValueError: an argument is wrong (the message repeats its value), or the cap is 1 and BatchNorm is in
+            training.
+        RuntimeError: nothing fits (the message has the bytes of each size tried), the model has a FusedAccumulator, or
+            another rank failed.
     """
     agreement = Agreement(process_group)
     try:
@@ -138,27 +151,31 @@ def find_batch_size(
         start = _start(model, cap, step)
         no_accumulator(model, "find_batch_size")
         one_of(mode, "mode", MODES)
-        training = Training(
-            model=model,
-            device=_device(device),
-            source=_source(input_shape, output_shape, make_batch, make_loader),
-            loss_fn=_callable(loss_fn, "loss_fn"),
-            optimizer_fn=_callable(optimizer_fn, "optimizer_fn") or torch.optim.Adam,
-            amp_dtype=_amp(amp_dtype),
-            iterations=max(2, positive_int(num_iterations, "num_iterations")),
-            accumulate=None if accumulate is None else positive_int(accumulate, "accumulate"),
-            meter=meter_for(_device(device), _limit(memory_limit), _fraction(margin)),
-            garbage=Garbage(),
+        training = training_for(
+            model,
+            device,
+            input_shape,
+            output_shape,
+            make_batch=make_batch,
+            make_loader=make_loader,
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            amp_dtype=amp_dtype,
+            num_iterations=num_iterations,
+            accumulate=accumulate,
+            memory_limit=memory_limit,
+            margin=margin,
         )
         snapshot = Snapshot(model)
     except BaseException:
         agreement.gather(None)
         raise
     everyones = agreement.gather((cap, bound, start))
-    _check_ranks(everyones, "its arguments")
+    check_ranks(everyones, "find_batch_size", "its arguments")
     cap, bound, start = min((c, b) for c, b, _ in everyones) + (max(s for _, _, s in everyones),)
     tried: list[Trial] = []
     failures: list[str] = []
+    updates: list[float] = []  # seconds of an optimizer step, one measurement per size that fits
 
     def fits(size: int) -> bool:
         try:
@@ -167,12 +184,14 @@ def find_batch_size(
             agreement.gather(None)  # the others wait for an answer
             raise
         everyones = agreement.gather(found)
-        _check_ranks(everyones, f"batch size {size}")
-        trials = [trial for trial, _ in everyones]
+        check_ranks(everyones, "find_batch_size", f"batch size {size}")
+        trials = [outcome.trial for outcome in everyones]
         ok = all(trial.ok for trial in trials)
         rate = min(trial.samples_per_second for trial in trials) if ok else 0.0
         tried.append(Trial(size, ok, max(trial.peak_bytes for trial in trials), rate))
-        failures.extend(failure for _, failure in everyones if failure)
+        failures.extend(outcome.failure for outcome in everyones if outcome.failure)
+        if ok:
+            updates.append(max(outcome.parts[-1] for outcome in everyones))
         return ok
 
     with training.garbage, trial_progress(progress) as training.on_step:
@@ -184,11 +203,12 @@ def find_batch_size(
         raise RuntimeError(
             f"find_batch_size: not even the smallest batch fits on {training.device}: {sizes}: {failures[0]}"
         )
-    return BatchSize(largest, tried, "oom" if failures else bound)
+    # Its time does not depend on the batch: the median of all sizes is less noisy than any one.
+    return BatchSize(largest, tried, "oom" if failures else bound, statistics.median(updates), training.accumulate)
 
 
 def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
-    """The largest size to try, and whose it is."""
+    """The largest size to try, and which argument set it."""
     cap, bound = positive_int(dataset_size, "dataset_size"), "dataset"
     if max_batch_size is not None and positive_int(max_batch_size, "max_batch_size") <= cap:
         return positive_int(max_batch_size, "max_batch_size"), "max"
@@ -197,17 +217,7 @@ def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
 
 def _start(model: Any, cap: int, step: int) -> int:
     """The smallest size to try."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    params = list(model.named_parameters())
-    for name, param in params:
-        if nn.parameter.is_lazy(param) or param.is_meta:
-            kind = "on the meta device" if param.is_meta else "lazy: run the model once first"
-            raise ValueError(f"model: parameter {name!r} is {kind}")
-        if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
-            raise ValueError(f"model: parameter {name!r} is sharded (DTensor): the trials cannot run without its ranks")
-    if not any(param.requires_grad for _, param in params):
-        raise ValueError("model has no trainable parameter")
+    check_trainable(model)
     batchnorm = uses_batch_statistics(model)
     start = max(2, step) if batchnorm and step == 1 else step
     if start > cap:
@@ -218,61 +228,3 @@ def _start(model: Any, cap: int, step: int) -> int:
             "(max_batch_size, dataset_size)"
         )
     return start
-
-
-def _source(input_shape: Any, output_shape: Any, make_batch: Any, make_loader: Any) -> Source:
-    if make_batch is not None and make_loader is not None:
-        raise ValueError("give make_batch or make_loader, not both")
-    if make_batch is not None:
-        return made_batches(_callable(make_batch, "make_batch"))
-    if make_loader is not None:
-        return loaded_batches(_callable(make_loader, "make_loader"))
-    return dummy_batches(input_shape, output_shape)
-
-
-def _device(device: Any) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device: {device!r} is no device ({error})") from None
-    if chosen.type != "cuda":
-        return chosen
-    if not torch.cuda.is_available():
-        raise ValueError(f"device: {device!r}, but torch finds no usable GPU")
-    torch.cuda.init()  # so that its random generators exist, to be remembered
-    return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
-
-
-def _callable(function: Any, name: str) -> Any:
-    if function is not None and not callable(function):
-        raise TypeError(f"{name} must be callable, got {type(function).__name__}")
-    return function
-
-
-def _amp(dtype: Any) -> torch.dtype | None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"amp_dtype must be a torch.dtype or None, got {type(dtype).__name__}")
-    return dtype
-
-
-def _limit(memory_limit: Any) -> int | None:
-    return None if memory_limit is None else positive_int(memory_limit, "memory_limit")
-
-
-def _fraction(margin: Any) -> float:
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise TypeError(f"margin must be a number, got {type(margin).__name__}")
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin must be at least 0 and less than 1, got {margin!r}")
-    return float(margin)
-
-
-def _check_ranks(everyones: list[Any], what: str) -> None:
-    """Stop where another rank did.
-
-    Raises:
-        RuntimeError: names the first.
-    """
-    for rank, found in enumerate(everyones):
-        if found is None:
-            raise RuntimeError(f"find_batch_size: rank {rank} failed at {what}; its own error says why")

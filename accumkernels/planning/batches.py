@@ -1,4 +1,4 @@
-"""Where a trial's batches come from."""
+"""The sources of a trial's batches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import wrong_type
 from .checks import positive_int
 from .trees import samples, to_device
 
@@ -15,7 +16,7 @@ Source = Callable[[int, torch.device], Iterator[Any]]  # (batch size, device) ->
 
 
 def per_sample_shape(shape: Any, name: str) -> tuple[int, ...]:
-    """The shape of one sample; a single int is one dimension, as in `(1000)`.
+    """Return the shape of one sample; a single int is one dimension, as in `(1000)`.
 
     Raises:
         TypeError, ValueError: names the argument.
@@ -23,12 +24,12 @@ def per_sample_shape(shape: Any, name: str) -> tuple[int, ...]:
     if isinstance(shape, int) and not isinstance(shape, bool):
         shape = (shape,)
     if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise TypeError(f"{name} must be a tuple of ints, the shape of one sample, got {type(shape).__name__}")
+        raise wrong_type(name, "a tuple of ints, the shape of one sample", shape)
     return tuple(positive_int(size, f"every size in {name}") for size in shape)
 
 
 def dummy_batches(input_shape: Any, output_shape: Any) -> Source:
-    """Random fp32 inputs and targets of these shapes per sample, made once per trial.
+    """Make random fp32 inputs and targets of these shapes per sample, once per trial.
 
     Raises:
         TypeError, ValueError: a shape is wrong.
@@ -45,7 +46,7 @@ def dummy_batches(input_shape: Any, output_shape: Any) -> Source:
 
 
 def made_batches(make_batch: Callable[[int], Any]) -> Source:
-    """What `make_batch(size)` returns, called for every micro-batch, moved to the device."""
+    """Call `make_batch(size)` for every micro-batch, and move the result to the device."""
 
     def batches(size: int, device: torch.device) -> Iterator[Any]:
         while True:
@@ -55,7 +56,7 @@ def made_batches(make_batch: Callable[[int], Any]) -> Source:
 
 
 def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
-    """Full batches of the loader that `make_loader(size)` returns, from its beginning again when it ends."""
+    """Take full batches from the loader that `make_loader(size)` returns, and start over when it ends."""
 
     def batches(size: int, device: torch.device) -> Iterator[Any]:
         loader = make_loader(size)
@@ -74,9 +75,7 @@ def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
 
 def _checked(batch: Any, origin: str) -> Any:
     if not isinstance(batch, Mapping) and not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise TypeError(
-            f"{origin} must give (input, target) or a dict of keyword arguments, got {type(batch).__name__}"
-        )
+        raise wrong_type(f"what {origin} returns", "(input, target) or a dict of keyword arguments", batch)
     return batch
 
 
@@ -88,7 +87,7 @@ def training_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Te
     `loss_fn(output, batch)`.
 
     Raises:
-        TypeError: there is no loss to be found.
+        TypeError: the output has no loss.
     """
     if not isinstance(batch, Mapping):
         inputs, target = batch

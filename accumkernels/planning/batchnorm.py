@@ -3,8 +3,8 @@
 In training BatchNorm normalizes with the mean and variance of the batch it sees, which is the micro-batch. Accumulation
 makes gradients equal to those of the big batch for every layer whose output depends on one sample alone; with BatchNorm
 it gives those of a model that normalizes over micro-batches ("ghost batches"; Hoffer et al. 2017, arXiv:1705.08741).
-That trains well from some 16 samples on, and badly below (Wu and He 2018, "Group Normalization", arXiv:1803.08494,
-figure 1). GroupNorm normalizes within a sample and has no such limit.
+Such a model trains well with some 16 samples or more and badly with fewer (Wu and He 2018, "Group Normalization",
+arXiv:1803.08494, figure 1). GroupNorm normalizes within a sample and has no such limit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ def batchnorm_modules(model: nn.Module) -> list[str]:
     return [name for name, _ in batchnorms(model)]
 
 
-def _groups(channels: int, most: int) -> int:
-    """The largest divisor of `channels` up to `most` that leaves two channels to a group; 1 where there is none."""
-    most = min(most, channels // 2)
+# The fewest channels in a group. Over images a channel is many values and two channels are plenty; over (N, C) it is
+# one value, and a group of two is normalized to its signs, (+1, -1) or (-1, +1), from which nothing learns.
+_LEAST_CHANNELS = 2
+_LEAST_CHANNELS_1D = 8
+
+
+def _groups(channels: int, most: int, least_channels: int) -> int:
+    """The largest divisor of `channels` up to `most` that leaves so many channels to a group; 1 if there is none."""
+    most = min(most, channels // least_channels)
     return max((groups for groups in range(1, most + 1) if channels % groups == 0), default=1)
 
 
@@ -39,7 +45,10 @@ def _group_norm(name: str, module: _BatchNorm, most: int) -> nn.GroupNorm:
         raise ValueError(
             f"replace_batchnorm: {name!r} has a single channel: GroupNorm would have one value per group and return 0"
         )
-    norm = nn.GroupNorm(_groups(channels, most), channels, eps=module.eps, affine=False)
+    # The module does not know whether its inputs are (N, C) or (N, C, L): a BatchNorm1d is taken for the former, since
+    # larger groups cost sequences little.
+    least = _LEAST_CHANNELS_1D if isinstance(module, nn.BatchNorm1d) else _LEAST_CHANNELS
+    norm = nn.GroupNorm(_groups(channels, most, least), channels, eps=module.eps, affine=False)
     if module.affine:
         norm.affine = True
         norm.weight, norm.bias = module.weight, module.bias
@@ -47,7 +56,7 @@ def _group_norm(name: str, module: _BatchNorm, most: int) -> nn.GroupNorm:
 
 
 def replace_batchnorm(model: nn.Module, num_groups: int = 32) -> int:
-    """Replace every BatchNorm by a GroupNorm, which treats micro-batches as the big batch. Do it before training.
+    """Replace every BatchNorm with a GroupNorm, which treats micro-batches as the big batch. Do it before training.
 
     The affine parameters stay the same objects, with their values, dtype, device and `requires_grad`, so that an
     optimizer may exist already. Running statistics, and hooks on the modules, are gone; a trained model needs training
@@ -55,8 +64,11 @@ def replace_batchnorm(model: nn.Module, num_groups: int = 32) -> int:
 
     Args:
         model: Changed in place.
-        num_groups: Upper bound; each layer takes the largest divisor of its channels up to it that leaves at least two
-            channels to a group, so that no group is a single value, whatever the input's size.
+        num_groups: Upper bound. Each layer takes the largest divisor of its channels up to it that leaves enough values
+            to a group: at least 2 channels, and at least 8 for `BatchNorm1d` (one group for fewer than 16 channels),
+            whose channels are single values where inputs are `[N, C]`. A `BatchNorm1d` over `[N, C, L]` is treated
+            alike, since the module cannot tell. A SyncBatchNorm counts as one over images: replace `BatchNorm1d`
+            before `convert_sync_batchnorm`.
 
     Returns:
         How many were replaced.
@@ -88,8 +100,8 @@ def correct_batchnorm_momentum(model: nn.Module, accumulation_steps: int) -> int
     it counts `(1 - m')**K = 1 - m`, exactly, and the K micro-batches count m together. Among themselves they count
     `m' (1 - m')**(K - 1 - j)`, j = 0 ... K - 1: nearly equally (for m = 0.1 the first counts 0.9 of what one after the
     last would). Micro-batch means have the big batch's mean as their mean, and unbiased variances that of the
-    population, so for independent samples the expected running statistics are those of the big batch. What this
-    does not mend is the normalization in training itself.
+    population, so for independent samples the expected running statistics are those of the big batch. The
+    normalization in training itself still sees micro-batches.
 
     Args:
         model: Changed in place; call it once.

@@ -1,4 +1,4 @@
-"""Checks of numbers that planning functions are given."""
+"""Checks of what planning functions are given."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import math
 import operator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..buffers.store import has_accumulator
+from ..errors import wrong_type
 
 
 def positive_int(value: Any, name: str) -> int:
-    """`value` as an int of at least 1; anything with `__index__` but bool.
+    """Return `value` as an int of at least 1. It may be anything with `__index__` except a bool.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -23,7 +25,7 @@ def positive_int(value: Any, name: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise wrong_type(name, "an int", value)
     number = int(number)  # not a BatchSize
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
@@ -31,16 +33,89 @@ def positive_int(value: Any, name: str) -> int:
 
 
 def positive_float(value: Any, name: str) -> float:
-    """`value` as a positive finite float.
+    """Return `value` as a positive finite float.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        raise wrong_type(name, "a number", value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
     return float(value)
+
+
+def seconds(value: Any, name: str) -> float:
+    """Return `value`, a time, as a finite float of at least 0.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number of seconds", value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+    return float(value)
+
+
+def fraction(value: Any, name: str, *, zero: bool = True) -> float:
+    """Return `value` as a float less than 1 that is at least 0, or more than 0.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number", value)
+    if not (0 <= value < 1 and (zero or value > 0)):
+        raise ValueError(f"{name} must be {'at least' if zero else 'more than'} 0 and less than 1, got {value!r}")
+    return float(value)
+
+
+def is_callable(value: Any, name: str) -> Any:
+    """Check that `value` can be called, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not callable(value):
+        raise wrong_type(name, "callable", value)
+    return value
+
+
+def is_module(value: Any, name: str = "model") -> nn.Module:
+    """Check that `value` is a module, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not isinstance(value, nn.Module):
+        raise wrong_type(name, "a torch.nn.Module", value)
+    return value
+
+
+def as_device(value: Any) -> torch.device:
+    """Return `value` as a device, whether this machine has it or not.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
+        raise wrong_type("device", "a torch.device or its name", value)
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"device must name a device, got {value!r} ({error})") from None
+
+
+def amp_dtype_or_none(value: Any) -> torch.dtype | None:
+    """Check that `value` is a dtype or None, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if value is not None and not isinstance(value, torch.dtype):
+        raise wrong_type("amp_dtype", "a torch.dtype or None", value)
+    return value
 
 
 def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
@@ -54,9 +129,9 @@ def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
 
 
 def no_accumulator(model: nn.Module, caller: str) -> None:
-    """Check that no FusedAccumulator is at work on a model that is about to train on trial.
+    """Check that a model that is about to train on trial has no FusedAccumulator.
 
-    Its hooks would take the trial's gradients into its window, and its buffers would be in the measure.
+    Its hooks would take the trial's gradients into its window, and its buffers would be measured too.
 
     Raises:
         RuntimeError: names the first parameter that has one.

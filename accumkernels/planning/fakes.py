@@ -1,4 +1,4 @@
-"""Training without memory: copies of model and optimizer made of fake tensors."""
+"""Training without memory, on copies of model and optimizer made of fake tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class FakeDevice:
     """A device that holds shapes only.
 
     Args:
-        device: The one to stand for. Autograd of fake CUDA tensors ends the process where torch is built or runs
-            without CUDA, so that there, and for every device that is not there, the fakes are CPU tensors.
+        device: The device to stand in for. Where torch has no CUDA, autograd of fake CUDA tensors crashes the process,
+            so the fakes are CPU tensors there; so they are for any other device that is missing.
 
     Attributes:
-        device: The fakes' own.
-        mode: To run them in.
+        device: The device of the fakes.
+        mode: The FakeTensorMode to run them in.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class FakeDevice:
         self._foreach = cuda  # what torch.optim chooses for real CUDA parameters when it is let
 
     def copy(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Copies whose parameters, buffers and states are fake; ties stay, and nothing of the originals is read."""
+        """Copy both with fake parameters, buffers and states. Ties are kept, and no value is read."""
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = self._fake(tensor)
@@ -64,7 +64,7 @@ class FakeDevice:
 
     @contextmanager
     def unchanged_random_state(self) -> Iterator[None]:
-        """Batches may be made with real generators."""
+        """Restore the random generators afterwards: batches may be made with real ones."""
         restore = random_state()
         try:
             yield
@@ -73,7 +73,7 @@ class FakeDevice:
 
 
 class LiveFakeBytes(LiveBytes):
-    """Counts fake tensors, and answers for them what only real ones know.
+    """Counts fake tensors, and answers what only real tensors know.
 
     A number read from a fake tensor is 1; a device that is not there is replaced by the fakes'.
     """

@@ -1,7 +1,7 @@
 """`python -m accumkernels fit MODULE:FACTORY`: find the batch size of a user's own model.
 
 The factory is a function without arguments that returns the arguments of `find_batch_size` in a dict; `model` is the
-only one that must be there. What the command line says goes before what the factory says::
+only one that must be there. Options on the command line override what the factory returns::
 
     # train.py
     def fit():
@@ -18,6 +18,7 @@ import argparse
 import importlib
 import inspect
 import re
+import reprlib
 import sys
 import traceback
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def add_parser(commands: Any) -> None:
         "fit",
         help="find the largest batch size at which a model of yours trains",
         description="Find the largest micro-batch by training: FACTORY() returns the arguments of "
-        "accumkernels.find_batch_size in a dict, 'model' at least; the options go before them.",
+        "accumkernels.find_batch_size in a dict with 'model' at least; options override them.",
     )
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="as in train:fit for fit() in train.py")
     parser.add_argument("--device", help="default: the factory's, else cuda where there is one, else cpu")
@@ -94,15 +95,15 @@ def _factory(place: str) -> Any:
 
 
 def arguments_for(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `find_batch_size` is called with: the factory's answer, and the command line over it.
+    """Collect the arguments of `find_batch_size`: what the factory returns, overridden by the command line.
 
     Raises:
-        FitError: MODULE:FACTORY or its answer is wrong.
+        FitError: MODULE:FACTORY, or what it returns, is wrong.
     """
     made = _factory(arguments.factory)()
     if not isinstance(made, Mapping):
         raise FitError(
-            f"{arguments.factory} must return a dict of find_batch_size's arguments, got {type(made).__name__}"
+            f"{arguments.factory} must return a dict of find_batch_size's arguments, got {reprlib.repr(made)}"
         )
     known = inspect.signature(find_batch_size).parameters
     unknown = [str(key) for key in made if key not in known]
@@ -130,7 +131,7 @@ def table(found: BatchSize) -> str:
     return "\n".join(lines)
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether the innermost frame of an error is in this package."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).parent == Path(__file__).parent
@@ -144,7 +145,7 @@ _REASONS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Find it, print a table and, with `--target`, the plan; the answer is the exit status."""
+    """Find the size, print a table and, with `--target`, the plan; return the exit status."""
     try:
         call = arguments_for(arguments)
     except FitError as error:
@@ -153,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = find_batch_size(**call)
     except (TypeError, ValueError) as error:
-        if not _is_ours(error):
+        if not is_ours(error):
             raise  # the user's own code failed: its traceback helps
         print(f"accumkernels fit: error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Collecting what a trial leaves in reference cycles, quickly."""
+"""Quick collection of what trials leave in reference cycles."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import gc
 
 
 class Garbage:
-    """Collects often at little cost, inside of `with`.
+    """Collects often at little cost, inside a `with` block.
 
-    A full collection looks at every object of the process, 0.1 s and more with torch and a few libraries loaded. After
-    the first one, whatever is alive is set aside (`gc.freeze`), so that later ones look at new objects only. Where the
-    program has frozen objects itself, nothing is set aside.
+    A full collection looks at every object of the process, which takes 0.1 s and more with torch and a few libraries
+    loaded. After the first one, whatever is alive is set aside (`gc.freeze`), so that later ones look at new objects
+    only. If the program has frozen objects itself, nothing is set aside.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Putting a Ctrl-C off until what must not be cut in two is done."""
+"""Delaying Ctrl-C until work that must not be interrupted is done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Hold SIGINT back; handle it, if it came, at the end. Does nothing outside of the main thread."""
+    """Hold SIGINT back and handle it at the end. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, counted op by op: memory where no allocator keeps count."""
+"""The bytes of live tensors, counted op by op, for devices whose allocator does not keep count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA_BLOCK = 512  # bytes: what the caching allocator rounds up to
 
 
 class _StorageReference(weakref.ref):
-    """A weak reference that knows what is gone with its storage."""
+    """A weak reference that remembers the key and the size of its storage."""
 
     __slots__ = ("key", "nbytes")
 
@@ -25,7 +25,7 @@ class _StorageReference(weakref.ref):
 
 
 def format_bytes(nbytes: float) -> str:
-    """For people: 1,234 bytes are "1.2 KiB"."""
+    """Format bytes for people: 1,234 bytes are "1.2 KiB"."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -41,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
     tensors.
 
     Args:
-        limit: Bytes of a device that has no more: what exceeds them raises `torch.OutOfMemoryError`; None: no limit.
+        limit: Bytes that the device has; exceeding them raises `torch.OutOfMemoryError`. None: no limit.
         granularity: Bytes that allocations are rounded up to.
 
     Attributes:
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
         return self._sweep()
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """Count tensors that exist already; the answer is the bytes that were not counted yet."""
+        """Count tensors that exist already; return the bytes that were not counted yet."""
         before = self._sweep()
         for tensor in tensors:
             self._add(tensor)
@@ -144,10 +144,10 @@ class LiveCudaBytes(LiveBytes):
         self._device = device
         gc.collect()
         torch.cuda.empty_cache()
-        self._foreign: int | None = None  # what lives there that is not the model's
+        self._foreign: int | None = None  # bytes on the device that are not the model's
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """As in the base class; what else is on the device counts as foreign."""
+        """Count tensors as the base class does; whatever else is on the device counts as foreign."""
         added = super().add(tensors)
         self._foreign = torch.cuda.memory_allocated(self._device) - self.live
         return added
@@ -159,7 +159,7 @@ class LiveCudaBytes(LiveBytes):
 
     @property
     def peak(self) -> int:
-        """The allocator's, of what is not foreign."""
+        """The allocator's peak without what is foreign."""
         if self._foreign is None:
             return 0
         return torch.cuda.max_memory_allocated(self._device) - self._foreign

@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes, measured in a run or predicted without the device."""
+"""Say where the memory of a training step goes, measured in a run or predicted without the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..accumulator import FusedAccumulator
 from ..batch_statistics import uses_batch_statistics
+from ..errors import wrong_type
 from .batches import made_batches, training_loss
-from .checks import no_accumulator, positive_int
+from .checks import amp_dtype_or_none, as_device, is_callable, is_module, no_accumulator, positive_int
 from .fakes import FakeDevice, LiveFakeBytes
 from .live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
 from .snapshot import Snapshot
@@ -27,10 +29,10 @@ class MemoryReport:
     Attributes:
         batch_size: Samples of a micro-batch.
         parameters: Parameters and buffers of the model.
-        gradients: Every `.grad`. All of them and the parts before and after exist when the optimizer steps.
+        gradients: Every `.grad`. They are all alive, with parameters, accumulators and state, when the optimizer steps.
         accumulators: Flat buffers of a FusedAccumulator.
         optimizer: The optimizer's state, after its first step.
-        activations: What the forward pass leaves for backward, and the batch itself; of that, what the peak has on top
+        activations: The batch, and what the forward pass leaves for backward; of that, only what the peak has on top
             of the parts above: gradients reuse the memory of activations that backward has freed.
         workspace: The rest of the peak: temporaries of backward and of the optimizer's step.
         per_sample: By how much the peak of forward and backward grows with a sample.
@@ -81,7 +83,7 @@ class MemoryReport:
 
 
 class _Peaks(NamedTuple):
-    """What one batch size used, in bytes."""
+    """Bytes that one batch size used."""
 
     parameters: int
     gradients: int
@@ -94,7 +96,7 @@ class _Peaks(NamedTuple):
 
 @dataclass
 class _Run:
-    """What is trained for a report; on fake or on real tensors."""
+    """The training that a report measures, on fake or on real tensors."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -111,8 +113,6 @@ class _Run:
         batches = made_batches(self.make_batch)(size, self.device)
         if self.accumulate is None:
             return self._steps(batches, live, parameters, None)
-        from ..accumulator import FusedAccumulator
-
         with FusedAccumulator(self.model, overflow=None, process_group=False) as acc:
             return self._steps(batches, live, parameters, acc)
 
@@ -176,9 +176,9 @@ def memory_report(
     own peak is taken instead, and what it has on top is workspace.
 
     With `fake=True` nothing is allocated or computed: copies of model and optimizer, made of fake tensors, take the
-    steps, as if on `device`. A laptop can so plan for a card that it does not have. Where torch has no CUDA, CPU
-    kernels stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator does,
-    and optimizers take the way that they take there.
+    steps, as if on `device`, so a laptop can plan for a card that it does not have. Where torch has no CUDA, CPU
+    kernels stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator rounds
+    them, and optimizers choose the implementation that they would choose there.
 
     Args:
         model: On any device, the meta device too with `fake=True`.
@@ -192,18 +192,19 @@ def memory_report(
         fake: Predict instead of measuring.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; a device is given without `fake=True` that is not the model's.
+        TypeError, ValueError: an argument is wrong, or `device` is not the model's and `fake` is not set.
         RuntimeError: the model has a FusedAccumulator, and `fake` is not set.
         torch.OutOfMemoryError: the run does not fit.
     """
     size = positive_int(batch_size, "batch_size")
     steps = None if accumulate is None else positive_int(accumulate, "accumulate")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    is_module(model)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not callable(make_batch):
-        raise TypeError(f"make_batch must be callable, got {type(make_batch).__name__}")
+        raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
+    is_callable(make_batch, "make_batch")
+    if loss_fn is not None:
+        is_callable(loss_fn, "loss_fn")
+    amp_dtype_or_none(amp_dtype)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
@@ -211,7 +212,7 @@ def memory_report(
     if not any(id(p) in owned for p in params):
         raise ValueError("optimizer owns none of the model's trainable parameters")
     own = params[0].device
-    target = own if device is None else torch.device(device)
+    target = own if device is None else as_device(device)
     if not fake and target.type != own.type:
         raise ValueError(f"the model is on {own}: a report for {target} needs fake=True, or model.to({str(target)!r})")
     if not fake and own.type == "meta":

@@ -79,9 +79,9 @@ class CudaMeter:
         return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
 
     def _fraction(self) -> float | None:
-        """Of the device's memory, what the allocator may take; None for all there is.
+        """The fraction of the device's memory that the allocator may take; None for all of it.
 
-        What other processes and this one's CUDA context hold is not the allocator's to leave free.
+        The allocator cannot free what other processes and this process's CUDA context hold.
         """
         free, total = torch.cuda.mem_get_info(self._device)
         if self._limit is not None:

@@ -6,8 +6,11 @@ import re
 
 import torch
 
-# What allocators and libraries write into a plain RuntimeError. Only texts that mean memory: others that come with it
-# at times (CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_SUPPORTED) are bugs too, which a smaller batch would hide.
+from ..errors import wrong_type
+
+# Messages of plain RuntimeErrors from allocators and libraries. Only texts that mean memory are here: others that come
+# with it at times (CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_SUPPORTED) can also mean a bug, which a smaller
+# batch would hide.
 _MESSAGES = re.compile(
     "|".join(
         (
@@ -39,15 +42,15 @@ def is_oom_error(exception: BaseException) -> bool:
 
     `torch.OutOfMemoryError`, `MemoryError`, and every RuntimeError with the text of the caching allocators, the CUDA
     and HIP runtimes, cuBLAS, cuDNN, NCCL, Triton, MPS or the host's allocator; also when one of these is the
-    `__cause__` of the exception, at any depth. What an exception was raised in the handling of (`__context__`) does not
-    count: the exception failed for another reason. Neither does Triton's OutOfResources: its shared memory does not
-    depend on the batch.
+    `__cause__` of the exception, at any depth. Its `__context__`, which was merely being handled when the exception was
+    raised, does not count. Neither does Triton's OutOfResources: the shared memory of a kernel does not depend on the
+    batch.
 
     Raises:
-        TypeError: `exception` is no exception.
+        TypeError: `exception` is not an exception.
     """
     if not isinstance(exception, BaseException):
-        raise TypeError(f"exception must be an exception, got {type(exception).__name__}")
+        raise wrong_type("exception", "an exception", exception)
     seen: set[int] = set()
     link: BaseException | None = exception
     while link is not None and id(link) not in seen:

@@ -1,14 +1,21 @@
-"""From the batch that is wanted to micro-batches that fit: micro-batches x steps x ranks."""
+"""Plan how to reach a batch with micro-batches that fit: micro-batches x steps x ranks."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .checks import positive_int
+from ..errors import wrong_type
+from ..window.noise_scale import NoiseScale
+from .batch_size import BatchSize
+from .checks import is_callable, positive_float, positive_int, seconds
+from .costs import StepCosts
+from .live_bytes import format_bytes
 from .trees import samples, slice_samples
+from .worth import Comparison
 
 T = TypeVar("T")
 
@@ -22,7 +29,7 @@ def _balanced(total: int, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AccumulationPlan:
-    """How a batch is reached. `plan()` makes one; `str()` of it is a table.
+    """How a batch is reached, and whether it is worth it. `plan()` makes one; `str()` of it is a table.
 
     Attributes:
         target_batch_size: Samples per optimizer step, over all ranks.
@@ -30,12 +37,18 @@ class AccumulationPlan:
         world_size: Ranks of data parallelism.
         micro_batch_sizes: Samples of each micro-batch of a window, on every rank; larger ones first, so that memory
             that does not suffice runs out at once.
+        costs: The costs of a step, or None if `plan` was not given all of them.
+        noise_scale: In samples, or None.
     """
 
     target_batch_size: int
     max_micro_batch_size: int
     world_size: int
     micro_batch_sizes: tuple[int, ...]
+    costs: StepCosts | None = field(default=None, compare=False)
+    noise_scale: float | None = field(default=None, compare=False)
+    _missing: tuple[str, ...] = field(default=("samples_per_second", "optimizer_seconds"), compare=False, repr=False)
+    _limit: str = field(default="", compare=False, repr=False)
 
     @property
     def accumulation_steps(self) -> int:
@@ -46,6 +59,50 @@ class AccumulationPlan:
     def rank_batch_size(self) -> int:
         """Samples per optimizer step on one rank."""
         return sum(self.micro_batch_sizes)
+
+    @property
+    def verdict(self) -> str:
+        """Whether to accumulate: "K = 1" (do not), "K up to 4" (no more than that), or "K = 8 for the batch 512".
+
+        Where samples hardly take longer with a smaller K (5 % at most), the smaller K wins; with a noise scale, where
+        training to a given loss does.
+        """
+        return self._comparison.recommendation().text
+
+    @property
+    def why(self) -> str:
+        """The reason of the verdict, with its numbers; it says so where costs are not known."""
+        return self._comparison.recommendation().why
+
+    @property
+    def best_steps(self) -> int:
+        """The K of the verdict: the number of micro-batches to accumulate, `accumulation_steps` at most."""
+        return self._comparison.recommendation().accumulation_steps
+
+    def seconds_per_sample(self, accumulation_steps: int) -> float:
+        """Predict the time of a window of so many micro-batches, over its samples on all ranks.
+
+        Raises:
+            TypeError, ValueError: `accumulation_steps` is not a positive int.
+            RuntimeError: `costs` are not known.
+        """
+        steps = positive_int(accumulation_steps, "accumulation_steps")
+        if self.costs is None:
+            raise RuntimeError(f"nothing to predict a time from: give plan() {', '.join(self._missing)}")
+        return self._comparison.seconds_per_sample(steps)
+
+    @property
+    def _comparison(self) -> Comparison:
+        return Comparison(
+            self.target_batch_size,
+            self.accumulation_steps,
+            self.max_micro_batch_size,
+            self.world_size,
+            self.costs,
+            self._missing,
+            self.noise_scale,
+            self._limit,
+        )
 
     def split(self, batch: T) -> list[T]:
         """Cut one rank's batch into the plan's micro-batches, without copying.
@@ -79,19 +136,23 @@ class AccumulationPlan:
         """Group a loader's micro-batches into windows, one per optimizer step; the last one may be shorter.
 
         Args:
-            loader: Gives micro-batches; for sizes that are not all equal, `DataLoader(dataset,
-                batch_sampler=plan.batch_sampler(sampler))` gives exactly the plan's. It is read one window ahead of the
-                caller at most.
-            schedule: Target batch size by optimizer step, asked as a window begins (`planning.schedule`), instead of
-                `target_batch_size`. The window has the number of full micro-batches that comes nearest. It must answer
-                the same on every rank.
-            first_step: The step that the first window is, where training is resumed.
+            loader: An iterable of micro-batches. `DataLoader(dataset, batch_sampler=plan.batch_sampler(sampler))`
+                returns exactly the plan's sizes. It is read one window ahead of the caller at most.
+            schedule: A function from the optimizer step to the target batch size (`planning.schedule`), which replaces
+                `target_batch_size`; it is called as a window begins. The window has the number of full micro-batches
+                that comes nearest. It must return the same on every rank.
+            first_step: The optimizer step of the first window, if training is resumed.
 
         Raises:
-            ValueError: `first_step` is negative, or `schedule` answers with no positive int.
+            TypeError, ValueError: `first_step` is not an int or is negative; `schedule` cannot be called, or returns
+                something else than a positive int.
         """
+        if isinstance(first_step, bool) or not isinstance(first_step, int):
+            raise wrong_type("first_step", "an int", first_step)
         if first_step < 0:
             raise ValueError(f"first_step must not be negative, got {first_step}")
+        if schedule is not None:
+            is_callable(schedule, "schedule")
         return self._windows(loader, schedule, first_step)
 
     def _windows(self, loader: Iterable[T], schedule: Callable[[int], int] | None, step: int) -> Iterator[list[T]]:
@@ -116,8 +177,8 @@ class AccumulationPlan:
         """Batches of indices in the plan's micro-batch sizes, for `DataLoader(dataset, batch_sampler=...)`.
 
         Args:
-            sampler: Gives one rank's indices: `torch.utils.data.RandomSampler(dataset)`, `DistributedSampler(dataset)`,
-                or a range.
+            sampler: Yields one rank's indices: `torch.utils.data.RandomSampler(dataset)`,
+                `DistributedSampler(dataset)`, or a range.
         """
         return BatchSampler(sampler, self.micro_batch_sizes)
 
@@ -134,7 +195,22 @@ class AccumulationPlan:
         width = max(len(str(value)) for _, value, _ in rows)
         lines = [f"{name:<20} {value:>{width}}  {note}".rstrip() for name, value, note in rows]
         total = f"({sizes}) x {self.world_size} ranks" if self.world_size > 1 else sizes
-        return "\n".join([*lines, f"{total} = {self.target_batch_size}"])
+        lines += [f"{total} = {self.target_batch_size}", *self._times()]
+        advice = self._comparison.recommendation()
+        return "\n".join([*lines, f"verdict: {advice.text}, since {advice.why}"])
+
+    def _times(self) -> list[str]:
+        """The predicted times, for powers of two and for the K that matter."""
+        if self.costs is None:
+            return []
+        comparison, noise = self._comparison, self.noise_scale is not None
+        powers = {2**power for power in range(self.accumulation_steps.bit_length())}
+        lines = ["", f"{'K':>6}  {'batch':>8}  {'ms per sample':>13}" + ("  time to a loss" if noise else "")]
+        for steps in sorted(powers | {self.best_steps, self.accumulation_steps}):
+            row = f"{steps:>6}  {comparison.batch(steps):>8.0f}  {1e3 * comparison.seconds_per_sample(steps):>13.4g}"
+            relative = comparison.seconds_to_loss(steps) / comparison.seconds_to_loss(1)
+            lines.append(row + (f"  {relative:>14.0%}" if noise else "").replace("%", " %"))
+        return lines
 
 
 class BatchSampler:
@@ -165,26 +241,49 @@ class BatchSampler:
         return number
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to the sampler, where it has the method (DistributedSampler)."""
+        """Pass the epoch on to the sampler if it has the method (DistributedSampler)."""
         set_epoch: Any = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
 
 
-def plan(target_batch_size: int, max_micro_batch_size: int, *, world_size: int = 1) -> AccumulationPlan:
-    """Reach a batch size exactly with micro-batches that fit.
+def plan(
+    target_batch_size: int,
+    max_micro_batch_size: int,
+    *,
+    world_size: int = 1,
+    samples_per_second: float | Mapping[int, float] | None = None,
+    optimizer_seconds: float | None = None,
+    reduction_seconds: float | None = None,
+    accumulate_seconds: float = 0.0,
+    noise_scale: float | NoiseScale | None = None,
+) -> AccumulationPlan:
+    """Reach a batch size exactly with micro-batches that fit, and say whether to accumulate at all.
 
     The fewest micro-batches possible, differing by at most one sample: 100 with at most 33 is 25 + 25 + 25 + 25. With
     `weight=` the number of samples of each, `FusedAccumulator` makes of them exactly the big batch's gradient.
+
+    With the costs of a step, `.verdict` and `.why` of the answer say whether fewer micro-batches, down to one, would
+    train as fast. A BatchSize from `find_batch_size` as `max_micro_batch_size` brings samples per second and the time
+    of an optimizer step along; `planning.costs.measure_step_costs` measures all costs:
+    `plan(512, 12, **costs._asdict())`.
 
     Args:
         target_batch_size: Samples per optimizer step, over all ranks.
         max_micro_batch_size: Largest micro-batch that fits one device, as from `find_batch_size`.
         world_size: Ranks of data parallelism; each takes the same share.
+        samples_per_second: Rate of one rank in training without accumulation, with the optimizer and without the
+            reduction: a number for the plan's micro-batches, or a mapping from micro-batch sizes to numbers.
+        optimizer_seconds: Time of one optimizer step.
+        reduction_seconds: Time that a step waits for the reduction of the gradients over ranks; with several ranks
+            there is no verdict without it.
+        accumulate_seconds: Time that a micro-batch takes longer inside a window; it may be negative.
+        noise_scale: The critical batch size in samples, `acc.noise_scale()`; it grows while the loss falls.
 
     Raises:
-        TypeError: an argument is no int.
-        ValueError: an argument is less than 1, or the target is no multiple of `world_size`: names the nearest ones.
+        TypeError: an argument is of the wrong type: repeats its value.
+        ValueError: an argument is less than 1, not finite or, for seconds, negative; the target is no multiple of
+            `world_size`: names the nearest ones; optimizer step and accumulation leave no time for the rest of a step.
     """
     target = positive_int(target_batch_size, "target_batch_size")
     most = positive_int(max_micro_batch_size, "max_micro_batch_size")
@@ -196,4 +295,79 @@ def plan(target_batch_size: int, max_micro_batch_size: int, *, world_size: int =
             f"target_batch_size {target} cannot be shared equally by world_size {ranks} ranks; "
             f"the nearest possible: {nearest}"
         )
-    return AccumulationPlan(target, most, ranks, _balanced(share, most))
+    sizes = _balanced(share, most)
+
+    # Costs that are not given come from the measurements of a BatchSize, or are missing.
+    rates = _rates(samples_per_second, sizes[0])
+    update = None if optimizer_seconds is None else seconds(optimizer_seconds, "optimizer_seconds")
+    if isinstance(max_micro_batch_size, BatchSize):
+        measured = max_micro_batch_size
+        rates = rates or _measured_rates(measured, measured.optimizer_seconds if update is None else update)
+        if update is None and rates is not None and measured.optimizer_seconds is not None:
+            # If a step is hardly more than its optimizer, either time may be the longer one by chance.
+            update = min(measured.optimizer_seconds, StepCosts(rates, 0.0).step_seconds(share / len(sizes)))
+    reduction = 0.0 if ranks == 1 else None
+    if reduction_seconds is not None:
+        reduction = seconds(reduction_seconds, "reduction_seconds")
+    found = {"samples_per_second": rates, "optimizer_seconds": update, "reduction_seconds": reduction}
+    missing = tuple(name for name, value in found.items() if value is None)
+    costs = None
+    if rates is not None and update is not None and reduction is not None:
+        costs = StepCosts(rates, update, reduction, _finite(accumulate_seconds, "accumulate_seconds"))
+        _check_times(costs, share / len(sizes))
+    noise = None if noise_scale is None else _noise(noise_scale)
+    return AccumulationPlan(target, most, ranks, sizes, costs, noise, missing, _limit(max_micro_batch_size))
+
+
+def _rates(samples_per_second: Any, size: int) -> Mapping[int, float] | None:
+    """Samples per second by size, checked."""
+    if samples_per_second is None:
+        return None
+    if not isinstance(samples_per_second, Mapping):
+        return {size: positive_float(samples_per_second, "samples_per_second")}
+    if not samples_per_second:
+        raise ValueError("samples_per_second must have at least one micro-batch size, got {}")
+    return {
+        positive_int(n, "every size in samples_per_second"): positive_float(rate, f"samples_per_second[{n}]")
+        for n, rate in samples_per_second.items()
+    }
+
+
+def _measured_rates(found: BatchSize, update: float | None) -> Mapping[int, float] | None:
+    """Rates without accumulation from trials, in which windows may have shared an optimizer step."""
+    saved = 0.0 if found.accumulate is None or update is None else update * (1 - 1 / found.accumulate)
+    return {n: n / (n / rate + saved) for n, ok, _, rate in found.tried if ok} or None
+
+
+def _limit(found: int) -> str:
+    """Name the smallest size that ran out of memory."""
+    failed = [trial for trial in found.tried if not trial.ok] if isinstance(found, BatchSize) else []
+    if not failed:
+        return ""
+    smallest = min(failed)
+    return f" (a micro-batch of {smallest.size} ran out of memory at {format_bytes(smallest.peak_bytes)})"
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number of seconds", value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return float(value)
+
+
+def _noise(noise_scale: Any) -> float:
+    value = float(noise_scale) if isinstance(noise_scale, NoiseScale) else noise_scale
+    if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+        raise ValueError(f"noise_scale must be positive and finite, got {value!r}; a measurement needs more windows")
+    return positive_float(value, "noise_scale")
+
+
+def _check_times(costs: StepCosts, size: float) -> None:
+    step = costs.step_seconds(size)
+    if costs.micro_batch_seconds(size) < -1e-9 * step:  # beyond rounding
+        raise ValueError(
+            f"optimizer_seconds {costs.optimizer_seconds:.4g} leaves no time for a micro-batch: a whole training step "
+            f"takes {step:.4g} s with {size:.4g} samples, by samples_per_second (accumulate_seconds: "
+            f"{costs.accumulate_seconds:.4g})"
+        )

@@ -1,4 +1,4 @@
-"""A bar on a terminal while sizes are tried, where rich is installed."""
+"""A progress bar on a terminal while sizes are tried, if rich is installed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def trial_progress(show: bool | None) -> Iterator[Callable[[int, int, int], None
     """Show how far the size being tried has come.
 
     Args:
-        show: None: on a terminal, where rich is installed.
+        show: Whether to show it; None: on a terminal, if rich is installed.
 
     Yields:
-        What to call after a step, with the size, the steps done and the steps in all.
+        A function to call after each step with the size, the steps done and the steps in all.
 
     Raises:
         ImportError: `show` is True and rich is not installed.

@@ -1,9 +1,9 @@
 """Batch sizes that grow while training goes on, for `AccumulationPlan.windows(loader, schedule)`.
 
-To decay the learning rate and to grow the batch reduce the noise of SGD alike, and the second takes fewer steps: Smith,
-Kindermans, Ying and Le 2018, "Don't Decay the Learning Rate, Increase the Batch Size", arXiv:1711.00489. Accumulation
-grows the batch without a byte of memory. A schedule is any function from the optimizer step to samples per step over
-all ranks; these are two.
+Decaying the learning rate and growing the batch reduce the noise of SGD alike, but a growing batch takes fewer steps
+(Smith, Kindermans, Ying and Le 2018, "Don't Decay the Learning Rate, Increase the Batch Size", arXiv:1711.00489).
+Accumulation grows the batch without a byte of memory. A schedule is any function from the optimizer step to samples per
+step over all ranks; here are two.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Any
 
 import torch
 
-from .checks import positive_float, positive_int
+from ..errors import wrong_type
+from .checks import fraction, positive_float, positive_int
 
 
 class Milestones:
-    """Batch sizes from given steps on.
+    """Batch sizes that hold from given steps on.
 
     Args:
-        sizes: Step from which on -> samples per optimizer step; with an entry for step 0.
+        sizes: Maps the step from which a size holds to samples per optimizer step; step 0 must be there.
 
     Raises:
-        TypeError, ValueError: a step is negative or no int, step 0 is missing, or a size is less than 1.
+        TypeError, ValueError: a step is negative or not an int, step 0 is missing, or a size is less than 1.
     """
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
         if not isinstance(sizes, Mapping):
-            raise TypeError(f"sizes must map steps to batch sizes, got {type(sizes).__name__}")
+            raise wrong_type("sizes", "a mapping from steps to batch sizes", sizes)
         for step in sizes:
             if isinstance(step, bool) or not isinstance(step, int):
-                raise TypeError(f"sizes: steps must be ints, got {step!r}")
+                raise wrong_type("every step in sizes", "an int", step)
             if step < 0:
                 raise ValueError(f"sizes: steps must not be negative, got {step}")
         if 0 not in sizes:
@@ -44,17 +45,18 @@ class Milestones:
     def instead_of_decay(
         cls, batch_size: int, milestones: Iterable[int], gamma: float = 0.1, maximum: int | None = None
     ) -> Milestones:
-        """Where `torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma)` would decay, grow by `1 / gamma`.
+        """Grow by `1 / gamma` where `torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma)` would decay.
 
         Args:
-            batch_size: Up to the first milestone.
-            milestones: Steps.
-            gamma: What the decay would multiply the learning rate by, in (0, 1).
-            maximum: No batch is larger; from there on, decay the learning rate.
+            batch_size: Samples per optimizer step up to the first milestone.
+            milestones: The steps at which the batch grows.
+            gamma: The factor that the decay would multiply the learning rate by, in (0, 1).
+            maximum: The largest batch; from there on, decay the learning rate.
         """
         size = positive_int(batch_size, "batch_size")
-        if not 0 < gamma < 1:
-            raise ValueError(f"gamma must be between 0 and 1, got {gamma!r}")
+        if isinstance(milestones, str) or not isinstance(milestones, Iterable):
+            raise wrong_type("milestones", "steps", milestones)
+        gamma = fraction(gamma, "gamma", zero=False)
         limit = None if maximum is None else positive_int(maximum, "maximum")
         sizes = {0: size}
         for power, step in enumerate(sorted(milestones), 1):
@@ -70,19 +72,19 @@ class Milestones:
 
 
 class FollowNoiseScale:
-    """As large a batch as is worth it: the measured noise scale, which grows as the loss falls.
+    """Follows the measured noise scale, up to which a larger batch pays and which grows as the loss falls.
 
     McCandlish et al. 2018 (arXiv:1812.06162): at a batch of the noise scale, training takes twice the least number of
     steps and twice the least number of samples. The batch never shrinks and grows by at most `growth` at a time, since
     the measurement is noisy; build the accumulator with `noise_scale=half_life` so that it forgets the past.
 
-    With torch.distributed every rank takes what rank 0 measured, so that asking is collective.
+    With torch.distributed every rank uses what rank 0 measured, so calling it is collective.
 
     Args:
         accumulator: A FusedAccumulator whose weights are numbers of samples.
-        batch_size: To begin with: two micro-batches or more, since one says nothing about the noise.
-        maximum: No batch is larger.
-        every: Steps between readings, each of which synchronises with the device.
+        batch_size: The first batch: two micro-batches or more, since a single one says nothing about the noise.
+        maximum: The largest batch.
+        every: Steps between readings; each reading synchronises with the device.
         growth: Largest factor from one reading to the next.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Looking for the largest size that fits."""
+"""The search for the largest size that fits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ def largest_that_fits(fits: Callable[[int], bool], start: int, cap: int, step: i
     """Double from `start` until a size does not fit or exceeds `cap`; with "binsearch", close in on the limit.
 
     Args:
-        fits: Tries a size; every size is asked about once at most.
+        fits: Tries a size; it is called at most once per size.
         start: The first size; a multiple of `step`, at most `cap`.
-        cap: Nothing larger is tried.
+        cap: The largest size to try.
         step: "binsearch" tries multiples of it only.
         mode: "power" or "binsearch".
 
     Returns:
-        The largest size that was tried and fitted, or None. "power": the largest `start * 2**k`; "binsearch": of the
-        multiples of `step`, provided that what fits is everything up to a limit.
+        The largest size that was tried and fitted, or None. With "power" it is the largest `start * 2**k`, with
+        "binsearch" the largest multiple of `step`, provided that everything fits up to some limit.
     """
     top = cap // step * step
     good, bad = 0, top + step  # multiples of step; what lies at or above bad is not to be tried

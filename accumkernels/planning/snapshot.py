@@ -1,4 +1,4 @@
-"""Putting a model, its optimizer's state and every random generator back as they were, bit for bit."""
+"""Restoring a model, its optimizer's state and every random generator, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_state() -> Callable[[], None]:
     """Remember Python's, numpy's (where it is imported), torch's and every initialised GPU's generator.
 
     Returns:
-        What puts them back.
+        A function that restores them.
     """
     undo: list[Callable[[], None]] = []
     python = random.getstate()
@@ -47,10 +47,10 @@ def random_state() -> Callable[[], None]:
 
 
 class Snapshot:
-    """What a training step may change, remembered, and put back as often as wanted.
+    """Remembers what a training step may change, and restores it as often as wanted.
 
     The contents of all tensors are copied to the host, storage by storage, so that ties, views and strides stay, and a
-    device that is nearly full is no fuller. Remembered are: parameters, buffers and every other tensor reachable from
+    device that is nearly full is no fuller. It remembers parameters, buffers and every other tensor reachable from
     the modules' attributes; the attributes themselves, with the contents of lists, dicts, sets and deques (hooks,
     counters, caches, train or eval mode); `.grad`s and hooks of parameters; torch.Generators; random generators.
     Objects of other classes are not looked into.
@@ -106,7 +106,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back; a Ctrl-C meanwhile waits until it is done."""
+        """Restore everything; a Ctrl-C meanwhile waits until it is done."""
         with interrupts_later():
             self._restore()
 

@@ -1,4 +1,4 @@
-"""Batches as trees: tensors in tuples, lists and mappings, samples along the first dimension."""
+"""Batches as trees of tensors in tuples, lists and mappings, with samples along the first dimension."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _is_container(tree: Any) -> bool:
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same tree with `function` applied to its leaves; named tuples and other mappings keep their class."""
+    """Apply `function` to the leaves of a tree; named tuples and other mappings keep their class."""
     if isinstance(tree, Mapping):
         mapped = {key: tree_map(function, value) for key, value in tree.items()}
         return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
@@ -26,7 +26,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tree_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The leaves, each with its place, as in `batch['inputs'][0]`."""
+    """Yield each leaf with its place, as in `batch['inputs'][0]`."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from tree_leaves(value, f"{path}[{key!r}]")
@@ -38,7 +38,7 @@ def tree_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def samples(tree: Any) -> int:
-    """Number of samples in a batch: the size of the first dimension, of which all its tensors have the same.
+    """Count the samples of a batch: the size of the first dimension, which all its tensors must share.
 
     Tensors without dimensions and other leaves do not count.
 
@@ -61,10 +61,10 @@ def samples(tree: Any) -> int:
 
 
 def slice_samples(tree: Any, start: int, stop: int, count: int) -> Any:
-    """Samples `start` to `stop` of a batch of `count`: views of its tensors.
+    """Take samples `start` to `stop` of a batch of `count`, as views of its tensors.
 
-    A list or tuple without tensors that has one item per sample (texts, file names) is cut as well; other leaves go
-    into every slice as they are.
+    A list or tuple without tensors that has one item per sample (texts, file names) is sliced as well; other leaves go
+    into every slice unchanged.
     """
     if isinstance(tree, tuple | list) and len(tree) == count and not hasattr(tree, "_fields"):
         if not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(tree)):
@@ -79,5 +79,5 @@ def slice_samples(tree: Any, start: int, stop: int, count: int) -> Any:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """The tree with its tensors on `device`."""
+    """Move the tensors of a tree to `device`."""
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)

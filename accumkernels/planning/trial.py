@@ -1,4 +1,4 @@
-"""Training a few steps at one batch size, to see whether it fits."""
+"""Train a few steps at one batch size, to see whether it fits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..accumulator import FusedAccumulator
 from .batches import Source, training_loss
 from .garbage import Garbage
 from .interrupts import interrupts_later
@@ -26,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 class Trial(NamedTuple):
-    """What a size did.
+    """The result of one size.
 
     Attributes:
         size: Samples of a micro-batch.
         ok: Whether it fits.
-        peak_bytes: The most memory in use at a time; of a size that does not fit, until it ran out.
-        samples_per_second: In training, after warming up; 0.0 for a size that does not fit.
+        peak_bytes: The most memory in use at a time; for a size that does not fit, until it ran out.
+        samples_per_second: Measured in training, after warming up; 0.0 for a size that does not fit.
     """
 
     size: int
@@ -41,9 +42,23 @@ class Trial(NamedTuple):
     samples_per_second: float
 
 
+class Outcome(NamedTuple):
+    """A trial with what `BatchSize.tried` does not have.
+
+    Attributes:
+        trial: The result of the size.
+        failure: Why it does not fit, in a line; "" if it does.
+        parts: Seconds of each micro-batch and, last, of the update; nothing where the size does not fit.
+    """
+
+    trial: Trial
+    failure: str
+    parts: tuple[float, ...]
+
+
 @dataclass
 class Training:
-    """All that a trial needs to know but the batch size."""
+    """Everything that a trial needs to know, except the batch size."""
 
     model: nn.Module
     device: torch.device
@@ -56,24 +71,23 @@ class Training:
     meter: Meter
     garbage: Garbage
     on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
+    steps_in_parts: int = 1  # after the trial, to time parts; the fastest of each counts
 
-    def try_size(self, size: int, snapshot: Snapshot) -> tuple[Trial, str]:
+    def try_size(self, size: int, snapshot: Snapshot) -> Outcome:
         """Train, and put back everything that training changes.
 
         Args:
             size: Samples of a micro-batch.
             snapshot: Restored afterwards, whatever happens.
 
-        Returns:
-            What came of it, and why it does not fit, in a line ("" where it does).
-
         Raises:
-            Whatever training raises and is not out of memory, as it is.
+            Whatever training raises, unchanged, unless it means out of memory.
         """
         rate, failure = 0.0, ""
+        parts: tuple[float, ...] = ()
         with self.meter.trial():
             try:
-                rate = self._train(size, snapshot)
+                rate, parts = self._train(size, snapshot)
             except BaseException as error:
                 if not is_oom_error(error):
                     raise
@@ -90,10 +104,10 @@ class Training:
             _log.info("batch size %d does not fit: %s", size, failure)
         else:
             _log.info("batch size %d fits: peak %s, %.4g samples/s", size, format_bytes(trial.peak_bytes), rate)
-        return trial, failure
+        return Outcome(trial, failure, () if failure else parts)
 
-    def _train(self, size: int, snapshot: Snapshot) -> float:
-        """The trial itself; the answer is in samples per second."""
+    def _train(self, size: int, snapshot: Snapshot) -> tuple[float, tuple[float, ...]]:
+        """Train; return samples per second, and the seconds of a step's parts."""
         for param in self.model.parameters():
             param.grad = None
         if len({param.device for param in self.model.parameters()}) == 1:  # else it is spread over devices on purpose
@@ -103,32 +117,44 @@ class Training:
             with self.meter.counting([*self.model.parameters(), *self.model.buffers()]):
                 optimizer = self.optimizer_fn(trained)
                 snapshot.include(optimizer)  # it may be one that exists already
-                step = self._step(optimizer, self.source(size, self.device), size, stack)
+                parts = self._parts(optimizer, self.source(size, self.device), size, stack)
                 counted = self.meter.counted_steps
                 first = self.iterations if counted is None else min(counted, self.iterations)
-                # Where counting slows every op down, two steps more are timed without.
+                # Counting slows every op down, so two more steps are timed without it.
                 total = max(self.iterations, first + 2)
                 for index in range(first):
-                    next(step)
+                    for part in parts:
+                        part()
                     self.on_step(size, index + 1, total)
             timed = total - first
             if first == 0:  # nothing has warmed up yet
-                next(step)
+                for part in parts:
+                    part()
                 timed -= 1
             self.meter.synchronize()
             begin = time.perf_counter()
             for index in range(total - timed, total):
-                next(step)
+                for part in parts:
+                    part()
                 self.on_step(size, index + 1, total)
             self.meter.synchronize()
             seconds = time.perf_counter() - begin
-            step.close()
-        return timed * size * (self.accumulate or 1) / max(seconds, 1e-9)
 
-    def _step(
+            # Parts are timed in steps of their own: to wait after each of them would slow down the steps above.
+            times = [[self._seconds(part) for part in parts] for _ in range(self.steps_in_parts)]
+        rate = timed * size * (self.accumulate or 1) / max(seconds, 1e-9)
+        return rate, tuple(min(column) for column in zip(*times, strict=True))
+
+    def _seconds(self, part: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        part()
+        self.meter.synchronize()
+        return time.perf_counter() - begin
+
+    def _parts(
         self, optimizer: Optimizer, batches: Iterator[Any], size: int, stack: contextlib.ExitStack
-    ) -> Generator[None, None, None]:
-        """An optimizer step each time it is asked for the next item."""
+    ) -> list[Callable[[], None]]:
+        """The parts of a training step, to be called in order: its micro-batches, and the update."""
 
         def loss() -> Tensor:
             enabled = self.amp_dtype is not None
@@ -136,25 +162,28 @@ class Training:
                 return training_loss(self.model, next(batches), self.loss_fn)
 
         if self.accumulate is None:
-            while True:
+
+            def update() -> None:
                 # Stepped whatever the gradients are: a GradScaler would skip the first steps while it looks for its
                 # scale, and the optimizer's state, which it makes in its first step, would be missing in the measure.
-                loss().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                yield
-        from ..accumulator import FusedAccumulator
+
+            return [lambda: loss().backward(), update]
 
         acc = stack.enter_context(FusedAccumulator(self.model, overflow=None, process_group=False))
-        while True:
-            for _ in range(self.accumulate):
-                acc.backward(loss(), weight=size)
+
+        def micro_batch() -> None:
+            acc.backward(loss(), weight=size)
+
+        def end() -> None:
             acc.step(optimizer)
-            yield
+
+        return [micro_batch] * self.accumulate + [end]
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of the local variables of every frame that an exception and those it is chained to went through."""
+    """Clear the local variables of every frame that an exception, or one it is chained to, went through."""
     queue: list[BaseException | None] = [error]
     seen: set[int] = set()
     while queue:

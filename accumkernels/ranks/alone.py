@@ -22,6 +22,10 @@ class Report(NamedTuple):
         dropped: Whether the window was dropped here.
         squares: fp64 0-d, `sum w_i |g_i|^2`; None where it is not measured.
         divisor: fp64 0-d that replaces the sum of weights; None for that sum.
+        weighed_after: Whether any weight other than 1 came after its backward, where it is too late for gradients that
+            backward has reduced over ranks.
+        micro_batches: How many this rank ran.
+        window: The window's number.
     """
 
     state: Tensor
@@ -29,6 +33,9 @@ class Report(NamedTuple):
     dropped: bool
     squares: Tensor | None
     divisor: Tensor | None
+    weighed_after: bool = False
+    micro_batches: int = 0
+    window: int = 0
 
 
 class Agreement(NamedTuple):
@@ -51,6 +58,16 @@ class Agreement(NamedTuple):
     dropped: bool | None
     weight: float | None
     error: str | None = None
+
+
+def different_windows(numbers: Sequence[float]) -> str | None:
+    """That ranks, each in the window of such a number, do not end the same one, in words."""
+    if len(set(numbers)) == 1:
+        return None
+    return (
+        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were saved "
+        "in the same window, and end each window on all ranks"
+    )
 
 
 class Alone:
@@ -99,8 +116,8 @@ class Alone:
     def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
         """Note that segments are complete, and send what may go while backward still runs."""
 
-    def send_all(self) -> None:
-        """Send everything that was not sent."""
+    def end_last(self) -> None:
+        """The micro-batch that was said to be the last is complete: send everything that was not sent."""
 
     # ---- at its end
 
@@ -125,6 +142,15 @@ class Alone:
         return total_norm(buffers, norm_type, device)
 
     # ---- checkpoints
+
+    def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """What ranks have together of something that windows sum up: its sum, or mean where gradients are means.
+
+        Args:
+            tensor: Of the same shape on all ranks; changed.
+            largest: Their elementwise maximum instead.
+        """
+        return tensor
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks that hold different parts of the same gradients, this one's at `shard`."""

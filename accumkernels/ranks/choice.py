@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..buffers.parameters import NamedParameter
+from ..errors import wrong_type
 from .alone import Alone
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
 from .fsdp2 import mesh_of
@@ -38,7 +39,7 @@ class Choice:
     def join(
         self,
         named: Sequence[NamedParameter],
-        comm_dtype: torch.dtype,
+        comm_dtype: torch.dtype | str,
         *,
         autocast_route: Any,
         noise_scale: Any,
@@ -72,7 +73,10 @@ class Choice:
         if self.ddp is None:  # DistributedDataParallel's constructor has done that
             group.broadcast(entry.param for entry in named)
             group.share()
-        return Reduction(group, len(named), early=options["release"] == "backward")
+        early = options["release"] != "microbatch"
+        if early:
+            group.separate(named[0].param.device)
+        return Reduction(group, len(named), early)
 
     def silence(self) -> Silence | None:
         """Keep the DistributedDataParallel module from communicating, where there is one."""
@@ -134,11 +138,8 @@ def _check_kind(process_group: Any) -> None:
     if distributed.is_available() and process_group is distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("process_group: this rank is not a member of the group")
     if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
-        hint = "; pass mesh.get_group(dimension)" if type(process_group).__name__ == "DeviceMesh" else ""
-        raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup, False or None, got "
-            f"{type(process_group).__name__}{hint}"
-        )
+        hint = " (of a DeviceMesh: mesh.get_group(dimension))" if type(process_group).__name__ == "DeviceMesh" else ""
+        raise wrong_type("process_group", f"a torch.distributed.ProcessGroup{hint}, False or None", process_group)
 
 
 def _unwrapped(params: Any) -> DistributedDataParallel | None:

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks import Handles, Hook
@@ -95,6 +96,27 @@ class Silence:
         for name in self._FLAGS:
             setattr(ddp, name, False)
 
+    def check_end(self, caller: str) -> None:
+        """Refuse to end a window in a state of the module in which that cannot be right.
+
+        Raises:
+            RuntimeError: says what to change.
+        """
+        ddp = self._ddp()
+        if ddp is None:
+            return
+        if _inside_join(ddp):
+            raise RuntimeError(
+                f"{caller} inside join(): a rank that has joined would not take part, and the others would wait for "
+                "it. A rank without micro-batches calls it all the same, so join() is not needed; or put join() around "
+                "the micro-batches of a window, and end the window after it"
+            )
+        if getattr(ddp, "_comm_hooks", ()):
+            raise RuntimeError(
+                f"{caller}: a communication hook was registered on the DistributedDataParallel module, and is never "
+                "called, since the accumulator reduces its own sums; use comm_dtype="
+            )
+
     def remove(self) -> None:
         """Let the module communicate as it did before."""
         self._handles.remove()
@@ -102,6 +124,17 @@ class Silence:
         for name, value in self._before.items() if ddp is not None else ():
             setattr(ddp, name, value)
         self._before = {}
+
+
+def _inside_join(ddp: Any) -> bool:
+    """Whether this is inside `join()`; the module does not say when that is over, but its context is gone then."""
+    if not ddp._join_config.enable:
+        return False
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Join) and any(joinable is ddp for joinable in candidate._joinables):
+            return True
+    ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
+    return False
 
 
 def module_buffers(params: Any, ddp: DistributedDataParallel | None) -> list[Tensor]:

@@ -1,14 +1,16 @@
 """Parameters that are DTensors (FSDP2's `fully_shard`): what ranks must agree on, and sums over the mesh.
 
 Each rank accumulates its local shards; gradients were reduced over ranks inside backward. What is left to exchange is
-small: flags, squared norms. A quantity summed over shards must be summed over the mesh dimensions that a parameter is
-cut along, and not over those along which it is replicated (HSDP), where it would be counted again.
+small: weights, flags, squared norms. All of it goes over one group, the ranks of all meshes together, so that there is
+one order of collectives. What is summed over shards is divided by the number of ranks that hold the same shard: along
+mesh dimensions over which a parameter is replicated (HSDP), and where a smaller mesh has copies on other ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,55 +18,71 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buffers.devices import move
-from ..buffers.dtensors import is_dtensor
+from ..buffers.dtensors import is_dtensor, local
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report
+from .alone import Agreement, Alone, Report, different_windows
+from .own_group import own_group
 
 
 class Mesh(Alone):
     """The meshes under the DTensors of one accumulator, whose gradients FSDP2 reduces inside backward.
 
     Args:
-        named: All parameters; those that are no DTensors are left out.
+        named: All parameters.
+        sharded_by_fsdp: Whether FSDP2 reduces gradients, which leaves out those of plain parameters.
     """
 
     sharded = True
 
-    def __init__(self, named: Sequence[NamedParameter]) -> None:
-        self.size = 1
-        self._groups: dict[str, dist.ProcessGroup] = {}  # of all mesh dimensions, by name
-        self._cuts: dict[int, tuple[str, ...]] = {}  # by id of the parameter: groups that each hold a part of it
-        self._compared = False
+    def __init__(self, named: Sequence[NamedParameter], sharded_by_fsdp: bool) -> None:
+        self._sharded_by_fsdp = sharded_by_fsdp
+        self._cuts: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by id: groups whose ranks each hold another part
+        meshes = {id(entry.param): _mesh(entry) for entry in named}
+        everyone = sorted({rank for ranks in meshes.values() for rank in ranks})
+        self.size, self.rank = len(everyone), everyone.index(dist.get_rank())
+        self._group = _group_of(everyone, [entry.param for entry in named])
         for entry in named:
             if is_dtensor(entry.param):
-                self._add(entry.name, entry.param)
+                self._cuts[id(entry.param)] = _cut(entry.param)
         self._rows = next(iter(self._cuts.values()))  # the groups that the noise scale's squares are sharded over
+        self._replicas = self._count_replicas(named, meshes)
+        self._compared = False
 
-    def _add(self, name: str, param: Any) -> None:
-        mesh = param.device_mesh
-        self.size = max(self.size, mesh.size())
-        cut = []
-        for dim, placement in enumerate(param.placements):
-            if placement.is_partial():
-                raise ValueError(f"params: {name!r} is a DTensor with placement {placement}, which no parameter has")
-            if mesh.size(dim) > 1:
-                group = mesh.get_group(dim)
-                self._groups[group.group_name] = group
-                if not placement.is_replicate():
-                    cut.append(group.group_name)
-        self._cuts[id(param)] = tuple(cut)
+    def _count_replicas(self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]) -> dict[int, int]:
+        """By id of a parameter, how many ranks hold what this one holds of it.
+
+        A parameter on a mesh of fewer ranks (a plain one: of this rank alone) may have copies on the others, as the
+        norms of a tensor parallel model do, or be one of many experts. Copies have the same values, and lie on a part
+        of a mesh along whose rest other parameters are cut.
+        """
+        inside = {ranks for entry in named if is_dtensor(entry.param) for ranks in _parts_of_mesh(entry.param)}
+        contents = {
+            ranks: _content([entry for entry in named if meshes[id(entry.param)] == ranks], ranks)
+            for ranks in dict.fromkeys(meshes.values())
+            if len(ranks) < self.size and ranks in inside
+        }
+        copies = dict.fromkeys(meshes.values(), 1)
+        wanted = torch.full((1,), bool(contents), dtype=torch.int64, device=local(named[0].param).device)
+        if self.maximum(wanted).item():
+            everyones: list[Any] = [None] * self.size
+            dist.all_gather_object(everyones, list(contents.values()), group=self._group)
+            for ranks, content in contents.items():
+                copies[ranks] = sum(content in theirs for theirs in everyones)
+        return {
+            key: len(ranks) // math.prod(group.size() for group in self._cuts.get(key, ())) * copies[ranks]
+            for key, ranks in meshes.items()
+        }
 
     def check_trainable(self, named: Sequence[NamedParameter]) -> None:
-        """Refuse trainable plain parameters beside DTensors: FSDP2 does not reduce their gradients.
+        """Refuse trainable plain parameters that FSDP2 was told to ignore: nobody reduces their gradients.
 
         Raises:
             RuntimeError: names the first plain parameter.
         """
         plain = [entry for entry in named if entry.param.requires_grad and not is_dtensor(entry.param)]
-        mixed = len(plain) < sum(entry.param.requires_grad for entry in named)
-        if plain and mixed and dist.get_world_size() > 1:
+        if plain and self._sharded_by_fsdp and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"{plain[0].name!r} is not a DTensor, though other parameters are. FSDP2 does not reduce the gradients "
                 "of its ignored_params: shard it too, freeze it, or give it to an accumulator of its own "
@@ -76,114 +94,99 @@ class Mesh(Alone):
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """See `Alone`; the host does not wait."""
-        for group in self._groups.values():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
         return tensor
 
     def agree(self, report: Report) -> Agreement:
         """Combine what all ranks report; collective: where one skips, all do.
 
-        All must have weighted and divided by the same. The first window that is not skipped is read back to say so if
-        they have not; in later ones that counts as overflow.
+        FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights.
+
+        The host reads the result on the CPU; elsewhere in the first window, and in those that may be in error: with a
+        divisor, or with weights that came after backward.
         """
-        state = torch.zeros_like(report.state) if report.dropped else report.state.clone()
-        weight = state[State.WEIGHT]
-        divisor = weight
-        if report.divisor is not None:  # one that cannot divide skips the step on all ranks
-            bad = ~((report.divisor > 0) & torch.isfinite(report.divisor))
-            divisor = torch.where(bad, 1.0, report.divisor)
-            state[State.FOUND_INF] += bad
-            state[State.POISONED] += bad
-        largest = self.maximum(
-            torch.stack([state[State.FOUND_INF], state[State.POISONED], weight, -weight, divisor, -divisor])
-        )
-        found_inf, poisoned, most, minus_least, largest_divisor, minus_smallest = largest
-        # A rank that dropped its window, or gave it no weight, empties that of all.
-        emptied = (minus_least == 0) & (most > 0)
-        sound = ~emptied & (poisoned == 0)
-        unequal = ((most != -minus_least) | (largest_divisor != -minus_smallest)) & sound
-        state[State.FOUND_INF] = found_inf.maximum(unequal.double())
-        state[State.POISONED] = poisoned.maximum(unequal.double())
-        return Agreement(
-            torch.where(emptied, 0.0, state), report.divisor, report.squares, None, None, None, self._compare(largest)
+        # One vector, summed: flags, then for every rank its weight, its divisor and its window.
+        device = report.state.device
+        state = torch.zeros_like(report.state) if report.dropped else report.state
+        flags = torch.tensor([report.dropped, report.weighed_after], dtype=torch.float64, device="cpu")
+        by_rank = torch.zeros(3, self.size, dtype=torch.float64, device=device)
+        by_rank[0, self.rank] = state[State.WEIGHT]
+        by_rank[2, self.rank] = report.window
+        if report.divisor is not None:
+            by_rank[1, self.rank] = report.divisor
+        vector = torch.cat([state, move(flags, device), by_rank.flatten()])
+        dist.all_reduce(vector, group=self._group)
+
+        # What the device alone can conclude.
+        sizes = [len(State), 1, 1, self.size, self.size, self.size]
+        summed, dropped, after, weights, divisors, windows = vector.split(sizes)
+        wrong = (divisors != divisors[0]).any() | ((after[0] > 0) & (weights != weights[0]).any())
+        wrong = wrong & (dropped[0] == 0) | (windows != windows[0]).any()
+        together = state.clone()
+        together[State.WEIGHT] = weights.mean()
+        for flag in (State.FOUND_INF, State.POISONED):
+            together[flag] = ((summed[flag] > 0) | wrong).double()
+        agreement = Agreement(
+            state=torch.where(dropped > 0, 0.0, together),
+            divisor=report.divisor,
+            squares=report.squares,
+            touched=None,
+            dropped=None,
+            weight=None,
         )
 
-    def _compare(self, largest: Tensor) -> str | None:
-        """Read the first window that can tell, and say what differs between ranks."""
-        if self._compared:
-            return None
-        _, poisoned, most, minus_least, largest_divisor, minus_smallest = largest.tolist()
-        if poisoned or minus_least == 0:
-            return None
-        for what, high, low in (
-            ("weights sum to", most, -minus_least),
-            ("divisors are", largest_divisor, -minus_smallest),
-        ):
-            if high != low:
-                return (
-                    f"the window's {what} {low} on one rank and {high} on another: FSDP2 averages over ranks "
-                    "inside backward, so they must be equal. For unequal micro-batches use sum-reduced losses "
-                    "without weights, and one divisor for all ranks (docs/fsdp2.md)"
-                )
+        # What the host concludes, where it may look.
+        if device.type != "cpu" and self._compared and report.divisor is None and not report.weighed_after:
+            return agreement
         self._compared = True
-        return None
+        host_state, (any_dropped,), (any_after,), weights, given, windows = (
+            part.tolist() for part in vector.cpu().split(sizes)
+        )
+        error = different_windows(windows)
+        if error is None and not any_dropped and not host_state[State.POISONED]:
+            error = _disagreement(weights, given, any_after > 0)
+        return agreement._replace(dropped=any_dropped > 0, weight=sum(weights) / self.size, error=error)
 
     # ---- sums over shards
 
     def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-        """The norm over all touched segments of all ranks, 0-d fp64 on `device`; as `clipping.total_norm` elsewhere."""
-        parts: dict[tuple[str, ...], list[tuple[FlatBuffer, list[Tensor]]]] = {}
-        for buffer in buffers:
-            by_cut: dict[tuple[str, ...], list[Tensor]] = {}
-            for segment in buffer.touched_segments():
-                by_cut.setdefault(self._cuts.get(id(segment.param), ()), []).append(buffer.views[segment.index])
-            for cut, views in by_cut.items():
-                parts.setdefault(cut, []).append((buffer, views))
-        # In the order of all cuts: each is a collective, also on a rank that has nothing to add.
-        norms = [
-            self._norm(cut, parts.get(cut, []), norm_type, device) for cut in sorted(set(self._cuts.values()) | {()})
+        """The norm over all touched segments of all ranks, 0-d fp64 on `device`."""
+        parts = [
+            (buffer, segment, self._replicas[id(segment.param)])
+            for buffer in buffers
+            for segment in buffer.touched_segments()
         ]
-        joined = torch.cat(norms)
-        if norm_type == 2.0:
-            return joined.sum().sqrt()
-        if math.isinf(norm_type) and norm_type > 0:
-            return joined.amax()
-        return torch.linalg.vector_norm(joined, norm_type)
-
-    def _norm(
-        self,
-        cut: tuple[str, ...],
-        parts: Sequence[tuple[FlatBuffer, list[Tensor]]],
-        norm_type: float,
-        device: torch.device,
-    ) -> Tensor:
-        """Fp64: the sum of squares or the maximum, of one element; for other orders one norm per tensor."""
         if norm_type in (2.0, math.inf):
             total = torch.zeros(1, dtype=torch.float64, device=device)
-            for buffer, views in parts:
-                part = torch.zeros(1, dtype=torch.float64, device=buffer.device)
-                buffer.ops.norm_(part, views, ord=norm_type)
-                total = torch.maximum(total, move(part, device)) if norm_type != 2.0 else total + move(part, device)
-            return self._reduce(total, cut, dist.ReduceOp.SUM if norm_type == 2.0 else dist.ReduceOp.MAX)
-        views = [move(view, device, torch.float64) for _, views in parts for view in views]
+            for buffer in buffers:
+                for replicas in sorted({r for b, _, r in parts if b is buffer}):
+                    views = [buffer.views[s.index] for b, s, r in parts if b is buffer and r == replicas]
+                    part = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+                    buffer.ops.norm_(part, views, ord=norm_type)
+                    part = move(part, device)
+                    total = total + part / replicas if norm_type == 2.0 else torch.maximum(total, part)
+            if norm_type == 2.0:
+                dist.all_reduce(total, group=self._group)
+                return total[0].sqrt()
+            return self.maximum(total)[0]
+
+        # Of other orders torch takes the norm of the norms of whole tensors.
+        views = [move(buffer.views[s.index], device, torch.float64) for buffer, s, _ in parts]
         if norm_type == -math.inf:
-            return self._reduce(
-                _stack([v.abs().amin() if v.numel() else v.new_tensor(math.inf) for v in views], device),
-                cut,
-                dist.ReduceOp.MIN,
-            )
-        if norm_type == 0:
-            return self._reduce(_stack([v.count_nonzero().double() for v in views], device), cut, dist.ReduceOp.SUM)
-        sums = self._reduce(_stack([v.abs().pow(norm_type).sum() for v in views], device), cut, dist.ReduceOp.SUM)
-        return sums.pow(1 / norm_type)
+            least = [view.abs().amin() if view.numel() else view.new_tensor(math.inf) for view in views]
+            norms = -self.maximum(-_stack(least, device))
+        else:
+            count = norm_type == 0
+            sums = [v.count_nonzero().double() if count else v.abs().pow(norm_type).sum() for v in views]
+            norms = _stack([part / r for part, (_, _, r) in zip(sums, parts, strict=True)], device)
+            dist.all_reduce(norms, group=self._group)
+            norms = norms if count else norms.pow(1 / norm_type)
+        return torch.linalg.vector_norm(norms, norm_type)
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold different parts, where all parameters are cut alike; in place."""
-        return self._reduce(tensor, self._rows, dist.ReduceOp.SUM)
-
-    def _reduce(self, tensor: Tensor, cut: tuple[str, ...], op: Any) -> Tensor:
-        for name in cut:
-            dist.all_reduce(tensor, op, self._groups[name])
+        for group in self._rows:
+            dist.all_reduce(tensor, group=group)
         return tensor
 
     def check_noise_scale(self) -> None:
@@ -192,7 +195,7 @@ class Mesh(Alone):
         Raises:
             ValueError: they are.
         """
-        if len(set(self._cuts.values())) > 1:
+        if len(set(self._cuts.values())) > 1 or len(self._cuts) < len(self._replicas):
             raise ValueError(
                 "noise_scale needs parameters that are all cut along the same mesh dimensions; these are not (tensor "
                 "parallel beside fully_shard)"
@@ -200,11 +203,17 @@ class Mesh(Alone):
 
     # ---- checkpoints
 
+    def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """See `Alone`; collective."""
+        if largest:
+            return self.maximum(tensor)
+        dist.all_reduce(tensor, group=self._group)
+        return tensor.div_(self.size)
+
     def gather_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks that hold different parts; row `self.shard` is this rank's."""
         rows = row.unsqueeze(0)
-        for name in reversed(self._rows):
-            group = self._groups[name]
+        for group in reversed(self._rows):
             gathered = [torch.empty_like(rows) for _ in range(group.size())]
             dist.all_gather(gathered, rows, group)
             rows = torch.cat(gathered)
@@ -213,19 +222,92 @@ class Mesh(Alone):
     @property
     def shards(self) -> int:
         """See `Alone`."""
-        return math.prod(self._groups[name].size() for name in self._rows)
+        return math.prod(group.size() for group in self._rows)
 
     @property
     def shard(self) -> int:
         """See `Alone`."""
         index = 0
-        for name in self._rows:
-            index = index * self._groups[name].size() + self._groups[name].rank()
+        for group in self._rows:
+            index = index * group.size() + group.rank()
         return index
+
+
+def _mesh(entry: NamedParameter) -> tuple[int, ...]:
+    """The ranks of a parameter's mesh; for a plain parameter this one alone."""
+    param: Any = entry.param
+    if not is_dtensor(param):
+        return (dist.get_rank(),)
+    for placement in param.placements:
+        if placement.is_partial():
+            raise ValueError(f"params: {entry.name!r} is a DTensor with placement {placement}, which no parameter has")
+    return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+
+
+def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
+    """The ranks that share this one's place along some dimensions of a DTensor's mesh, along which it is cut."""
+    mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
+    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    for count in range(1, mesh.ndim + 1):
+        for fixed in itertools.combinations(range(mesh.ndim), count):
+            if any(dim in cut for dim in fixed):
+                index = tuple(place[dim] if dim in fixed else slice(None) for dim in range(mesh.ndim))
+                yield tuple(sorted(mesh.mesh[index].flatten().tolist()))
+
+
+def _cut(param: Any) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of the mesh dimensions that a DTensor is cut along, so that each rank holds another part."""
+    mesh = param.device_mesh
+    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    return tuple(mesh.get_group(dim) for dim in cut)
+
+
+def _group_of(ranks: list[int], params: Sequence[Any]) -> dist.ProcessGroup:
+    """A group of exactly these ranks: that of a mesh dimension, of the whole world, or a new one."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    for param in params:
+        for group in param.device_mesh.get_all_groups() if is_dtensor(param) else ():
+            if group.size() == len(ranks):
+                return group
+    return own_group(ranks)
+
+
+def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> tuple[Any, ...]:
+    """What this rank holds of parameters that share a mesh, in numbers that are equal where all values are."""
+    place = ranks.index(dist.get_rank())
+    parts = [local(entry.param).detach() for entry in entries]
+    return place, tuple(
+        (e.name, tuple(p.shape), p.double().sum().item(), p.double().norm().item())
+        for e, p in zip(entries, parts, strict=True)
+    )
+
+
+def _disagreement(weights: list[float], divisors: list[float], weighed_after: bool) -> str | None:
+    """What ranks disagree about, in words."""
+    if len(set(divisors)) > 1:
+        return (
+            f"the divisors of this window are, by rank, {divisors} (0.0: none), and must be equal: the sum of weights "
+            "of all ranks, divided by their number, as FSDP2 has averaged over ranks (docs/fsdp2.md)"
+        )
+    if weighed_after and len(set(weights)) > 1:
+        return (
+            f"the weights of this window sum, by rank, to {weights}, and were given to accumulate(): that is after "
+            "FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which puts them into losses (docs/fsdp2.md)"
+        )
+    return None
 
 
 def _stack(scalars: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(scalars) if scalars else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _has_fsdp(params: Any) -> bool:
+    """Whether `fully_shard` was applied to a module; assumed where only its parameters are given."""
+    if not isinstance(params, nn.Module):
+        return True
+    # By name: importing FSDP takes a second.
+    return any(kind.__name__ == "FSDPModule" for module in params.modules() for kind in type(module).__mro__)
 
 
 def mesh_of(
@@ -246,9 +328,7 @@ def mesh_of(
     """
     first = next((entry for entry in named if is_dtensor(entry.param)), None)
     if first is None:
-        modules = params.modules() if isinstance(params, nn.Module) else ()
-        # By name: importing FSDP takes a second.
-        if any(kind.__name__ == "FSDPModule" for module in modules for kind in type(module).__mro__):
+        if isinstance(params, nn.Module) and _has_fsdp(params):
             raise RuntimeError(
                 f"params: {named[0].name!r} is not sharded, though fully_shard was applied: build the accumulator "
                 "before the first forward, or call model.reshard() before"
@@ -264,7 +344,7 @@ def mesh_of(
             f"autocast_route=True is not for DTensors, as {first.name!r}: FSDP2 casts parameters itself "
             "(MixedPrecisionPolicy); use 'auto' or False"
         )
-    mesh = Mesh(named)
+    mesh = Mesh(named, _has_fsdp(params))
     if noise_scale is not False:
         mesh.check_noise_scale()
     return mesh

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..buffers.parameters import NamedParameter
+from .own_group import own_group
 
 _BROADCAST_BYTES = 32 * 2**20  # tensors are broadcast together up to about this many bytes
 
@@ -19,20 +20,24 @@ class Group:
 
     Args:
         group: A `torch.distributed.ProcessGroup`.
-        comm_dtype: What fp32 sums are communicated in.
+        comm_dtype: What fp32 sums are communicated in; "auto": bf16 those of bf16 parameters.
         shared: Tells which tensors every rank takes from rank 0 after each window: a module's buffers.
+
+    Attributes:
+        own: Whether this is a group of the library's own, so that collectives of the user may come in between.
     """
 
-    def __init__(self, group: Any, comm_dtype: torch.dtype, shared: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, group: Any, comm_dtype: torch.dtype | str, shared: Callable[[], list[Tensor]]) -> None:
         self.size: int = torch.distributed.get_world_size(group)
         self.rank: int = torch.distributed.get_rank(group)
         self._group = group
-        self._comm_dtype = comm_dtype
+        self.own = False
+        self.comm_dtype = comm_dtype
         self._shared = shared
         self._source = torch.distributed.get_global_rank(group, 0)
 
     def __str__(self) -> str:
-        narrow = "" if self._comm_dtype == torch.float32 else f", sums sent in {self._comm_dtype}"
+        narrow = "" if self.comm_dtype == torch.float32 else f", sums sent in {self.comm_dtype}"
         return f"rank {self.rank} of {self.size}{narrow}"
 
     # ---- at construction
@@ -47,7 +52,7 @@ class Group:
         Raises:
             RuntimeError: on all ranks, with the first difference; or the group cannot reduce tensors of a device.
         """
-        description = [f"{key}={value!r}" for key, value in {**options, "comm_dtype": self._comm_dtype}.items()]
+        description = [f"{key}={value!r}" for key, value in {**options, "comm_dtype": self.comm_dtype}.items()]
         description += [
             f"{e.name!r} {tuple(e.param.shape)} {e.param.dtype}{'' if e.param.requires_grad else ' frozen'}"
             for e in named
@@ -74,6 +79,12 @@ class Group:
                 if a != b:
                     raise RuntimeError(f"process_group: rank 0 has {a}, rank {rank} has {b}; all ranks must be alike")
 
+    def separate(self, device: torch.device) -> None:
+        """Go over to a group of the library's own, for tensors on `device` too; collective."""
+        group = own_group(torch.distributed.get_process_group_ranks(self._group), self._group, device)
+        if group is not None:
+            self._group, self.own = group, True
+
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copy rank 0's values into the tensors of all ranks; collective."""
@@ -97,12 +108,12 @@ class Group:
 
     # ---- sums
 
-    def sum(self, vector: Tensor) -> None:
-        """Sum over all ranks, in place."""
-        torch.distributed.all_reduce(vector, group=self._group)
+    def sum(self, vector: Tensor, largest: bool = False) -> None:
+        """Sum, or maximum, over all ranks, in place."""
+        ops = torch.distributed.ReduceOp
+        torch.distributed.all_reduce(vector, ops.MAX if largest else ops.SUM, group=self._group)
 
-    def send(self, piece: Tensor) -> tuple[Tensor, Any]:
+    def send(self, piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """Begin to sum a range of a flat buffer over all ranks; what is sent, and what to wait for."""
-        narrow = piece.dtype == torch.float32 and self._comm_dtype != torch.float32
-        sent = piece.to(self._comm_dtype) if narrow else piece
+        sent = piece.to(dtype)
         return sent, torch.distributed.all_reduce(sent, group=self._group, async_op=True)

@@ -10,10 +10,16 @@ What a window costs in communication is independent of its micro-batches. At its
 The collectives and their sizes are the same on every rank, whatever its window was like: buffers are reduced whole,
 segments that a rank did not touch as zeros. With `release="backward"` the chunks come first, since the last micro-batch
 may send them while its backward runs; otherwise the vector does, so that the divisor is there when the chunks are.
+What goes out in backward goes over a group of the library's own: a collective of the user's may come in between.
+
+The order of chunks is that of the layout at first, and then that in which rank 0's gradients came in an early window:
+no chunk waits for one whose gradients come later, or never.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,20 +30,24 @@ from torch import Tensor
 from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report
+from .alone import Agreement, Alone, Report, different_windows
 from .group import Group
 
 CHUNK_BYTES = 32 * 2**20  # of a flat buffer: long enough for bandwidth, short enough that several are in flight
 _IN_FLIGHT = 4  # chunks whose narrower copies are alive; those that are reduced in place need no limit
 
 
+_LEARNING = 2  # windows in which rank 0 may show in which order gradients come; the host reads these back
+
+
 class _Chunk(NamedTuple):
-    """A range of a flat buffer, and the segments that it holds some part of."""
+    """A range of a flat buffer, the segments that it holds some part of, and what it is sent in."""
 
     buffer: FlatBuffer
     start: int
     end: int
     segments: range
+    sent_in: torch.dtype
 
     @property
     def tensor(self) -> Tensor:
@@ -51,20 +61,52 @@ class _Chunk(NamedTuple):
         return [self.buffer.tensor[start:end] for start, end in ranges]
 
 
-def _chunks(buffer: FlatBuffer) -> list[_Chunk]:
+def _chunks(buffer: FlatBuffer, sent_in: torch.dtype | str, cuts: Sequence[int] = ()) -> list[_Chunk]:
+    """Cut a buffer in ranges of at most `CHUNK_BYTES`, and before the segments `cuts`."""
     size = CHUNK_BYTES // buffer.dtype.itemsize
+    offsets = [buffer.segments[index].offset for index in cuts]
     chunks = []
-    for start in range(0, buffer.numel, size):
-        end = min(start + size, buffer.numel)
-        inside = [s.index for s in buffer.segments if s.offset < end and s.offset + s.numel > start]
-        chunks.append(_Chunk(buffer, start, end, range(min(inside, default=0), max(inside, default=-1) + 1)))
+    for begin, stop in itertools.pairwise([0, *offsets, buffer.numel]):
+        for start in range(begin, stop, size):
+            end = min(start + size, stop)
+            inside = [s for s in buffer.segments if s.offset < end and s.offset + s.numel > start]
+            dtype = buffer.dtype
+            if dtype == torch.float32:
+                bf16 = inside and all(s.dtype == torch.bfloat16 for s in inside)
+                dtype = sent_in if isinstance(sent_in, torch.dtype) else torch.bfloat16 if bf16 else dtype
+            indices = [s.index for s in inside]
+            segments = range(min(indices, default=0), max(indices, default=-1) + 1)
+            chunks.append(_Chunk(buffer, start, end, segments, dtype))
     return chunks
+
+
+def _as_they_come(buffers: Sequence[FlatBuffer], sent_in: torch.dtype | str, came: Sequence[float]) -> list[_Chunk]:
+    """All chunks in the order in which their gradients are complete; what never comes is in chunks of its own.
+
+    Args:
+        buffers: The flat buffers.
+        sent_in: See `Group`.
+        came: For each segment, in the order of buffers, when its gradient came; 0 where none did.
+    """
+    positions = dict(zip(((b, s.index) for b in buffers for s in b.segments), came, strict=True))
+
+    def when(chunk: _Chunk) -> float:
+        times = [positions[chunk.buffer, index] for index in chunk.segments]
+        return max(times, default=math.inf) if all(times) else math.inf
+
+    found: list[_Chunk] = []
+    for buffer in buffers:
+        comes = [positions[buffer, segment.index] > 0 for segment in buffer.segments]
+        cuts = [index for index in range(1, len(comes)) if comes[index] is not comes[index - 1]]
+        whole, cut = (_chunks(buffer, sent_in, where) for where in ((), cuts))
+        found += cut if len(cut) <= 2 * len(whole) + 8 else whole  # not a message for each of many small segments
+    return sorted(found, key=when)  # stable: otherwise in the order of the layout
 
 
 class Reduction(Alone):
     """Ranks that each hold all parameters, and reduce their flat buffers once per window.
 
-    Chunks are sent in their order, which is the same on every rank: with `early`, each as soon as the last micro-batch
+    Chunks are sent in one order, which is the same on every rank: with `early`, each as soon as the last micro-batch
     has added its part to it and to all before it, the rest at the end of the window.
 
     Args:
@@ -84,8 +126,10 @@ class Reduction(Alone):
         self._early = early
         self._buffers: Sequence[FlatBuffer] = ()
         self._placed = 0  # segments at the last agreement
+        self._agreements = 0  # since the layout last grew
         self._chunks: list[_Chunk] = []
         self._chunked = 0  # buffers that have chunks
+        self._came: Sequence[float] = ()  # see `_as_they_come`; empty while that is not known
         self.open_window()
 
     def __str__(self) -> str:
@@ -102,7 +146,8 @@ class Reduction(Alone):
         self._sent = 0
         self._waited = 0
         self._flying: deque[tuple[_Chunk, Tensor, Any]] = deque()
-        self._complete: dict[FlatBuffer, set[int]] = {}
+        self._complete: dict[tuple[FlatBuffer, int], int] = {}  # segments, and when each was
+        self._marked = False  # whether the last micro-batch was said to be
 
     @property
     def begun(self) -> bool:
@@ -117,16 +162,21 @@ class Reduction(Alone):
     def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
         """See `Alone`; sends all chunks that are complete up to the first that is not."""
         self._list_chunks()
-        self._complete.setdefault(buffer, set()).update(segments)
-        while self._sent < len(self._chunks):
+        for index in segments:
+            self._complete.setdefault((buffer, index), len(self._complete) + 1)
+        while self._group.own and self._sent < len(self._chunks):
             chunk = self._chunks[self._sent]
-            complete = self._complete.get(chunk.buffer, ())
-            if not all(index in complete for index in chunk.segments):
+            if not all((chunk.buffer, index) in self._complete for index in chunk.segments):
                 break
             self._send()
 
-    def send_all(self) -> None:
+    def end_last(self) -> None:
         """See `Alone`."""
+        self._marked = True
+        if self._group.own:
+            self._send_all()
+
+    def _send_all(self) -> None:
         self._clear_untouched()
         while self._sent < len(self._chunks):
             self._send()
@@ -140,9 +190,10 @@ class Reduction(Alone):
 
     def _list_chunks(self) -> None:
         """The layout only grows, between windows."""
-        for buffer in self._buffers[self._chunked :]:
-            self._chunks += _chunks(buffer)
-        self._chunked = len(self._buffers)
+        if self._chunked < len(self._buffers):
+            self._agreements, self._came = 0, ()
+            self._chunks = [c for buffer in self._buffers for c in _chunks(buffer, self._group.comm_dtype)]
+            self._chunked = len(self._buffers)
 
     # ---- at its end
 
@@ -157,17 +208,21 @@ class Reduction(Alone):
         """
         # Every rank issues its collectives in one order: the chunks come first where a backward may have sent some.
         if self._early:
-            self.send_all()
+            self._send_all()
         else:
             self._clear_untouched()
 
         # One vector of the same length on every rank, whatever is frozen where: all of it is summed.
         device = report.state.device
         placed = len(report.touched)
-        layouts = [0] * self.size
-        layouts[self.rank] = placed
-        flags = [report.dropped, report.squares is not None, *report.touched, *bytes(self._parameters - placed)]
-        host = torch.tensor([*flags, *layouts], dtype=torch.float64, device="cpu")
+        frozen = bytes(self._parameters - placed)
+        unmarked = not self._marked and report.micro_batches > 0 and not report.dropped
+        by_rank = torch.zeros(2, self.size, dtype=torch.float64, device="cpu")
+        by_rank[0, self.rank], by_rank[1, self.rank] = placed, report.window
+        flags = [report.dropped, report.squares is not None, self._marked, unmarked]
+        came = [self._complete.get((b, s.index), 0) if self.rank == 0 else 0 for b in self._buffers for s in b.segments]
+        lists = [*flags, *report.touched, *frozen, *came, *frozen]
+        host = torch.cat([torch.tensor(lists, dtype=torch.float64, device="cpu"), by_rank.flatten()])
         divisors = torch.zeros(self.size, dtype=torch.float64, device=device)
         if report.divisor is not None:
             divisors[self.rank] = report.divisor
@@ -175,10 +230,11 @@ class Reduction(Alone):
         vector = torch.cat([report.state, squares, move(host, device), divisors])
         self._group.sum(vector)
 
-        # What the device alone can conclude: a window that any rank dropped is empty, divisors that differ overflow.
-        sizes = [len(State), 1, 1, 1, self._parameters, self.size, self.size]
-        state, squares, dropped, measuring, _, _, divisors = vector.split(sizes)
-        differs = (divisors != divisors[0]).any()
+        # What the device alone can conclude: a window that any rank dropped is empty; divisors, or windows, that differ
+        # overflow.
+        sizes = [len(State), 1, 1, 1, 1, 1, self._parameters, self._parameters, self.size, self.size, self.size]
+        state, squares, dropped, measuring, _, _, _, _, _, windows, divisors = vector.split(sizes)
+        differs = (divisors != divisors[0]).any() | (windows != windows[0]).any()
         for flag in (State.FOUND_INF, State.POISONED):
             state[flag] = ((state[flag] > 0) | differs).double()
         agreement = Agreement(
@@ -192,21 +248,24 @@ class Reduction(Alone):
 
         # What the host concludes, where it may look.
         grown, self._placed = placed != self._placed, placed
-        if device.type != "cpu" and all(report.touched) and not grown:
+        self._agreements += 1
+        learning = self._agreements <= _LEARNING
+        if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
             return agreement
-        host_state, _, (any_dropped,), _, counts, layouts, given = (p.tolist() for p in vector.cpu().split(sizes))
+        host_state, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, windows, given = (
+            part.tolist() for part in vector.cpu().split(sizes)
+        )
         if len(set(layouts)) > 1:
             raise RuntimeError(
                 f"parameters were unfrozen on some ranks only: by rank, {[int(n) for n in layouts]} are accumulated"
             )
-        error = None
-        if len(set(given)) > 1:
-            error = f"divisor must be that of the whole window, over all ranks; by rank it is {given} (0.0: none)"
+        if learning and any(came) and not self._came:
+            self._came = came[:placed]
         return agreement._replace(
             touched=[count > 0 for count in counts[:placed]],
             dropped=any_dropped > 0,
             weight=host_state[State.WEIGHT],
-            error=error,
+            error=_disagreement(given, windows, marked, unmarked),
         )
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
@@ -218,10 +277,21 @@ class Reduction(Alone):
                 self._wait()
             look(chunk.buffer, chunk.parts(touched=True))
         self._group.share()
+        if self._came and self._agreements <= _LEARNING:
+            self._chunks = _as_they_come(self._buffers, self._group.comm_dtype, self._came)
+
+    # ---- checkpoints
+
+    def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """See `Alone`; collective."""
+        self._group.sum(tensor, largest)
+        return tensor
+
+    # ---- inside
 
     def _send(self) -> None:
         chunk = self._chunks[self._sent]
-        self._flying.append((chunk, *self._group.send(chunk.tensor)))
+        self._flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
         self._sent += 1
         while len(self._flying) > _IN_FLIGHT and self._flying[0][1].dtype != chunk.buffer.dtype:
             self._wait()
@@ -232,3 +302,18 @@ class Reduction(Alone):
         if sent.dtype != chunk.buffer.dtype:
             chunk.tensor.copy_(sent)
         self._waited += 1
+
+
+def _disagreement(divisors: list[float], windows: list[float], marked: float, unmarked: float) -> str | None:
+    """What ranks disagree about, in words."""
+    differ = different_windows(windows)
+    if differ is not None:
+        return differ
+    if len(set(divisors)) > 1:
+        return f"divisor must be that of the whole window, over all ranks; by rank it is {divisors} (0.0: none)"
+    if marked and unmarked:
+        return (
+            f"the last micro-batch was marked (last=True, acc.window) on {int(marked)} ranks, and not on "
+            f"{int(unmarked)} others that ran micro-batches: mark it on all of them, or on none"
+        )
+    return None

@@ -2,7 +2,8 @@
 
 Names, not offsets: the layout may differ where the dict is loaded, in order, devices or what is frozen. DTensors have
 DTensors as sums and masters, and then all ranks have the same keys and plain values, whatever the moment:
-`torch.distributed.checkpoint` fills in a dict of the same keys, and keeps the plain values of one rank.
+`torch.distributed.checkpoint` fills in a dict of the same keys, and keeps the plain values of one rank. So it is too
+where sums of data parallel ranks are joined for the dict. Else it is of one rank, and says of which.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from ..buffers.parameters import strip_prefixes
 from ..buffers.store import Store
 from ..ops.schema import State
 from ..ranks.alone import Alone
+from .state import Window
 
-VERSION = 1
+VERSION = 2
+ALL_RANKS = -1  # as "rank": the state is that of all ranks together
 
 # What a state dict holds: the kind of each entry, or kinds of an entry's own entries.
 _NUMBER = (int, float)
 _FORM: dict[str, Any] = {
     "version": int,
     "shapes": Mapping,
+    "rank": int,
     "world_size": int,
-    "window": {"micro_batches": int, "host_weight": _NUMBER, "decided_on_device": bool, "averaged": bool,
-               "dropped": bool},
+    "window": {"number": int, "micro_batches": int, "host_weight": _NUMBER, "decided_on_device": bool,
+               "averaged": bool, "dropped": bool},
     "serial": int,
     "state": Tensor,
     "touched": list,
@@ -43,40 +47,85 @@ _FORM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(store: Store, ranks: Alone) -> dict[str, Any]:
-    """The window's sums, the masters, and which gradients were not finite; synchronises."""
+def save(store: Store, ranks: Alone, window: Window, serial: int, *, reduced: bool) -> dict[str, Any]:
+    """The window, its sums, the masters, and which gradients were not finite; synchronises.
+
+    Args:
+        store: What has the sums.
+        ranks: They join their sums.
+        window: What is open.
+        serial: Micro-batches ever accumulated.
+        reduced: Whether the state is to be that of all ranks; it always is for DTensors. Collective then.
+    """
     masters = {} if store.masters is None else store.masters.values()
-    state = store.state().clone()
-    flags = [State.FOUND_INF, State.POISONED]
-    state[flags] = ranks.maximum(state[flags])
+    of_all = reduced or ranks.sharded
+    state, flags, of_window = store.state().clone(), [b.flags.clone() for b in store.buffers], window.state_dict()
+    touched = [buffer.touched for buffer in store.buffers]
+    tensors = [buffer.tensor for buffer in store.buffers]
+
+    if of_all:
+        flags = [ranks.joined(tags, largest=True) for tags in flags]
+        counts = torch.tensor([of_window["micro_batches"], of_window["dropped"], serial], device=store.device)
+        done, dropped, serial = ranks.joined(counts, largest=True).tolist()
+        of_window |= {"micro_batches": done, "dropped": bool(dropped)}
+    if of_all and not of_window["averaged"]:
+        state = ranks.joined(state)
+        both = [State.FOUND_INF, State.POISONED]
+        state[both] = (state[both] > 0).double()
+        of_window |= {"host_weight": state[State.WEIGHT].item(), "decided_on_device": False}
+    if of_all and not ranks.sharded and not of_window["averaged"]:
+        tensors, touched = _joined(store, ranks)
+
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
+        "rank": ALL_RANKS if of_all else ranks.rank,
         "world_size": ranks.size,
+        "window": of_window,
+        "serial": serial,
         "state": state,
-        "touched": [segment.name for _, segment in store.touched()],
+        "touched": [
+            s.name
+            for b, is_touched in zip(store.buffers, touched, strict=True)
+            for s in b.segments
+            if is_touched[s.index]
+        ],
         "sums": {
-            segment.name: _sum(buffer, segment)
-            for buffer in store.buffers
-            for segment in buffer.segments
-            if ranks.sharded or buffer.touched[segment.index]
+            s.name: _sum(buffer, s, tensor, is_touched[s.index])
+            for buffer, tensor, is_touched in zip(store.buffers, tensors, touched, strict=True)
+            for s in buffer.segments
+            if of_all or is_touched[s.index]
         },
         "masters": {e.name: masters[id(e.param)].detach().clone() for e in store.named if id(e.param) in masters},
-        "flags": [pair for buffer in store.buffers for pair in _flags(ranks, buffer)],
+        "flags": [
+            [s.name, tag]
+            for buffer, tags in zip(store.buffers, flags, strict=True)
+            for tag, s in zip(tags.tolist(), buffer.segments, strict=True)
+            if tag
+        ],
     }
 
 
-def _sum(buffer: FlatBuffer, segment: Segment) -> Tensor:
-    if buffer.touched[segment.index]:
-        part = buffer.views[segment.index].clone()
+def _joined(store: Store, ranks: Alone) -> tuple[list[Tensor], list[bytearray]]:
+    """The flat buffers, summed over ranks, and what any rank has touched; copies."""
+    tensors, touched = [], []
+    for buffer in store.buffers:
+        tensor = torch.zeros(buffer.numel, dtype=buffer.dtype, device=buffer.device)
+        for segment in buffer.touched_segments():
+            range_ = slice(segment.offset, segment.offset + segment.numel)
+            tensor[range_] = buffer.tensor[range_]
+        tensors.append(ranks.joined(tensor))
+        counts = torch.tensor(list(buffer.touched), dtype=torch.int64, device=buffer.device)
+        touched.append(bytearray(ranks.joined(counts, largest=True).tolist()))
+    return tensors, touched
+
+
+def _sum(buffer: FlatBuffer, segment: Segment, tensor: Tensor, touched: int) -> Tensor:
+    if touched:
+        part = tensor.as_strided(segment.shape, segment.stride, segment.offset).clone()
     else:
         part = torch.zeros(segment.shape, dtype=buffer.dtype, device=buffer.device)
     return shaped_like(part, segment.param)
-
-
-def _flags(ranks: Alone, buffer: FlatBuffer) -> list[list[Any]]:
-    tags = ranks.maximum(buffer.flags.clone()).tolist()
-    return [[s.name, tag] for tag, s in zip(tags, buffer.segments, strict=True) if tag]
 
 
 def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,16 +190,71 @@ def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any
                 (name for name, tensor in tensors if name in places and not _cut_alike(tensor, places[name])),
             )
         )
-    done = state["window"]["micro_batches"]
-    if done and state["world_size"] != ranks.size:
-        problems.append(
-            f"saved after {done} micro-batches of a window that {state['world_size']} ranks shared, here are "
-            f"{ranks.size}: resume it with as many ranks as then, or from a state saved between windows"
-        )
+    problems.append(_of_other_ranks(store, ranks, checked))
     problems = [problem for problem in problems if problem]
     if problems:
         raise RuntimeError("load_state_dict: " + "; ".join(problems))
     return checked
+
+
+def _of_other_ranks(store: Store, ranks: Alone, state: Mapping[str, Any]) -> str:
+    """Why this rank cannot have the part of the window that the state holds, in words; empty where it can."""
+    done = state["window"]["micro_batches"]
+    if not done or state["window"]["averaged"]:
+        return ""
+    ours = {entry.name: entry.param for entry in store.named}
+    places = [
+        (sum_.device_mesh.get_coordinate(), ours[name].device_mesh.get_coordinate())  # type: ignore[attr-defined]
+        for name, sum_ in state["sums"].items()
+        if is_dtensor(sum_) and name in ours and is_dtensor(ours[name])
+    ]
+    saved_by = next((f"the rank at {theirs} of the mesh" for theirs, here in places if theirs != here), None)
+    if state["rank"] != ALL_RANKS:
+        if state["world_size"] != ranks.size:
+            return (
+                f"saved after {done} micro-batches of a window that {state['world_size']} ranks shared, here are "
+                f"{ranks.size}: resume it with as many ranks as then, or from state_dict(reduced=True), or from a "
+                "state saved between windows"
+            )
+        if state["rank"] != ranks.rank:
+            saved_by = f"rank {state['rank']}"
+    if saved_by is None:
+        return ""
+    return (
+        f"saved by {saved_by} after {done} micro-batches of a window, and this is rank {ranks.rank}: inside a window "
+        "each rank loads the file that it saved; for one file for all, save state_dict(reduced=True) or between windows"
+    )
+
+
+def share(ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's share of a checked state: of that of all ranks, such a part that all parts make up the window."""
+    if state["rank"] != ALL_RANKS or state["window"]["averaged"]:
+        return dict(state)
+    if ranks.sharded:
+        # Sums and weights are means over ranks, of which there may be another number now.
+        factor = state["world_size"] / ranks.size
+        window, counts = state["window"], state["state"].clone()
+        if factor == 1:
+            return dict(state)
+        counts[State.WEIGHT] *= factor
+        return {
+            **state,
+            "sums": {name: sum_ * factor for name, sum_ in state["sums"].items()},
+            "state": counts,
+            "window": {**window, "host_weight": window["host_weight"] * factor},
+            "noise_scale": {**state["noise_scale"], "measuring": False},
+        }
+    if ranks.rank == 0:
+        return dict(state)
+    squares = state["noise_scale"]["squares"]
+    return {
+        **state,
+        "touched": [],
+        "sums": {},
+        "state": torch.zeros_like(state["state"]),
+        "window": {**state["window"], "host_weight": 0.0},
+        "noise_scale": {**state["noise_scale"], "squares": squares and [[0.0] * len(row) for row in squares]},
+    }
 
 
 def _fault(found: Any, form: Any, path: str) -> str | None:

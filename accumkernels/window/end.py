@@ -21,12 +21,13 @@ from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
     check_optimizer,
-    check_ownership,
     has_step_pre_hooks,
+    is_fused_sgd,
     lacks_momentum,
     owned,
     steps_scaled_gradients,
 )
+from .plan import StepPlan
 from .scaling import LossScaler
 from .state import Phase, Window
 from .verdict import Verdict, judge
@@ -57,6 +58,7 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._plan: StepPlan | None = None
         self.open_window()
 
     def open_window(self) -> None:
@@ -85,31 +87,23 @@ class End:
 
         Args:
             caller: The method's name, for messages.
-            optimizers: All optimizers that step this window.
+            optimizers: All optimizers that step this window; none for `finalize` and an update by hand.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
             RuntimeError: says what is out of order, and names the parameter.
         """
-        if not optimizers:
-            raise TypeError(f"{caller} needs the optimizers that will step this window")
+        if not optimizers and (caller == "step()" or self._scaler.scaler is not None):
+            why = "" if caller == "step()" else ": GradScaler keeps the verdict of a window by optimizer"
+            raise TypeError(f"{caller} needs the optimizers that will step this window{why}")
         for optimizer in optimizers:
             check_optimizer(optimizer, caller)
         self._store.check_drift()
         self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
         self._scaler.check_not_stepped(optimizers)
-        for entry in self._store.named:
-            if entry.param.grad is not None:
-                raise RuntimeError(
-                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
-                    + (
-                        "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
-                        if self._store.place(entry.param) is not None
-                        else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
-                    )
-                )
-        self._check_ownership(optimizers)
-        for p in owned(optimizers):
+        if any(entry.param.grad is not None for entry in self._store.named):
+            self._refuse_uncounted(caller)
+        for p in self._plan_step(optimizers).strangers:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
                     f"{caller}: an optimizer owns a parameter of shape {tuple(p.shape)} with a .grad of its own and "
@@ -117,10 +111,21 @@ class End:
                     "optimizer to the accumulator, or build an optimizer for each"
                 )
 
-    def _check_ownership(self, optimizers: Sequence[Optimizer]) -> None:
-        touched = {id(s.param) for _, s in self._store.touched()}
-        named = ((e.name, self._store.target(e.param)) for e in self._store.named if id(e.param) in touched)
-        check_ownership(optimizers, named)
+    def _refuse_uncounted(self, caller: str) -> None:
+        entry = next(entry for entry in self._store.named if entry.param.grad is not None)
+        raise RuntimeError(
+            f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
+            + (
+                "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
+                if self._store.place(entry.param) is not None
+                else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
+            )
+        )
+
+    def _plan_step(self, optimizers: Sequence[Optimizer]) -> StepPlan:
+        if self._plan is None or not self._plan.fits(self._store, optimizers):
+            self._plan = StepPlan(self._store, optimizers)
+        return self._plan
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
         """Check what the user wants to divide by; fp64 0-d on the first device, None for the sum of weights."""
@@ -180,14 +185,14 @@ class End:
         divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
 
         # Folded optimizers get the sums as they are; the others get averages.
-        sums = {id(p) for p in owned(folded)}
         if averages:
             verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
             if coefficient is not None:
                 self._handout.multiply(coefficient)
         else:
-            everything_folds = len(folded) == len(optimizers)
-            verdict = self._finish(window, optimizers, verdict, None if everything_folds else divide_by, sums)
+            some = len(folded) < len(optimizers)
+            sums = {id(p) for p in owned(folded)} if some else frozenset()
+            verdict = self._finish(window, optimizers, verdict, divide_by if some else None, sums)
 
         may_skip = self._overflow is not None or window.may_be_empty
         try:
@@ -198,7 +203,7 @@ class End:
                 self._step_optimizer(optimizer, may_skip=may_skip and optimizer not in fused)
         except BaseException:
             if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
-                self._handout.divide(divide_by, only=sums)
+                self._handout.divide(divide_by, only={id(p) for p in owned(folded)})
             raise
         finally:
             for optimizer in fused:
@@ -243,13 +248,26 @@ class End:
 
         # Every rank reports, and all know the same afterwards.
         sums = self._noise.sums(self._store.device)
-        touched = bytes(bytearray().join(buffer.touched for buffer in self._store.buffers))
+        touched = self._store.touched_bytes()
         squares = None if sums is None else sums[0]
-        agreement = ranks.agree(Report(self._store.state(), touched, window.dropped, squares, divisor))
+        report = Report(
+            state=self._store.state(),
+            touched=touched,
+            dropped=window.dropped,
+            squares=squares,
+            divisor=divisor,
+            weighed_after=window.weighed_after,
+            micro_batches=window.micro_batches,
+            window=window.number,
+        )
+        agreement = ranks.agree(report)
         verdict = judge(agreement.state, agreement.divisor)
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
+            if ranks.sharded:
+                window.agreed(agreement)
+                self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
             return verdict, False
         window.agreed(agreement)
@@ -270,7 +288,7 @@ class End:
         # Nobody waits for this rank any more: now it may raise.
         if agreement.error is not None:
             raise RuntimeError(agreement.error)
-        self._check_ownership(optimizers)  # also of what other ranks touched
+        self._plan_step(optimizers)  # also for what other ranks touched
         window.phase = Phase.OPEN
         return verdict, divides
 
@@ -326,12 +344,12 @@ class End:
                 optimizer.step()
 
     def _can_fold(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's gradients are exactly this window's fp32 views."""
-        if self._store.result_dtype != torch.float32 or has_step_pre_hooks(optimizer):
-            return False  # hooks are to see the averaged gradient
-        return all(
-            p.dtype == torch.float32 and (p.grad is None or self._store.place(p) is not None)
-            for p in owned((optimizer,))
+        """Whether the optimizer's gradients are exactly this window's fp32 views, which no hook is to see averaged."""
+        assert self._plan is not None
+        return (
+            self._store.result_dtype == torch.float32
+            and not has_step_pre_hooks(optimizer)
+            and self._plan.all_sums(optimizer)
         )
 
     def _finish(
@@ -374,8 +392,11 @@ class End:
         """
         if window.known_empty:
             return True
+        suspects = [o for o in optimizers if is_fused_sgd(o)]
+        if not suspects:
+            return False
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
-        return any(lacks_momentum(o, touched) for o in optimizers) and self.was_skipped()
+        return any(lacks_momentum(o, touched) for o in suspects) and self.was_skipped()
 
     # ---- checkpoints
 

@@ -53,7 +53,7 @@ class Fusing:
         """For the backward of a micro-batch; None where it needs gradients of its own.
 
         Args:
-            weight: Of the micro-batch; a number, or fp64 0-d.
+            weight: What its unscaled gradients are to be multiplied by; a number, or fp64 0-d.
             tag: Its serial number.
         """
         if self._noise.on:

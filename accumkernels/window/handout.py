@@ -74,8 +74,14 @@ class Handout:
 
     def give(self) -> None:
         """Set `.grad` of every parameter that got a gradient in the window."""
-        for buffer, segment in self._store.touched():
-            rounded = self._rounded.get(id(segment.param))
-            grad = buffer.views[segment.index] if rounded is None else rounded
-            target = self._store.target(segment.param)
-            target.grad = shaped_like(grad, target) if buffer.sharded else grad
+        for buffer in self._store.buffers:
+            segments, views = buffer.touched_segments(), buffer.touched_views()
+            if self._store.masters is None and not self._rounded and not buffer.sharded:
+                for segment, view in zip(segments, views, strict=True):
+                    segment.param.grad = view
+                continue
+            for segment, view in zip(segments, views, strict=True):
+                rounded = self._rounded.get(id(segment.param))
+                grad = view if rounded is None else rounded
+                target = self._store.target(segment.param)
+                target.grad = shaped_like(grad, target) if buffer.sharded else grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Iterable, Sequence
@@ -13,20 +12,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..boundary import profiled
+from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
-from ..capture.during_backward import Bucket, DuringBackward
+from ..capture.autocast_presence import AutocastPresence
+from ..capture.during_backward import Bucket, DuringBackward, default_bucket_bytes
 from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
 from ..ranks.alone import Alone
+from ..ranks.unit import backward_may_cross_ranks
 from .fusing import Fusing
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
 from .state import Phase, Window
 from .sums import Sums
+from .weight import Weigher, Weight
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +44,13 @@ class Intake:
         scaler: Scales losses.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
-        bucket_bytes: With `release="backward"`; None for `release="microbatch"`.
+        release: As FusedAccumulator's argument; "auto" only where `overflow` allows buckets.
+        bucket_bytes: As FusedAccumulator's argument.
         autocast_route: As FusedAccumulator's argument.
         fuse_weight_gradients: As FusedAccumulator's argument.
 
     Attributes:
-        hooks: With `release="backward"`, what takes gradients while backward runs.
-        route: The autocast route, where there is one.
+        hooks: What takes gradients while backward runs; None with `release="microbatch"`.
         serial: Micro-batches ever accumulated: what the kernels store in flags.
     """
 
@@ -60,6 +63,7 @@ class Intake:
         overflow: str | None,
         noise: NoiseMeter,
         *,
+        release: str,
         bucket_bytes: int | None,
         autocast_route: str | bool,
         fuse_weight_gradients: str | bool,
@@ -69,24 +73,29 @@ class Intake:
         self._ranks = ranks
         self._scaler = scaler
         self._overflow = overflow
+        self._noise = noise
         self._sums = Sums(store, ranks, overflow, noise)
+        self._weigher = Weigher()
         self._window = Window()
         self._warned = False
         self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
+        self._release = release
+        self._bucket_bytes = default_bucket_bytes(store.device) if bucket_bytes is None else bucket_bytes
         self.hooks: DuringBackward | None = None
-        if bucket_bytes is not None:
+        if release != "microbatch":
             # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
-            sink = Hook(self, functools.partial(Intake._add_bucket, weight=1.0), in_graphs=True)
-            self.hooks = DuringBackward(bucket_bytes, sink)
-            self.hooks.listen(store.buffers)
-        self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, adds_in_backward=self.hooks is not None)
+            sink = Hook(self, functools.partial(Intake._add_bucket, weight=Weight(1.0)), in_graphs=True)
+            self.hooks = DuringBackward(self._bucket_bytes, sink, always=release == "backward")
+            self._listen_to(store.buffers)
+        in_buckets = self.hooks is not None and self.hooks.listens
+        self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, adds_in_backward=in_buckets)
         self.fused: FusedWeights | None = None
         if module is not None and self._fusing.smallest is not None:
             check = Hook(self, Intake._check_segment_not_sent)
-            self.fused = FusedWeights(module, store, check, 0 if self.hooks is None else 1, self._fusing.smallest)
-        self.route: AutocastRoute | None = None
+            self.fused = FusedWeights(module, store, self.hooks, check, self._fusing.smallest)
+        self._autocast: AutocastPresence | None = None
         if module is not None and autocast_route is not False:
-            self.route = AutocastRoute(module, store, self.hooks, autocast_route is True, self.fused)
+            self._autocast = AutocastPresence(module, store, self.hooks, autocast_route is True, self.fused)
 
     # ---- the life of a window
 
@@ -95,12 +104,17 @@ class Intake:
         self._window = window
         if self.hooks is not None:
             self.hooks.reset()
-        if self.route is not None:
-            self.route.open_window()
+        if self._autocast is not None:
+            self._autocast.open_window(keeps_whole=self._noise.on)
         if self.fused is not None:
             self.fused.reset()
         self._leaves_ran.clear()
         self.listen(True)
+
+    @property
+    def route(self) -> AutocastRoute | None:
+        """The autocast route, while autocast is used."""
+        return None if self._autocast is None else self._autocast.route
 
     def prepare_window(self) -> None:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
@@ -110,9 +124,25 @@ class Intake:
         if not fresh:
             return
         self._ranks.check_trainable(self._store.named)
-        grown = self._store.grow(fresh)
-        if self.hooks is not None:
-            self.hooks.listen(grown)
+        self._listen_to(self._store.grow(fresh))
+
+    def _listen_to(self, grown: Sequence[FlatBuffer]) -> None:
+        """Release the gradients of new buffers in backward, if that is worth it: small models go without hooks."""
+        if self.hooks is None:
+            return
+        if self._release == "auto" and not self.hooks.listens:
+            params = [param for buffer in self._store.buffers for param in buffer.params]
+            if sum(local(param).nbytes for param in params) <= self._bucket_bytes:
+                return
+            grown = self._store.buffers
+        self.hooks.listen(grown)
+
+    @property
+    def chosen(self) -> str:
+        """What `release` comes to, in words."""
+        if self.hooks is None or not self.hooks.listens:
+            return f"{self._release!r} (whole micro-batches)" if self._release == "auto" else repr(self._release)
+        return f"{self._release!r} (buckets of {self._bucket_bytes:,} bytes)"
 
     def listen(self, listening: bool) -> None:
         """Whether what backward makes is taken; else it is left to torch."""
@@ -128,7 +158,7 @@ class Intake:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a backward raised whose gradients are added while it runs."""
+        """Whether a backward raised after some of its gradients were taken."""
         return self.hooks is not None and self.hooks.interrupted
 
     @property
@@ -162,7 +192,7 @@ class Intake:
 
     def remove(self) -> None:
         """Take off every hook."""
-        for capture in (self.hooks, self.fused, self.route):
+        for capture in (self.hooks, self.fused, self._autocast):
             if capture is not None:
                 capture.remove()
 
@@ -176,28 +206,44 @@ class Intake:
 
     # ---- a micro-batch
 
-    def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> None:
-        """Run backward of the scaled loss; gradients are then in `.grad`, stashed, or added already."""
-        loss = self._scaler.scale(loss)
-        run = functools.partial(loss.backward, **kwargs)
-        adds = self.hooks is not None or self.fused is not None
-        if adds and self._window.micro_batches == 0:
+    def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> Weight:
+        """Run backward of the weighted, scaled loss; gradients are then in `.grad`, stashed, or added already."""
+        if self.hooks is not None and self.hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
+            raise RuntimeError(
+                f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
+                "acc.accumulate() after it, or acc.discard()"
+            )
+        if backward_may_cross_ranks() and not self._has_gradients():
+            loss, weighed = self._weigher.weigh(loss, weight)
+        else:  # gradients of an earlier backward of this micro-batch do not have the weight yet
+            weighed = Weight(weight)
+        self._window.check_kept(weighed)
+        run = functools.partial(self._scaler.scale(loss).backward, **kwargs)
+        in_buckets = self.hooks is not None and self.hooks.listens
+        if (in_buckets or self.fused is not None) and self._window.micro_batches == 0:
             with torch.no_grad():
                 self.prepare_window()
         # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
         sends = last and self.hooks is not None and not self.hooks.has_taken
-        if self.hooks is not None:
-            run = functools.partial(self._run_adding, self.hooks, run, weight, sends)
+        if self.hooks is not None and self.hooks.listens:
+            run = functools.partial(self._run_adding, self.hooks, run, weighed, sends)
         if self.fused is not None:
-            run = functools.partial(self._run_fused, self.fused, run, weight, sends)
-        with contextlib.nullcontext() if self.route is None else self.route.taking():
+            run = functools.partial(self._run_fused, self.fused, run, weighed, sends)
+        if self._autocast is None:
             run()
+        else:
+            with self._autocast.around(loss):
+                run()
+        return weighed
 
-    def _run_fused(self, fused: FusedWeights, run: Any, weight: float | Tensor, sends: bool) -> None:
+    def _has_gradients(self) -> bool:
+        return self.uncounted or any(p.grad is not None for buffer in self._store.buffers for p in buffer.params)
+
+    def _run_fused(self, fused: FusedWeights, run: Any, weight: Weight, sends: bool) -> None:
         """Run a backward that adds gradients of weights itself."""
         complete = self._send_leaf if sends and self._ranks.reduces_sums else None
         try:
-            with fused.adding(self._fusing.permission(weight, self.serial + 1), complete):
+            with fused.adding(self._fusing.permission(weight.multiplier, self.serial + 1), complete):
                 run()
         except BaseException:
             if fused.taken:
@@ -207,25 +253,23 @@ class Intake:
     def _send_leaf(self, buffer: FlatBuffer, index: int) -> None:
         """Nothing more comes to a segment that weights are fused into; a part of it may still be in a bucket."""
         self._leaves_ran.add((id(buffer), index))
-        if self.hooks is None or not self.hooks.is_pending(buffer, index):
+        if self.hooks is None or not self.hooks.is_pending((buffer, index)):
             self._ranks.send_complete(buffer, [index])
 
-    def _run_adding(self, hooks: DuringBackward, run: Any, weight: float | Tensor, sends: bool) -> None:
+    def _run_adding(self, hooks: DuringBackward, run: Any, weight: Weight, sends: bool) -> None:
         """Run a backward whose gradients are added, with their weight, while it runs."""
-        if hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
-            raise RuntimeError(
-                f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
-                "acc.accumulate() after it, or acc.discard()"
-            )
         try:
             with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends)):
                 run()
         except BaseException:
-            self._window.phase = Phase.BROKEN
+            if self._release == "backward" or hooks.handed_over:
+                self._window.phase = Phase.BROKEN
+            else:
+                hooks.reset()  # nothing was added: the window is as before this micro-batch
             raise
 
     @profiled
-    def accumulate(self, weight: float | Tensor, last: bool) -> None:
+    def accumulate(self, weight: Weight, last: bool) -> None:
         """Add what there is of a micro-batch, and count it."""
         window = self._window
         if window.micro_batches == 0:
@@ -235,7 +279,7 @@ class Intake:
         self._scaler.check_not_unscaled(self._owns_some)
 
         # Collect: `.grad`s stay where they are until the ops have taken them.
-        stash = {} if self.route is None else self.route.stash
+        stash = {} if self.route is None else self.route.taken()
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale() if has_grads else None
@@ -250,32 +294,32 @@ class Intake:
         tag = self.serial + 1
         drops = None
         if self._overflow in ("microbatch", "raise"):
-            drops = self._sums.find_overflow(captured, weight, tag)
+            drops = self._sums.find_overflow(captured, weight.total, tag)
         if self._overflow == "raise" and drops[self._store.device].item() != 0:  # type: ignore[index]
             self._drop_grads(captured)
             self.serial = tag
-            window.kept = 0
+            window.drop_kept()
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
         if self.hooks is not None:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
-        total, scale = window.with_kept(weight, loss_scale)
-        self._sums.add(captured, total, scale, tag, drops=drops)
+        weight = window.with_kept(weight)
+        self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
-        window.count(total)
+        window.count(weight.total)
         if self.hooks is not None:
             self.hooks.reset()
         if last:
-            self._ranks.send_all()
+            self._ranks.end_last()
 
     def _warn_of_nothing(self) -> None:
         if not self._warned:
             self._warned = True
             _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
 
-    def _add_bucket(self, bucket: Bucket, weight: float | Tensor, sends: bool = False) -> None:
+    def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.
 
         Args:
@@ -287,14 +331,19 @@ class Intake:
         self._check_not_sent((buffer, segments) for buffer, (segments, _) in bucket)
         parts = dict(bucket)
         captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
+        if self.fused is not None:
+            for buffer in parts:
+                self.fused.take_turn(buffer)
         self._sums.add(captured, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
         if sends:
             for buffer, (segments, _) in bucket:
                 self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])
 
     def _is_complete(self, buffer: FlatBuffer, index: int) -> bool:
-        fused = self.fused is not None and self.fused.watches(buffer.params[index])
-        return not fused or (id(buffer), index) in self._leaves_ran
+        """Whether no more gradients of the window's last micro-batch come to a segment that got one."""
+        if self.fused is not None and self.fused.watches(buffer.params[index]):
+            return (id(buffer), index) in self._leaves_ran
+        return self.route is None or not self.route.in_parts(buffer, index)
 
     def _check_not_sent(self, parts: Iterable[tuple[FlatBuffer, Sequence[int]]]) -> None:
         for buffer, segments in parts:

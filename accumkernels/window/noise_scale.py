@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..buffers.devices import move
+from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
 from ..ranks.alone import Alone
 
@@ -111,6 +112,8 @@ class NoiseMeter:
         self._sums: Tensor | None = None
         self._squares: dict[torch.device, Tensor] = {}
         self._measuring = False
+        self._serial = 0  # of the micro-batch under way
+        self._seen: dict[FlatBuffer, set[int]] = {}  # segments that got their gradient in it
 
     def turn_on(self, now: bool) -> None:
         """Measure from the next window on, or from the open one on (`now`), to which nothing was added yet."""
@@ -124,6 +127,7 @@ class NoiseMeter:
         self._measuring = self.on
         for squares in self._squares.values():
             squares.zero_()
+        self._serial, self._seen = 0, {}
 
     def squares(self, device: torch.device) -> Tensor | None:
         """What the accumulate pass adds to on `device`, as `sq_norm` of `accumulate_`; None where nothing measures."""
@@ -132,6 +136,21 @@ class NoiseMeter:
         if device not in self._squares:
             self._squares[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._squares[device]
+
+    def see(self, buffer: FlatBuffer, segments: Sequence[int], serial: int) -> None:
+        """Note whose gradients the accumulate pass adds for micro-batch `serial`.
+
+        Its squared norm is the sum of those of its buckets, unless a parameter's gradient comes in several parts: then
+        the window does not count.
+        """
+        if not self._measuring:
+            return
+        if serial != self._serial:
+            self._serial, self._seen = serial, {}
+        seen = self._seen.setdefault(buffer, set())
+        if not seen.isdisjoint(segments):
+            self._squares[buffer.device].fill_(torch.nan)
+        seen.update(segments)
 
     def sums(self, device: torch.device) -> Tensor | None:
         """fp64 `[2]`: `sum w_i |g_i|^2` of the window and the squared norm of its sum; None where nothing measures."""
@@ -162,12 +181,20 @@ class NoiseMeter:
         averaged.copy_(torch.where(counts, averaged * self._keep + window, averaged))
         self._sums[_Sums.WINDOWS] += counts
 
-    def state_dict(self) -> dict[str, object]:
-        """The averages, and the sums of the window that is open: one row for each rank that has its own."""
+    def state_dict(self, device: torch.device, joined: Iterable[Tensor] | None = None) -> dict[str, object]:
+        """The averages, and the sums of the window that is open: one row for each rank that has its own.
+
+        Args:
+            device: The first device.
+            joined: The window's sums over all ranks, where the state is to be that of all; collective then.
+        """
         squares = None
-        if self._squares:
-            device = next(iter(self._squares))
-            total = torch.stack([move(squares, device) for squares in self._squares.values()]).sum(0)
+        if self._squares or (joined is not None and self.on):
+            parts = [move(squares, device) for squares in self._squares.values()]
+            total = torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
+            if joined is not None:
+                total = self._ranks.joined(total)
+                total[1] = sum(move(sum_.double().square().sum(), device) for sum_ in joined)
             squares = self._ranks.gather_rows(total).tolist()
         return {
             "on": self.on,

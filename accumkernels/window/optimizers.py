@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from ..errors import wrong_type
+
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
 # Wrappers that step on their own terms: name of the package, what to do instead.
 _TRAINERS = {
@@ -41,7 +43,7 @@ def check_optimizer(optimizer: object, caller: str) -> None:
             f"{caller}: {type(optimizer).__qualname__} of {package} wraps an optimizer; {_TRAINERS[package]}"
         )
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{caller}: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise wrong_type(f"{caller}: optimizer", "a torch.optim.Optimizer", optimizer)
 
 
 def check_no_closure(optimizer: Optimizer) -> None:
@@ -108,17 +110,20 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
+def is_fused_sgd(optimizer: Optimizer) -> bool:
+    """Whether this is torch's SGD in one kernel."""
+    return isinstance(optimizer, torch.optim.SGD) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def lacks_momentum(optimizer: Optimizer, touched: Set[int]) -> bool:
-    """Whether this is a fused SGD that is about to make the momentum of a parameter.
+    """Whether a fused SGD is about to make the momentum of a parameter.
 
     Torch allocates the buffers uninitialised on the first step and then does not write them when found_inf is set.
 
     Args:
-        optimizer: Any optimizer.
+        optimizer: A fused SGD.
         touched: `id`s of the parameters that will have a gradient.
     """
-    if not (isinstance(optimizer, torch.optim.SGD) and getattr(optimizer, "_step_supports_amp_scaling", False)):
-        return False
     return any(
         group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups

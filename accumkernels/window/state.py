@@ -6,11 +6,11 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ranks.alone import Agreement
 from .verdict import Verdict
+from .weight import Weight
 
 
 class Phase(enum.Enum):
@@ -35,21 +35,25 @@ class Window:
     """Counts and flags of one window; the sums themselves are in the store. Only this room writes it.
 
     Attributes:
+        number: How many windows ended before.
         phase: See `Phase`.
         micro_batches: `accumulate` calls, dropped micro-batches too.
         kept: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
-        kept_weight: The weight of each of them.
+        kept_weight: Of all of them together; None where there are none.
         host_weight: Sum of the weights that were numbers.
+        weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
         dropped: By `discard`: it ends as if it were empty, on all ranks where there are several.
         verdict: Set when the phase becomes FINALIZED.
     """
 
+    number: int = 0
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
     kept: int = 0
-    kept_weight: float = 0.0
+    kept_weight: Weight | None = None
     host_weight: float = 0.0
+    weighed_after: bool = False
     decided_on_device: bool = False
     dropped: bool = False
     verdict: Verdict | None = None
@@ -67,7 +71,7 @@ class Window:
     def count(self, weight: float | Tensor) -> None:
         """Count a micro-batch that was added, and with it those that were kept."""
         self.micro_batches += 1
-        self.kept = 0
+        self.drop_kept()
         if isinstance(weight, Tensor):
             self.decided_on_device = True
         else:
@@ -93,47 +97,51 @@ class Window:
 
     # ---- micro-batches whose gradients FSDP2 keeps
 
-    def check_kept(self, weight: float | Tensor) -> None:
+    def check_kept(self, weight: Weight) -> None:
         """Refuse a weight that does not go with those of kept micro-batches, whose gradients are one sum by now.
 
         Raises:
-            RuntimeError: it is another, or only the device knows it.
+            RuntimeError: gradients of the sum would have to be multiplied differently, or only the device knows.
         """
-        if self.kept and (isinstance(weight, Tensor) or weight != self.kept_weight):
+        if self.kept_weight is None or isinstance(weight.in_loss, Tensor) or weight.in_loss == 0:
+            return
+        given, kept = weight.multiplier, self.kept_weight.multiplier
+        if isinstance(kept, Tensor) and not isinstance(given, Tensor):
+            return  # both went into their losses
+        # What a 16-bit loss loses of its weight is less than 1 part in 128.
+        if isinstance(given, Tensor) or abs(given / kept - 1) > 1 / 128:
             raise RuntimeError(
-                f"weight {weight} after {self.kept} micro-batches of weight {self.kept_weight} whose gradients FSDP2 "
-                "keeps and sums as they are (set_requires_gradient_sync(False)): give numbers, all the same, or "
-                "sum-reduced losses without weights and a divisor (docs/fsdp2.md)"
+                f"accumulate(weight={given}) after {self.kept} micro-batches that were multiplied by {kept}, whose "
+                "gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
+                "acc.backward(loss, weight), which puts weights into losses (docs/fsdp2.md)"
             )
 
-    def keep(self, weight: float | Tensor) -> None:
+    def keep(self, weight: Weight) -> None:
         """Count a micro-batch whose gradients will come with those of a later one."""
-        if isinstance(weight, Tensor):
+        if isinstance(weight.total, Tensor) and not isinstance(weight.in_loss, Tensor):
             raise RuntimeError(
                 "accumulate() found no gradient: FSDP2 keeps it (set_requires_gradient_sync(False)), and then a weight "
-                "must be a number, not a tensor on the device"
+                "on the device goes into the loss: call acc.backward(loss, weight)"
             )
         self.check_kept(weight)
         self.micro_batches += 1
         self.kept += 1
-        self.kept_weight = weight
+        self.kept_weight = weight if self.kept_weight is None else self.kept_weight.plus(weight)
 
-    def with_kept(self, weight: float | Tensor, loss_scale: Tensor | None) -> tuple[float | Tensor, Tensor | None]:
-        """Weight and loss scale for gradients that hold those of kept micro-batches as well as this one's.
+    def with_kept(self, weight: Weight) -> Weight:
+        """The weight of gradients that hold those of kept micro-batches as well as this one's."""
+        return weight if self.kept_weight is None else self.kept_weight.plus(weight)
 
-        They are added as one micro-batch, of the weight of all, whose gradient is the mean over them.
-        """
-        if not self.kept:
-            return weight, loss_scale
-        n = self.kept + 1
-        scale = torch.ones((), dtype=torch.float32) if loss_scale is None else loss_scale
-        return weight * n, scale * n
+    def drop_kept(self) -> None:
+        """The gradients that were kept came, or will not be used."""
+        self.kept, self.kept_weight = 0, None
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; a window that is finalized is saved as averaged."""
         return {
+            "number": self.number,
             "micro_batches": self.micro_batches,
             "host_weight": self.host_weight,
             "decided_on_device": self.decided_on_device,
@@ -144,5 +152,5 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become the window that `state_dict` described; this one is empty."""
         self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
-        for name in ("micro_batches", "host_weight", "decided_on_device", "dropped"):
+        for name in ("number", "micro_batches", "host_weight", "decided_on_device", "dropped"):
             setattr(self, name, state[name])

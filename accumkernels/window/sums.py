@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ..buffers.devices import move, worst
+from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.gradients import Captured
 from ..ranks.alone import Alone
 from .noise_scale import NoiseMeter
+from .weight import Weight
 
 
 class Sums:
@@ -57,7 +59,7 @@ class Sums:
     def add(
         self,
         captured: Sequence[Captured],
-        weight: float | Tensor,
+        weight: Weight,
         loss_scale: Tensor | None,
         tag: int,
         *,
@@ -68,41 +70,72 @@ class Sums:
 
         Args:
             captured: For each flat buffer of the store.
-            weight: Of the micro-batch; fp64 0-d where a tensor.
+            weight: Of the micro-batch.
             loss_scale: fp32 0-d, or None.
             tag: What kernels store in the flags of parameters whose gradients are not finite.
             drops: Per device, fp64 `[1]` that drops the micro-batch where it is not 0.
             count: Whether the weight enters the window's; once per micro-batch.
         """
-        number, tensor = (0.0, weight) if isinstance(weight, Tensor) else (weight, None)
+        multiplier = weight.multiplier
+        plain = not isinstance(weight.in_loss, Tensor) and weight.in_loss == 1
         first = self._store.buffers[0]
-        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
-            counts = count and buffer is first
-            if not grads and not counts:
+        for buffer, taken in zip(self._store.buffers, captured, strict=True):
+            counts = count and plain and buffer is first
+            if not taken.grads and not counts:
                 continue
-            device = buffer.device
-            try:
-                buffer.ops.accumulate_(
-                    buffer.tensor,
-                    self._store.states[device],
-                    grads,
-                    segments,
-                    buffer.first_touches(segments),
-                    buffer.layout,
-                    buffer.layout_host,
-                    flags=None if self._overflow is None else buffer.flags,
-                    tag=tag,
-                    weight=number,
-                    weight_tensor=None if tensor is None else move(tensor, device),
-                    loss_scale=None if loss_scale is None else move(loss_scale, device),
-                    drop=None if drops is None else drops[device],
-                    sq_norm=self._noise.squares(device),
-                    count=counts,
-                )
-            except RuntimeError:  # an op knows segments by number: where the size is wrong, name the parameter
-                for index, grad in zip(segments, grads, strict=True):
-                    buffer.segments[index].check_numel(grad)
-                raise
+            self._noise.see(buffer, taken.segments, tag)
+            squares = self._noise.squares(buffer.device)
+            weighted = squares if plain or squares is None else torch.zeros_like(squares)
+            self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)
+            if squares is not None and weighted is not None and weighted is not squares:
+                self._add_squares(squares, weighted, weight)
+        if count and not plain:  # the gradients hold a part of the weight already
+            self._accumulate(first, Captured([], []), weight.total, None, tag, drops, None, True)
         # Only now: an op that refused its arguments has changed nothing.
         for buffer, (segments, _) in zip(self._store.buffers, captured, strict=True):
             buffer.touch(segments)
+
+    def _accumulate(
+        self,
+        buffer: FlatBuffer,
+        captured: Captured,
+        weight: float | Tensor,
+        loss_scale: Tensor | None,
+        tag: int,
+        drops: dict[torch.device, Tensor] | None,
+        squares: Tensor | None,
+        count: bool,
+    ) -> None:
+        segments, grads = captured
+        device = buffer.device
+        number, tensor = (0.0, weight) if isinstance(weight, Tensor) else (weight, None)
+        try:
+            buffer.ops.accumulate_(
+                buffer.tensor,
+                self._store.states[device],
+                grads,
+                segments,
+                buffer.first_touches(segments),
+                buffer.layout,
+                buffer.layout_host,
+                flags=None if self._overflow is None else buffer.flags,
+                tag=tag,
+                weight=number,
+                weight_tensor=None if tensor is None else move(tensor, device),
+                loss_scale=None if loss_scale is None else move(loss_scale, device),
+                drop=None if drops is None else drops[device],
+                sq_norm=squares,
+                count=count,
+            )
+        except RuntimeError:  # an op knows segments by number: where the size is wrong, name the parameter
+            for index, grad in zip(segments, grads, strict=True):
+                buffer.segments[index].check_numel(grad)
+            raise
+
+    def _add_squares(self, squares: Tensor, weighted: Tensor, weight: Weight) -> None:
+        """Add `sum w_i |g_i|^2` where the gradients are those of a loss times `in_loss`, and that squared is in it."""
+        factor = weight.in_loss
+        if isinstance(factor, Tensor):
+            factor = move(torch.where(factor == 0, 1.0, factor), squares.device)
+        weighted[0] /= 1.0 if isinstance(factor, float) and factor == 0 else factor
+        squares += weighted

@@ -21,9 +21,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import nn
 
 import accumkernels as ak
@@ -34,6 +31,7 @@ from ..harness.case import DTYPES
 from ..harness.machine import environment
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, write_csv
+from ..harness.tables import Table, track
 from ..methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build
 
 STOCK = "stock GradScaler + clip_grad_norm_"
@@ -102,8 +100,7 @@ def windows(
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     warm_up = 2
-    console = Console(stderr=True)
-    for repetition in track(range(repetitions + warm_up), description="windows", console=console, transient=True):
+    for repetition in track(range(repetitions + warm_up), "windows"):
         names = list(calls)
         for turn in range(len(names)):
             name = names[(repetition + turn) % len(names)]
@@ -176,7 +173,7 @@ def rows(
     return [{column: r.get(column) for column in COLUMNS} for r in found]
 
 
-def show(console: Console, found: Sequence[Row]) -> None:
+def show(found: Sequence[Row]) -> None:
     """Two tables."""
     for name in ("window", "forward"):
         of_table = [r for r in found if r["table"] == name]
@@ -184,16 +181,13 @@ def show(console: Console, found: Sequence[Row]) -> None:
         title = f"{name}: {first['model']}, {first['dtype']}, {first['micro_batches']} micro-batches"
         if first["tokens_per_micro_batch"] is not None:
             title += f" of {first['tokens_per_micro_batch']} tokens"
-        table = Table(title=f"{title}; torch {first['torch']}, {first['device']}", title_justify="left")
-        table.add_column("method", no_wrap=True)
-        for header in ("tokens/s", "ms", "p10 to p90", "gradient side, ms", "stock to this", "share of window"):
-            table.add_column(header, justify="right", no_wrap=True)
+        headers = ("method", "tokens/s", "ms", "p10 to p90", "gradient side, ms", "stock to this", "share of window")
+        table = Table(f"{title}; torch {first['torch']}, {first['device']}", headers)
         for r in of_table:
             cells = [r["tokens_per_second"], r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}"]
             cells += [r[c] for c in ("gradient_side_ms", "stock_to_this", "share_of_window")]
-            cells = ["" if cell is None else cell for cell in cells]
-            table.add_row(str(r["method"]), *map(str, cells))
-        console.print(table)
+            table.add(r["method"], *cells)
+        table.print()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_windows = windows(size, dtype, device, k, arguments.windows)
     of_forwards = forwards(dtype, device, k, max(20, arguments.windows))
     found = rows(of_windows, of_forwards, k, common)
-    show(Console(width=max(Console().width, 150)), found)
+    show(found)
     if arguments.csv:
         write_csv(arguments.csv, found)
     return 0

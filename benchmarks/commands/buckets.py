@@ -14,9 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from accumkernels.ops import native
 
@@ -24,8 +21,9 @@ from ..harness.arguments import listed, usable
 from ..harness.case import DTYPES, Case
 from ..harness.machine import environment
 from ..harness.measure import Flush, Timer, median_and_spread
-from ..harness.results import Row, groups, write_csv
+from ..harness.results import Row, write_csv
 from ..harness.shapes import lists
+from ..harness.tables import Table, track
 
 SIZES = (2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25, 2**26, 2**27)
 WHOLE = 2**40  # everything at once
@@ -80,7 +78,7 @@ def measure(dtype: str, device: torch.device, elements: int | None, repetitions:
     timer, flush = Timer(device), Flush(device)
     calls = {nbytes: prepare(case, nbytes) for nbytes in (*SIZES, WHOLE)}
     seconds: dict[int, list[float]] = {nbytes: [] for nbytes in calls}
-    for repetition in track(range(repetitions + 1), description=dtype, console=Console(stderr=True), transient=True):
+    for repetition in track(range(repetitions + 1), dtype):
         for nbytes, (add, _) in calls.items():
             taken = timer(add, before=flush)
             if repetition:  # the first warms up
@@ -113,18 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = environment(device)
     rows: list[Row] = []
     for dtype in dtypes:
-        rows += measure(dtype, device, arguments.elements, arguments.repetitions, about)
-    for group in groups(rows, "dtype").values():
+        group = measure(dtype, device, arguments.elements, arguments.repetitions, about)
+        rows += group
+        if arguments.csv:
+            write_csv(arguments.csv, rows)
         first = group[0]
         title = f"GPT-2 shapes, {first['elements']:,} elements, {first['dtype']}; torch {first['torch']}"
-        table = Table(title=f"{title}, {first['device']}", title_justify="left")
-        for header in ("bucket, MiB", "calls", "ms", "p10 to p90", "to one call"):
-            table.add_column(header, justify="right", no_wrap=True)
+        table = Table(f"{title}, {first['device']}", ("bucket, MiB", "calls", "ms", "p10 to p90", "to one call"))
         for r in group:
             size = "all at once" if r["bucket_MiB"] is None else f"{r['bucket_MiB']:g}"
             spread = f"{r['ms_p10']} to {r['ms_p90']}"
-            table.add_row(size, str(r["calls"]), str(r["ms_median"]), spread, str(r["ratio_to_one_call"]))
-        Console(width=max(Console().width, 100)).print(table)
-    if arguments.csv:
-        write_csv(arguments.csv, rows)
+            table.add(size, r["calls"], r["ms_median"], spread, r["ratio_to_one_call"])
+        table.print()
     return 0

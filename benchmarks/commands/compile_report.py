@@ -3,10 +3,12 @@
     python -m benchmarks.compile_report [--json FILE]
 
 Compiles every Triton kernel as a launch would, and reads the SASS of the CUDA kernels in the built library. Standard
-output is a JSON list of {kernel, backend, arch, regs, spills, vector_loads, vector_stores}: registers per thread, bytes
-of stack and local memory per thread (0: nothing is spilled), and how many instructions of the kernel load from or store
-to global memory 128 bits or more at a time. CUDA kernels read the dtype of gradients at run time: one kernel has the
-code for all of them.
+output is a JSON list of {kernel, backend, arch, regs, spills, vector_loads, vector_stores, loops}: registers per
+thread, bytes of stack and local memory per thread (0: nothing is spilled), and how many instructions of the kernel load
+from or store to global memory 128 bits or more at a time. CUDA kernels read the dtype of gradients at run time: one
+kernel has the code for all of them. For each innermost loop, `loops` says how many loads and stores of how many bits a
+thread makes in one turn (4 x 64 of 16-bit gradients and 4 x 128 of an fp32 buffer, say), and how much of that is in
+flight on a multiprocessor before its threads wait. Triton's kernels have no loops over elements.
 
 Left out unless --details is given: Triton's forms for tensors that are not 16-byte aligned, which cannot have wide
 accesses (a CUDA kernel holds both forms), and counts of what would round otherwise than the reference does.
@@ -26,14 +28,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..harness import sass
+
 CAPABILITIES = (80, 90, 100)  # that Triton's kernels are compiled for
 _WIDE_IN_PTX = r"\.global[\w.:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"  # disassembling each would take half a second
 _WIDE_LOAD = re.compile(r"\bLDG?\.[\w.]*(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG?\.[\w.]*(?:128|256)\b")
+# The capacity of the table in a kernel's arguments: kShortTable and kLongTable of csrc/cuda/table.h.
+_TABLES = {"Li256E": "short", "Li1015E": "", "Li1354E": "", "Li2031E": ""}
 # What template arguments say, by kernel; they are shown as they are mangled otherwise.
 _ARGUMENTS = {
-    "accumulate_kernel": {"Lb0E": "", "Lb1E": "sq_norm"},
-    "norm_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf"},
+    "accumulate_kernel": {"Lb0E": "", "Lb1E": "sq_norm", **_TABLES},
+    "check_finite_kernel": _TABLES,
+    "norm_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf", **_TABLES},
+    "scaled_copy_kernel": _TABLES,
     "norm_finish_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf"},
 }
 _TYPES = {"f": "fp32", "d": "fp64", "6__half": "fp16", "13__nv_bfloat16": "bf16"}
@@ -41,7 +49,7 @@ _TYPES = {"f": "fp32", "d": "fp64", "6__half": "fp16", "13__nv_bfloat16": "bf16"
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kernel for one architecture; the last three only of Triton's, counted in its PTX."""
+    """One kernel for one architecture; `fused` and what follows only of Triton's, counted in its PTX."""
 
     kernel: str
     backend: str
@@ -50,16 +58,26 @@ class Code:
     spills: int
     vector_loads: int
     vector_stores: int
+    loops: Sequence[sass.Loop] = ()  # only of CUDA kernels
     fused: int = 0  # multiply-adds, which round once instead of twice
     flushed: int = 0  # instructions that take subnormal numbers for zero
     approximate: int = 0  # divisions
+    late_loads: int = 0  # wide loads behind a product, which therefore wait for memory one after the other
 
     def brief(self) -> dict[str, object]:
         """What is reported without --details."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in DETAILS}
+        found = {name: value for name, value in dataclasses.asdict(self).items() if name not in DETAILS}
+        return {**found, "loops": [self.moved_by(loop) for loop in self.loops]}
+
+    def moved_by(self, loop: sass.Loop) -> str:
+        """What one turn of a loop moves, and how much of it is in flight on a multiprocessor."""
+        if self.kernel.startswith("scaled_copy"):  # a loop has the code for several dtypes, of which one runs
+            return str(loop)
+        blocks = sass.blocks_per_multiprocessor(self.regs, self.arch)
+        return f"{loop}; {loop.in_flight * sass.BLOCK * blocks // 1024} KB in flight"
 
 
-DETAILS = ("fused", "flushed", "approximate")
+DETAILS = ("fused", "flushed", "approximate", "late_loads")
 
 
 def cuobjdump() -> Path:
@@ -101,15 +119,24 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return usage
 
 
-def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int]]:
-    """Registers, spilled bytes, wide loads and wide stores of each kernel in a library."""
+def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int, list[sass.Loop]]]:
+    """Registers, spilled bytes, wide loads, wide stores and loops of each kernel in a library."""
     text = _cuobjdump("-sass", "-res-usage", "-arch", arch, str(path))
     usage = _usages(text)
     found = {}
     for part in re.split(r"^\s*Function : ", text, flags=re.MULTILINE)[1:]:
         name, _, code = part.partition("\n")
-        found[name.strip()] = (*usage[name.strip()], len(_WIDE_LOAD.findall(code)), len(_WIDE_STORE.findall(code)))
+        wide = (len(_WIDE_LOAD.findall(code)), len(_WIDE_STORE.findall(code)))
+        found[name.strip()] = (*usage[name.strip()], *wide, sass.loops(code))
     return found
+
+
+def _late_loads(ptx: str) -> int:
+    """Wide loads of other basic blocks than the first that has any, and those in it behind a product."""
+    blocks = re.split(r"^\$L__BB\w+:", ptx, flags=re.MULTILINE)
+    first = next((block for block in blocks if re.search("ld" + _WIDE_IN_PTX, block)), "")
+    in_time = re.split(r"\bmul\.(?:rn\.)?f(?:32|64)\b", first, maxsplit=1)[0]
+    return len(re.findall("ld" + _WIDE_IN_PTX, ptx)) - len(re.findall("ld" + _WIDE_IN_PTX, in_time))
 
 
 def triton_code(details: bool = False) -> Iterator[Code]:
@@ -127,12 +154,13 @@ def triton_code(details: bool = False) -> Iterator[Code]:
                 len(re.findall(r"\bfma\.rn\.f32", ptx)),
                 ptx.count(".ftz"),
                 len(re.findall(r"\bdiv\.(?:full|approx)", ptx)),
+                _late_loads(ptx),
             )
-            yield Code(variant.name, "triton", f"sm_{capability}", *_usage(compiled.asm["cubin"]), *wide, *counts)
+            yield Code(variant.name, "triton", f"sm_{capability}", *_usage(compiled.asm["cubin"]), *wide, (), *counts)
 
 
 def cuda_code(library: Path, archs: Sequence[str]) -> list[Code]:
-    """What the library holds for these architectures."""
+    """What a library or an object file holds for these architectures."""
     with ThreadPoolExecutor(2) as pool:
         dumps = list(pool.map(lambda arch: _dump(library, arch), archs))
     return [

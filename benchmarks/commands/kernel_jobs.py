@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import gc
 import multiprocessing
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
 from ..harness.case import DTYPES, Case
-from ..harness.measure import Flush, Timer, count_launches, host_seconds
+from ..harness.measure import Call, Flush, Timer, count_launches, device_seconds, host_seconds
 from ..harness.shapes import Shapes
 from ..methods import compute, host, limits, other_jobs, peers, window
 
@@ -48,7 +49,11 @@ class Job:
 
 @dataclasses.dataclass
 class Measured:
-    """Seconds of a method. `gradients` is `COLD` or `WRITTEN`, empty where that makes no difference."""
+    """Seconds of a method. `gradients` is `COLD` or `WRITTEN`, empty where that makes no difference.
+
+    On a GPU, `host` is the host's own time per call and `device` what the GPU is busy for. With many small tensors the
+    host is the slower of the two, and `seconds`, taken by events, are the time of whoever is slower.
+    """
 
     table: str
     method: str
@@ -57,6 +62,8 @@ class Measured:
     seconds: list[float]
     launches: int | None = None
     unavailable: str | None = None
+    host: float | None = None
+    device: float | None = None
 
 
 def _repeat(job: Job, once: Sequence[Callable[[], float]], warm_up: int = _WARM_UP) -> list[list[float]]:
@@ -95,18 +102,31 @@ def _accumulate(job: Job, case: Case, timer: Timer) -> list[Measured]:
         return lambda: max(timer(both, flush) - timer(case.write, flush), 1e-9)
 
     names = [*loops, *prepared]
-    calls = {**{n: loop.call for n, loop in loops.items()}, **{n: method.whole for n, method in prepared.items()}}
-    once: list[Callable[[], float]] = [functools.partial(timer, calls[name], flush) for name in names]
-    for loop in loops.values():
-        once.append(functools.partial(timer, loop.call, loop.write))
-    for method in prepared.values():
-        whole = functools.partial(timer, method.whole, case.write)
+    calls: dict[str, Call] = {
+        **{n: loop.call for n, loop in loops.items()},
+        **{n: method.whole for n, method in prepared.items()},
+    }
+    host, device = _apart(calls, case.device)
+    once: list[Callable[[], float]] = [functools.partial(timer, calls[n], flush, host.get(n, 0.0)) for n in names]
+    for name, loop in loops.items():
+        once.append(functools.partial(timer, loop.call, loop.write, host.get(name, 0.0)))
+    for name, method in prepared.items():
+        whole = functools.partial(timer, method.whole, case.write, host.get(name, 0.0))
         once.append(whole if method.one is None else interleaved(method.one))
     states = [COLD] * len(names) + [WRITTEN] * len(names)
     return [
-        Measured(job.table, name, state, 1, seconds, launches[name])
+        Measured(job.table, name, state, 1, seconds, launches[name], host=host.get(name), device=device.get(name))
         for name, state, seconds in zip(names * 2, states, _repeat(job, once), strict=True)
     ]
+
+
+def _apart(calls: Mapping[str, Call], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+    """Host time and device time of each call; both empty on the CPU, where they are one."""
+    if device.type != "cuda":
+        return {}, {}
+    host = {n: statistics.median(host_seconds(call, lambda: None, 5, device)) for n, call in calls.items()}
+    busy = {n: device_seconds(call, device) for n, call in calls.items()}
+    return host, {n: seconds for n, seconds in busy.items() if seconds is not None}
 
 
 def _windows(job: Job, case: Case, timer: Timer) -> list[Measured]:
@@ -176,8 +196,9 @@ def _other_jobs(job: Job, case: Case, timer: Timer) -> list[Measured]:
     for name in job.methods:
         try:
             call = other_jobs.JOBS[name](case, job.tokens)
-        except (RuntimeError, TypeError) as error:
-            cause = str(error).partition(".")[0]
+            call()
+        except (ImportError, RuntimeError, TypeError) as error:
+            cause = str(error).partition("\n")[0].partition(". ")[0]
             found.append(Measured(job.table, name, COLD, 1, [], unavailable=cause))
             continue
         once = functools.partial(timer, call, flush)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from ..harness.case import DTYPES
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, groups
 from ..harness.shapes import Shapes, numel
+from ..harness.tables import Table
 from ..methods import host, limits, peers
 from . import kernel_jobs
 from .kernel_jobs import Measured
 
 COLUMNS = (
     *("table", "shapes", "method", "device", "dtype", "gradients", "micro_batches", "tensors", "elements", "launches"),
-    *("ms_median", "ms_p10", "ms_p90", "GB_per_s", "fraction_of_limit", "fraction_of_copy", "ratio_to_ours"),
-    *("share_of_step", "tokens", "samples", "unavailable", "threads", "instruction_set", "driver", "cuda", "triton"),
-    *("megatron_core", "torch", "python", "commit", "date"),
+    *("ms_median", "ms_p10", "ms_p90", "host_ms", "device_ms", "GB_per_s", "fraction_of_limit", "fraction_of_copy"),
+    *("ratio_to_ours", "share_of_step", "tokens", "samples", "unavailable", "threads", "instruction_set", "driver"),
+    *("cuda", "triton", "megatron_core", "torch", "python", "commit", "date"),
 )
 
 
@@ -95,6 +93,8 @@ def rows(
                 "ms_median": _rounded(None if median is None else median * 1e3),
                 "ms_p10": _rounded(None if p10 is None else p10 * 1e3),
                 "ms_p90": _rounded(None if p90 is None else p90 * 1e3),
+                "host_ms": _rounded(None if m.host is None else m.host * 1e3),
+                "device_ms": _rounded(None if m.device is None else m.device * 1e3),
                 "GB_per_s": _rounded(rate(m)),
                 "fraction_of_limit": _rounded(fraction(m, limits.NAMES), 3),
                 "fraction_of_copy": _rounded(fraction(m, (limits.COPY,)), 3),
@@ -120,6 +120,8 @@ _HEADERS = {
     "launches": "launches",
     "ms_median": "ms",
     "spread": "p10 to p90",
+    "host_ms": "host ms",
+    "device_ms": "device ms",
     "GB_per_s": "GB/s",
     "fraction_of_limit": "of the limit",
     "fraction_of_copy": "of the copy",
@@ -134,7 +136,7 @@ _TITLES = {
 }
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
+def show(rows: Sequence[Row]) -> None:
     """A table per question."""
     limits_of_windows = [r for r in rows if r["table"] == "window" and r["micro_batches"] is None]
     for group in groups(rows, "table", "shapes", "dtype", "elements", "gradients", "micro_batches").values():
@@ -147,10 +149,10 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         if first["table"] == "window":
             same = [r for r in limits_of_windows if (r["shapes"], r["dtype"]) == (first["shapes"], first["dtype"])]
             group = [*(r for r in same if r["elements"] == first["elements"]), *group]
-        _show_group(console, title, group)
+        _show_group(title, group)
 
 
-def _show_group(console: Console, title: str, group: Sequence[Row]) -> None:
+def _show_group(title: str, group: Sequence[Row]) -> None:
     def cell(row: Row, column: str) -> str:
         if column == "spread":
             return "" if row["ms_p10"] is None else f"{row['ms_p10']:g} to {row['ms_p90']:g}"
@@ -158,19 +160,15 @@ def _show_group(console: Console, title: str, group: Sequence[Row]) -> None:
         return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
     columns = [c for c in _HEADERS if any(cell(row, c) for row in group)]
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for column in columns:
-        table.add_column(_HEADERS[column], justify="right", no_wrap=True)
+    table = Table(title, ("method", *(_HEADERS[column] for column in columns)))
     for row in group:
         name = str(row["method"]) + (f" (not available: {row['unavailable']})" if row["unavailable"] else "")
-        style = "bold" if row["ratio_to_ours"] == 1.0 else None
-        table.add_row(name, *(cell(row, column) for column in columns), style=style)
-    console.print(table)
+        table.add(name, *(cell(row, column) for column in columns))
+    table.print()
     if group[0]["table"] == "accumulate":
         verdict = summary(group)
         if verdict:
-            console.print(verdict, soft_wrap=True)
+            print(verdict, flush=True)
 
 
 def summary(group: Sequence[Row]) -> str:

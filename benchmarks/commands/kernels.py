@@ -23,19 +23,17 @@ share one, which is quicker and on the CPU less fair: the compiled loops bring t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from ..harness.arguments import listed, usable
 from ..harness.case import DTYPES
 from ..harness.machine import environment, version
 from ..harness.results import Row, write_csv, write_json
 from ..harness.shapes import NAMES, Shapes, lists
+from ..harness.tables import progress
 from ..methods import compute, host, other_jobs, peers, window
 from . import kernel_rows
 from .kernel_jobs import Job, Measured, merge, run, run_apart
@@ -114,16 +112,14 @@ def host_jobs(arguments: argparse.Namespace, dtype: str) -> list[Job]:
     return [Job("host", tuple(host.METHODS), host.shapes(tensors), *counts) for tensors in host.TENSORS]
 
 
-def measure(arguments: argparse.Namespace, work: Sequence[Job], progress: Progress, what: str) -> list[Measured]:
+def measure(arguments: argparse.Namespace, work: Sequence[Job], what: str) -> list[Measured]:
     """Run jobs one after the other."""
-    task = progress.add_task(what, total=len(work))
     measured = []
     for job in work:
         method = job.methods[0] if len(job.methods) == 1 else f"{len(job.methods)} methods"
-        progress.update(task, description=f"{what}: {job.table}, {method}")
+        progress(f"{what}: {job.table}, {method}")
         measured += run(job) if arguments.processes == 0 else run_apart(job)
-        progress.advance(task)
-    progress.remove_task(task)
+    progress("")
     return merge(measured)
 
 
@@ -133,28 +129,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = usable(arguments.device, arguments.threads)
     megatron = version("megatron-core") if device.type == "cuda" else ""
     about = {**environment(device), "megatron_core": megatron or "imitated"}
-    console = Console(width=max(Console().width, 150))
     rows: list[Row] = []
 
     def add(measured: list[Measured], name: str, shapes: Shapes, dtype: str) -> None:
         added = kernel_rows.rows(measured, name, shapes, dtype, about, arguments.tokens)
-        kernel_rows.show(console, added)
+        kernel_rows.show(added)
         rows.extend(added)
         if arguments.csv:  # after each part: what is measured is not lost when a later part fails
             write_csv(arguments.csv, rows)
         if arguments.json:
             write_json(arguments.json, rows)
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for dtype in arguments.dtype:
-            for job in host_jobs(arguments, dtype):
-                one = dataclasses.replace(job)
-                add(measure(arguments, [one], progress, dtype), "host", job.shapes, dtype)
-            for name in arguments.shapes:
-                for shapes in lists(name, arguments.elements):
-                    work = jobs(arguments, name, shapes, dtype)
-                    add(measure(arguments, work, progress, f"{name} {dtype}"), name, shapes, dtype)
+    for dtype in arguments.dtype:
+        for job in host_jobs(arguments, dtype):
+            add(measure(arguments, [job], dtype), "host", job.shapes, dtype)
+        for name in arguments.shapes:
+            for shapes in lists(name, arguments.elements):
+                work = jobs(arguments, name, shapes, dtype)
+                add(measure(arguments, work, f"{name} {dtype}"), name, shapes, dtype)
     for path in (arguments.csv, arguments.json):
         if path:
-            console.print(f"wrote {path}")
+            print(f"wrote {path}")
     return 0

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 
 from accumkernels.demo.model import GPT
@@ -29,8 +26,9 @@ from ..harness.arguments import listed, usable
 from ..harness.case import DTYPES
 from ..harness.machine import environment
 from ..harness.results import Row, groups, write_csv
+from ..harness.tables import Table, track
 from ..harness.timeline import KINDS, Timeline, thinned
-from ..methods.training import METHODS, STOCK, Batch, Fused, Loop, Method
+from ..methods.training import METHODS, SIZES, STOCK, Batch, Fused, Loop, Method, Size
 
 SMALL_BUCKETS = 2**20
 POINTS = 100  # of a method in the picture
@@ -70,17 +68,18 @@ def _mlp(width: int, depth: int, samples: int) -> Trained:
     return Trained(lambda: MLP(width, depth), batch)
 
 
-def _gpt(samples: int, length: int) -> Trained:
+def _gpt(size: Size, samples: int, length: int) -> Trained:
     def batch(device: torch.device, generator: torch.Generator) -> Batch:
-        x, y = (torch.randint(256, (samples, length), device=device, generator=generator) for _ in range(2))
+        x, y = (torch.randint(size.vocabulary, (samples, length), device=device, generator=generator) for _ in range(2))
         return x, y
 
-    return Trained(GPT, batch)
+    return Trained(lambda: GPT(*size[:5]), batch)
 
 
 MODELS = {
     "deep MLP": _mlp(width=1024, depth=32, samples=24),
-    "demo GPT": _gpt(samples=7, length=96),
+    "demo GPT": _gpt(SIZES["small"], samples=7, length=96),
+    "gpt2": _gpt(SIZES["gpt2"], samples=7, length=96),
     "tiny": _mlp(width=64, depth=6, samples=5),
 }
 BUCKETED = Method(
@@ -169,7 +168,7 @@ def measure(name: str, dtype: str, device: torch.device, micro_batches: int, abo
     peaks: list[Row] = []
     points: list[Row] = []
     common: dict[str, Any] = {"model": name, "parameters": parameters, "dtype": dtype, "micro_batches": micro_batches}
-    for method in track(_methods(), description=f"{name}, {dtype}", console=Console(stderr=True), transient=True):
+    for method in track(_methods(), f"{name}, {dtype}"):
         line = record(method, trained, DTYPES[dtype], device, data)
         peak = {kind: max(point[kind] for point in line) for kind in KINDS}
         row: Row = {**common, **about, "method": method.name}
@@ -189,21 +188,18 @@ def measure(name: str, dtype: str, device: torch.device, micro_batches: int, abo
     return [{column: row.get(column) for column in COLUMNS} for row in peaks], points
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
+def show(rows: Sequence[Row]) -> None:
     """A table per model and dtype."""
     for group in groups(rows, "model", "dtype").values():
         first = group[0]
         title = f"{first['model']}, {first['parameters']:,} parameters, {first['dtype']}, {first['micro_batches']} "
         title += f"micro-batches; MB; torch {first['torch']}, {first['device']}"
-        table = Table(title=title, title_justify="left")
-        table.add_column("method", no_wrap=True)
-        headers = ("gradients, peak", "accumulators", "all, peak", "to stock", "CUDA peak")
-        for header in headers:
-            table.add_column(header, justify="right", no_wrap=True)
+        headers = ("method", "gradients, peak", "accumulators", "all, peak", "to stock", "CUDA peak")
+        table = Table(title, headers)
         columns = ("gradients_peak_MB", "accumulators_MB", "peak_MB", "peak_to_stock", "cuda_peak_MB")
         for r in group:
-            table.add_row(str(r["method"]), *("" if r[c] is None else f"{r[c]:,}" for c in columns))
-        console.print(table)
+            table.add(str(r["method"]), *("" if r[c] is None else f"{r[c]:,}" for c in columns))
+        table.print()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,11 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for dtype in dtypes:
         for name in models:
             some_peaks, some_points = measure(name, dtype, device, arguments.micro_batches, about)
+            show(some_peaks)
             peaks += some_peaks
             points += some_points
-    show(Console(width=max(Console().width, 150)), peaks)
-    if arguments.csv:
-        write_csv(arguments.csv, peaks)
-    if arguments.timeline:  # where it was measured is said once: the file has some thousand rows
-        write_csv(arguments.timeline, [{**row, **(about if row is points[0] else {})} for row in points])
+            if arguments.csv:
+                write_csv(arguments.csv, peaks)
+            if arguments.timeline:  # where it was measured is said once: the file has some thousand rows
+                write_csv(arguments.timeline, [{**row, **(about if row is points[0] else {})} for row in points])
     return 0

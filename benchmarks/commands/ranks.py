@@ -24,8 +24,6 @@ from typing import NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from accumkernels.demo.model import GPT
@@ -33,6 +31,7 @@ from accumkernels.demo.model import GPT
 from ..harness.machine import environment
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, groups, write_csv, write_json
+from ..harness.tables import Table
 from ..methods.ranks import METHODS, NO_SYNC, Window
 from ..methods.training import SIZES, Batch
 
@@ -158,23 +157,21 @@ def measure(ranks: int, setting: Setting, about: Row) -> list[Row]:
     return found
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
+def show(rows: Sequence[Row]) -> None:
     """A table per number of ranks."""
     for group in groups(rows, "model", "ranks", "micro_batches").values():
         first = group[0]
         title = f"{first['ranks']} ranks ({first['backend']}), {first['model']}, {first['parameters']:,} parameters, "
         title += f"{first['micro_batches']} micro-batches of {first['tokens_per_micro_batch']} tokens, "
         title += f"{first['threads']} threads each; torch {first['torch']}, {first['device']}"
-        table = Table(title=title, title_justify="left")
-        table.add_column("method", no_wrap=True)
-        for header in ("ms a window", "p10 to p90", "to no_sync", "MB sent a rank", "difference"):
-            table.add_column(header, justify="right", no_wrap=True)
+        headers = ("method", "ms a window", "p10 to p90", "to no_sync", "MB sent a rank", "difference")
+        table = Table(title, headers)
         for r in group:
             spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
             sent = "" if r["sent_MB"] is None else f"{r['sent_MB']:g}"
             cells = (f"{r['ms_median']:g}", spread, f"{r['ratio_to_no_sync']:g}", sent, f"{r['difference']:g}")
-            table.add_row(str(r["method"]), *cells)
-        console.print(table)
+            table.add(str(r["method"]), *cells)
+        table.print()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,13 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--ranks: there are {gpus} GPUs")
     model = arguments.model or ("gpt2" if arguments.device == "cuda" else "small")
     about = environment(torch.device(arguments.device))
-    console = Console(width=max(Console().width, 150))
     found: list[Row] = []
     for count in counts:
         for micro_batches in map(int, arguments.micro_batches.split(",")):
             setting = Setting(model, arguments.device, micro_batches, arguments.windows, arguments.threads)
             added = measure(count, setting, about)
-            show(console, added)
+            show(added)
             found += added
             if arguments.csv:
                 write_csv(arguments.csv, found)

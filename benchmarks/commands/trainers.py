@@ -14,19 +14,17 @@ such.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from ..harness.gradient_bytes import GradientBytes
 from ..harness.machine import environment, version
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, groups, write_csv
-from ..methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Run, Task, reset
+from ..harness.tables import Table, progress
+from ..methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, reset
 from ..methods.training import SIZES
 
 COLUMNS = (
@@ -37,11 +35,13 @@ COLUMNS = (
 )
 
 
-def measure(run: Run, task: Task, runs: int, advance: Callable[[], object]) -> dict[str, tuple[list[float], int]]:
+def measure(trainer: str, task: Task, runs: int) -> dict[str, tuple[list[float], int]]:
     """Per method the seconds of windows and the peak of gradient bytes."""
+    run = TRAINERS[trainer]
     peaks: dict[str, int] = {}
     seconds: dict[str, list[float]] = {name: [] for name in OPTIONS}
     for name, options in OPTIONS.items():
+        progress(f"{trainer}: memory, {name}")
         reset()
         model = Model(task.size).to(task.device)
         clock = Clock(task.device)
@@ -49,17 +49,17 @@ def measure(run: Run, task: Task, runs: int, advance: Callable[[], object]) -> d
         with GradientBytes(model, counts=lambda clock=clock: bool(clock.ends)) as held:  # type: ignore[misc]
             run(task._replace(windows=2), model, clock, options)
         peaks[name] = held.gradient_peak
-        advance()
     names = list(OPTIONS)
     for turn in range(runs):
         for index in range(len(names)):
             name = names[(turn + index) % len(names)]  # nobody always goes first
+            progress(f"{trainer}: run {turn + 1} of {runs}")
             reset()
             clock = Clock(task.device)
             run(task, Model(task.size).to(task.device), clock, OPTIONS[name])
             seconds[name] += clock.seconds
-            advance()
     reset()
+    progress("")
     return {name: (seconds[name], peaks[name]) for name in names}
 
 
@@ -97,24 +97,22 @@ def rows(trainer: str, found: dict[str, tuple[list[float], int]] | str, task: Ta
     return result
 
 
-def show(console: Console, table_rows: Sequence[Row]) -> None:
+def show(table_rows: Sequence[Row]) -> None:
     """A table per trainer."""
     for group in groups(table_rows, "trainer", "micro_batches").values():
         first = group[0]
         if first["unavailable"]:
-            console.print(f"{first['trainer']}: {first['unavailable']}", highlight=False)
+            print(f"{first['trainer']}: {first['unavailable']}")
             continue
         title = f"{first['trainer']} {first['trainer_version']}, {first['model']}, {first['parameters']:,} parameters, "
         title += f"{first['micro_batches']} micro-batches, bf16; torch {first['torch']}, {first['device']}"
-        table = Table(title=title, title_justify="left")
-        table.add_column("method", no_wrap=True)
-        for header in ("samples/s", "ms a window", "p10 to p90", "to without", "gradient MB", "to without"):
-            table.add_column(header, justify="right", no_wrap=True)
+        headers = ("method", "samples/s", "ms a window", "p10 to p90", "to without", "gradient MB", "to without")
+        table = Table(title, headers)
         for r in group:
             cells = (r["samples_per_second"], r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}")
             more = (r["speed_to_without"], r["peak_gradient_MB"], r["gradients_to_without"])
-            table.add_row(str(r["method"]), *map(str, (*cells, *more)))
-        console.print(table)
+            table.add(r["method"], *cells, *more)
+        table.print()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,17 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = arguments.model or ("gpt2" if arguments.device == "cuda" else "small")
     task = Task(SIZES[model], arguments.micro_batches, arguments.windows, device)
     about: Row = {**environment(device), "model": model}
-    console = Console(width=max(Console().width, 150))
     found: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(names) * len(OPTIONS) * (arguments.runs + 1))
-        for name in names:
-            progress.update(bar, description=name)
-            cause = None if version(name) else "not installed"
-            measured = cause or measure(TRAINERS[name], task, arguments.runs, lambda: progress.advance(bar))
-            added = rows(name, measured, task, about)
-            show(console, added)
-            found += added
-            if arguments.csv:
-                write_csv(arguments.csv, found)
+    for name in names:
+        cause = None if version(name) else "not installed"
+        added = rows(name, cause or measure(name, task, arguments.runs), task, about)
+        show(added)
+        found += added
+        if arguments.csv:
+            write_csv(arguments.csv, found)
     return 0

@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from accumkernels.demo.model import GPT
 
@@ -29,6 +26,7 @@ from ..harness.live_storages import LiveStorages
 from ..harness.machine import environment
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, groups, write_csv, write_json
+from ..harness.tables import Table, progress
 from ..methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size, batches, build
 
 COLUMNS = (
@@ -36,6 +34,9 @@ COLUMNS = (
     *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "peak_MB", "speed_to_stock", "memory_to_stock", "windows"),
     *("unavailable", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
+
+
+Result = tuple[list[float], int | None]  # seconds of windows, and the peak in bytes
 
 
 def refusal(method: Method, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -55,11 +56,19 @@ def _seconds(loop: Loop, data: list[Batch]) -> float:
     return time.perf_counter() - start
 
 
-def peak_bytes(method: Method, size: Size, dtype: torch.dtype, device: torch.device, data: list[Batch]) -> int:
-    """Peak of two windows (the optimizer's state exists from the second on), the model included, the data not."""
+def peak_bytes(
+    method: Method, size: Size, dtype: torch.dtype, device: torch.device, data: list[Batch], compiled: bool
+) -> int | None:
+    """Peak of two windows (the optimizer's state exists from the second on), the model included, the data not.
+
+    Returns:
+        None of a compiled model on the CPU, whose allocations nobody counts.
+    """
+    if compiled and device.type != "cuda":
+        return None
 
     def train() -> None:
-        loop = build(method, size, dtype, device)
+        loop = build(method, size, dtype, device, compiled)
         for _ in range(2):
             loop.window(data)
 
@@ -79,45 +88,50 @@ def peak_bytes(method: Method, size: Size, dtype: torch.dtype, device: torch.dev
 
 
 def measure(
-    size: Size, dtype: torch.dtype, device: torch.device, micro_batches: int, windows: int, progress: Progress
-) -> dict[str, tuple[list[float], int] | str]:
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    micro_batches: int,
+    windows: int,
+    methods: Sequence[Method] = METHODS,
+    compiled: bool = False,
+) -> dict[str, Result | str]:
     """Per method the seconds of each window and the peak in bytes; or why it is not available."""
     data = batches(size, micro_batches, device)
-    found: dict[str, tuple[list[float], int] | str] = {}
-    peaks: dict[str, int] = {}
-    task = progress.add_task(f"{micro_batches} micro-batches: memory", total=len(METHODS) + windows)
-    for method in METHODS:
+    found: dict[str, Result | str] = {}
+    peaks: dict[str, int | None] = {}
+    for method in methods:
+        progress(f"{micro_batches} micro-batches: memory, {method.name}")
         cause = refusal(method, dtype, device)
         if cause is None:
-            peaks[method.name] = peak_bytes(method, size, dtype, device, data)
+            peaks[method.name] = peak_bytes(method, size, dtype, device, data, compiled)
         else:
             found[method.name] = cause
-        progress.advance(task)
-    loops = {m.name: build(m, size, dtype, device) for m in METHODS if m.name in peaks}
+    loops = {m.name: build(m, size, dtype, device, compiled) for m in methods if m.name in peaks}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for loop in loops.values():
         for _ in range(2):
             loop.window(data)
     names = list(loops)
     for window in range(windows):
-        progress.update(task, description=f"{micro_batches} micro-batches: speed")
+        progress(f"{micro_batches} micro-batches: window {window + 1} of {windows}")
         for turn in range(len(names)):
             name = names[(window + turn) % len(names)]  # nobody always goes first
             seconds[name].append(_seconds(loops[name], data))
-        progress.advance(task)
-    progress.remove_task(task)
-    return {m.name: found.get(m.name) or (seconds[m.name], peaks[m.name]) for m in METHODS}
+    progress("")
+    return {m.name: found.get(m.name) or (seconds[m.name], peaks[m.name]) for m in methods}
 
 
 def rows(
-    results: dict[str, tuple[list[float], int] | str], model: str, dtype: str, micro_batches: int, about: Row
+    results: dict[str, Result | str], model: str, dtype: str, micro_batches: int, about: Row, compiled: bool = False
 ) -> list[Row]:
     """One per method."""
     size = SIZES[model]
     tokens = size.samples * size.length
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
-    common = {"model": model, "parameters": parameters, "dtype": dtype, "tokens_per_micro_batch": tokens, **about}
+    label = f"{model}, torch.compile" if compiled else model
+    common = {"model": label, "parameters": parameters, "dtype": dtype, "tokens_per_micro_batch": tokens, **about}
     found = []
     stock = results[STOCK]
     assert not isinstance(stock, str)
@@ -132,34 +146,33 @@ def rows(
             row.update(
                 {f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))}
             )
-            row["peak_MB"] = float(f"{peak / 1e6:.5g}")
+            if peak is not None and stock[1] is not None:
+                row["peak_MB"] = float(f"{peak / 1e6:.5g}")
+                row["memory_to_stock"] = float(f"{peak / stock[1]:.3f}")
             row["speed_to_stock"] = float(f"{median_and_spread(stock[0])[0] / median:.3f}")
-            row["memory_to_stock"] = float(f"{peak / stock[1]:.3f}")
             row["windows"] = len(seconds)
         found.append({column: row.get(column) for column in COLUMNS})
     return found
 
 
-def show(console: Console, table_rows: Sequence[Row]) -> None:
+def show(table_rows: Sequence[Row]) -> None:
     """A table per dtype and length of windows."""
     for group in groups(table_rows, "model", "dtype", "micro_batches").values():
         first = group[0]
         title = f"{first['model']}, {first['parameters']:,} parameters, {first['dtype']}, {first['micro_batches']} "
         title += f"micro-batches of {first['tokens_per_micro_batch']} tokens; torch {first['torch']}, {first['device']}"
-        table = Table(title=title, title_justify="left")
-        table.add_column("method", no_wrap=True)
-        for header in ("tokens/s", "ms a window", "p10 to p90", "to stock", "peak MB", "to stock"):
-            table.add_column(header, justify="right", no_wrap=True)
+        headers = ("method", "tokens/s", "ms a window", "p10 to p90", "to stock", "peak MB", "to stock")
+        table = Table(title, headers)
         for r in group:
             if r["unavailable"]:
                 continue
             spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
             cells = (f"{r['tokens_per_second']:,.0f}", r["ms_median"], spread, r["speed_to_stock"], r["peak_MB"])
-            table.add_row(str(r["method"]), *map(str, cells), str(r["memory_to_stock"]))
-        console.print(table)
+            table.add(r["method"], *cells, r["memory_to_stock"])
+        table.print()
         for r in group:
             if r["unavailable"]:
-                console.print(f"{r['method']}: not available: {r['unavailable']}", soft_wrap=True, highlight=False)
+                print(f"{r['method']}: not available: {r['unavailable']}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", help="comma-separated: bf16, fp16 (default: bf16)")
     parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on a GPU, small on the CPU")
     parser.add_argument("--micro-batches", default="1,2,4,8")
+    parser.add_argument("--methods", default="", help="comma-separated parts of names: only these methods, and stock")
+    parser.add_argument("--compile", action="store_true", help="the model is compiled by torch.compile")
     parser.add_argument("--windows", type=int, default=20, help="timed, per method")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--csv", type=Path, help="write the rows here")
@@ -177,18 +192,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtypes = listed(parser, "dtype", arguments.dtype, ("bf16", "fp16"))
     device = usable(arguments.device, arguments.threads)
     model = arguments.model or ("gpt2" if arguments.device == "cuda" else "small")
+    wanted = arguments.methods.split(",")
+    methods = [m for m in METHODS if m.name == STOCK or any(part in m.name for part in wanted)]
     about = environment(device)
-    console = Console(width=max(Console().width, 150))
     found: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for dtype in dtypes:
-            for micro_batches in map(int, arguments.micro_batches.split(",")):
-                results = measure(SIZES[model], DTYPES[dtype], device, micro_batches, arguments.windows, progress)
-                added = rows(results, model, dtype, micro_batches, about)
-                show(console, added)
-                found += added
-                if arguments.csv:
-                    write_csv(arguments.csv, found)
-                if arguments.json:
-                    write_json(arguments.json, found)
+    for dtype in dtypes:
+        for micro_batches in map(int, arguments.micro_batches.split(",")):
+            size, windows, compiled = SIZES[model], arguments.windows, arguments.compile
+            results = measure(size, DTYPES[dtype], device, micro_batches, windows, methods, compiled)
+            added = rows(results, model, dtype, micro_batches, about, compiled)
+            show(added)
+            found += added
+            if arguments.csv:
+                write_csv(arguments.csv, found)
+            if arguments.json:
+                write_json(arguments.json, found)
     return 0

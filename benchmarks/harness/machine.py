@@ -62,12 +62,13 @@ def commit() -> str:
     """The commit that is measured, `+changes` with what is not committed.
 
     Where the checkout came without its history: the environment's ACCUMKERNELS_COMMIT, else what the library was built
-    from.
+    from; "unknown" where nobody says.
     """
     head = git("rev-parse", "--short", "HEAD")
     if head:
         return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    return os.environ.get("ACCUMKERNELS_COMMIT") or str((native.build_info() or {}).get("commit", ""))
+    given = os.environ.get("ACCUMKERNELS_COMMIT", "").strip()
+    return given or (native.build_info() or {}).get("commit") or "unknown"
 
 
 def version(package: str) -> str:

@@ -16,6 +16,7 @@ Call = Callable[[], object]
 # Cycles for which a GPU is kept busy before a measurement, some 5 ms: the host runs ahead, as in training, so that what
 # is timed is the device's work. The host's own time is a table of its own.
 _HEAD_START = 10_000_000
+_CYCLES_AHEAD = 3e9  # per second of host time: half as much again, at the 2 GHz of a fast GPU
 
 
 class Timer:
@@ -28,8 +29,16 @@ class Timer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, call: Call, before: Call | None = None) -> float:
-        """Run `before`, which is not counted, then `call`."""
+    def __call__(self, call: Call, before: Call | None = None, host: float = 0.0) -> float:
+        """Run `before`, which is not counted, then `call`.
+
+        Args:
+            call: What is timed.
+            before: What comes before.
+            host: Seconds that the host needs for `call`: a GPU is kept busy for longer before it. Where more kernels
+                than the driver's queue holds (some 1,000) are launched, the host waits for the GPU all the same, and
+                what is timed has the host's time in it: `host_seconds` and `device_seconds` tell them apart.
+        """
         if self.device.type != "cuda":
             if before is not None:
                 before()
@@ -40,7 +49,7 @@ class Timer:
         torch.cuda.synchronize(self.device)
         if before is not None:
             before()
-        torch.cuda._sleep(_HEAD_START)
+        torch.cuda._sleep(max(_HEAD_START, int(host * _CYCLES_AHEAD)))
         begin.record()
         call()
         end.record()
@@ -129,6 +138,12 @@ def count_launches(call: Call, device: torch.device, on_cpu: int | None = None) 
         with _CountKernels() as mode:
             call()
         return mode.count
+    events = device_events(call, device)
+    return None if events is None else len(events)
+
+
+def device_events(call: Call, device: torch.device) -> list[Any] | None:
+    """What a GPU did for `call`, as the profiler saw it: kernels, copies and fills; None where it does not work."""
     from torch.profiler import ProfilerActivity, profile
 
     try:
@@ -137,5 +152,22 @@ def count_launches(call: Call, device: torch.device, on_cpu: int | None = None) 
             torch.cuda.synchronize(device)
     except RuntimeError:
         return None
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return len(events) or None
+    found = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return found or None
+
+
+def device_seconds(call: Call, device: torch.device, repetitions: int = 5) -> float | None:
+    """Seconds that a GPU is busy with `call`, gaps between kernels left out: the median of some calls.
+
+    Returns:
+        None on the CPU, where the host does the work, and where the profiler does not work.
+    """
+    if device.type != "cuda":
+        return None
+    sums = []
+    for _ in range(repetitions):
+        events = device_events(call, device)
+        if events is None:
+            return None
+        sums.append(sum(event.time_range.elapsed_us() for event in events) / 1e6)
+    return statistics.median(sums)

@@ -145,11 +145,13 @@ METHODS = (
 )
 
 
-def build(method: Method, size: Size, dtype: torch.dtype, device: torch.device) -> Loop:
-    """A method's loop on a new model, the same for all."""
+def build(method: Method, size: Size, dtype: torch.dtype, device: torch.device, compiled: bool = False) -> Loop:
+    """A method's loop on a new model, the same for all; `compiled`: by torch.compile."""
     torch.manual_seed(0)
     with torch.device(device):
         model: nn.Module = GPT(size.vocabulary, size.width, size.depth, size.heads, size.length)
+    if compiled:
+        model.compile()
     return method.loop(model, dtype, **method.options)
 
 

@@ -8,11 +8,34 @@
 
 namespace accumkernels {
 
+// What an op is called and takes, as accumkernels/ops/schema.py declares it to torch. A test compares the two.
+class Schema {
+ public:
+  constexpr Schema(const char* name, const char* arguments)
+      : name(name), arguments(arguments), num_arguments(count(arguments)) {}
+
+  const char* name;
+  const char* arguments;
+  uint64_t num_arguments;
+
+ private:
+  static constexpr uint64_t count(const char* arguments) {
+    uint64_t count = 1;
+    for (const char* c = arguments; *c != 0; ++c) {
+      count += *c == ',';
+      count -= *c == '*';  // introduces keyword arguments and has a comma of its own
+    }
+    return count;
+  }
+};
+
 // Takes the arguments of an op off its stack, in the order of the schema.
 class Arguments {
  public:
-  Arguments(const char* op, StableIValue* stack, uint64_t size, uint64_t expected) : next_(stack) {
-    if (size != expected) fail(op, ": the schema has ", size, " arguments, the native kernel takes ", expected);
+  Arguments(const Schema& schema, StableIValue* stack, uint64_t size) : next_(stack) {
+    if (size != schema.num_arguments) {
+      fail(schema.name, ": its schema has ", size, " arguments, the native kernel takes ", schema.num_arguments);
+    }
   }
 
   template <class T>

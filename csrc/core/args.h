@@ -1,14 +1,18 @@
-// What one call of an op works on: raw pointers and numbers, filled by bindings.cpp, consumed by cpu/ and cuda/.
+// What one call of an op works on: raw pointers and numbers, filled by bindings/, consumed by cpu/ and cuda/.
 // No torch, no CUDA headers: the same structs serve the library and the host tests.
 #pragma once
 
 #include <cstdint>
 
+#include "numeric.h"
+
 namespace accumkernels {
 
 enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
-static inline int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+AK_HOST_DEVICE static inline int64_t size_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
 
 // Indices into the device state tensor (float64[4]) of an accumulator.
 enum State : int {

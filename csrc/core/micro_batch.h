@@ -2,7 +2,8 @@
 #pragma once
 
 #include "args.h"
-#include "element.h"
+#include "arithmetic.h"
+#include "flags.h"
 
 namespace accumkernels {
 
@@ -32,8 +33,8 @@ AK_HOST_DEVICE static inline Buffer multiplier(const MicroBatch& micro_batch) {
 AK_HOST_DEVICE static inline void update_state(const MicroBatch& micro_batch, double* state) {
   const bool bad = is_bad_weight(micro_batch.weight);
   if (micro_batch.dropped || bad) {
-    state[kFoundInf] = 1.0;
-    if (!micro_batch.dropped) state[kPoisoned] = 1.0;
+    raise(&state[kFoundInf]);
+    if (!micro_batch.dropped) raise(&state[kPoisoned]);
   } else {
     state[kWeight] = add(state[kWeight], micro_batch.weight);
     if (micro_batch.weight > 0.0) state[kUsed] += 1.0;
@@ -42,8 +43,8 @@ AK_HOST_DEVICE static inline void update_state(const MicroBatch& micro_batch, do
 
 // A sum of gradient values or of their products with the multiplier is not finite: the step must be skipped.
 AK_HOST_DEVICE static inline void mark_overflow(double* state) {
-  state[kFoundInf] = 1.0;
-  state[kPoisoned] = 1.0;
+  raise(&state[kFoundInf]);
+  raise(&state[kPoisoned]);
 }
 
 // By one thread.

@@ -1,9 +1,8 @@
-#include <cmath>
 #include <cstring>
 #include <vector>
 
+#include "../core/micro_batch.h"
 #include "chunks.h"
-#include "flags.h"
 #include "kernels.h"
 #include "spans.h"
 
@@ -19,50 +18,36 @@ class Accumulate {
  public:
   explicit Accumulate(const AccumulateArgs& args)
       : args_(args),
-        weight_(args.weight_tensor ? *args.weight_tensor : args.weight),
-        loss_scale_(args.loss_scale ? *args.loss_scale : 1.0),
-        dropped_(args.drop && *args.drop != 0),
+        micro_batch_(read_micro_batch(args)),
         wide_(args.buffer_dtype == DType::kFloat64),
-        multiplier_(wide_ ? weight_ / loss_scale_ : static_cast<float>(weight_ / loss_scale_)) {}
+        multiplier_(wide_ ? multiplier<double>(micro_batch_) : multiplier<float>(micro_batch_)) {}
 
   void run(ParallelFor parallel_for) {
-    if (args_.count) count();
+    if (args_.count) update_state(micro_batch_, args_.state);
     const Chunks chunks(args_.num_gradients, [this](int64_t i) { return args_.gradients[i].numel; });
     streams_ = chunks.total() * size_of(args_.buffer_dtype) >= kStreamBytes;
-    const bool measures = args_.sq_norm && !dropped_;
-    std::vector<Squares> squares(measures ? chunks.count() : 0);
+    std::vector<Squares> squares(args_.sq_norm ? chunks.count() : 0);
     chunks.run(parallel_for, [&](int64_t chunk) {
-      Squares* sums = measures ? &squares[chunk] : nullptr;
+      Squares* sums = args_.sq_norm ? &squares[chunk] : nullptr;
       chunks.for_each_span(chunk, [&](int64_t i, int64_t begin, int64_t end) { span(i, begin, end, sums); });
     });
-    if (measures) {
+    if (args_.sq_norm) {
       Squares total;
       for (const Squares& s : squares) {
         total.gradient += s.gradient;
         total.growth += s.growth;
       }
-      args_.sq_norm[0] += weight_ / (loss_scale_ * loss_scale_) * total.gradient;
-      args_.sq_norm[1] += total.growth;
+      add_sq_norm(micro_batch_, total, args_.sq_norm);
     }
   }
 
  private:
-  void count() {
-    const bool bad = !(weight_ >= 0 && std::isfinite(weight_));
-    if (!dropped_ && !bad) {
-      args_.state[kWeight] += weight_;
-      if (weight_ > 0) args_.state[kUsed] += 1;
-    }
-    if (dropped_ || bad) args_.state[kFoundInf] = 1;
-    if (bad && !dropped_) args_.state[kPoisoned] = 1;
-  }
-
   void span(int64_t i, int64_t begin, int64_t end, Squares* squares) const {
     const Gradient& g = args_.gradients[i];
     const int64_t n = end - begin;
     const int64_t size = size_of(args_.buffer_dtype);
     char* buffer = static_cast<char*>(args_.buffer) + (g.offset + begin) * size;
-    if (dropped_) {
+    if (micro_batch_.dropped) {
       if (g.overwrite) std::memset(buffer, 0, n * size);
       return;
     }
@@ -78,15 +63,12 @@ class Accumulate {
     if (finite || !args_.flags) return;
 
     // Rare: was it a product, or the sum alone?
-    raise(&args_.state[kFoundInf]);
-    raise(&args_.state[kPoisoned]);
+    mark_overflow(args_.state);
     if (!table.product_is_finite[wide_][dtype](gradient, n, multiplier_)) set_flag(&args_.flags[g.segment], args_.tag);
   }
 
   const AccumulateArgs& args_;
-  const double weight_;
-  const double loss_scale_;
-  const bool dropped_;
+  const MicroBatch micro_batch_;
   const bool wide_;
   const double multiplier_;
   bool streams_ = false;

@@ -1,17 +1,12 @@
-#include <cmath>
-
+#include "../core/micro_batch.h"
 #include "chunks.h"
-#include "flags.h"
 #include "kernels.h"
 #include "spans.h"
 
 namespace accumkernels::cpu {
 
 void check_finite(const CheckFiniteArgs& args, ParallelFor parallel_for) {
-  if (args.weight_tensor) {
-    const double weight = *args.weight_tensor;
-    if (!(weight >= 0 && std::isfinite(weight))) *args.found_inf = 1;
-  }
+  if (args.weight_tensor && is_bad_weight(*args.weight_tensor)) *args.found_inf = 1;
   const Chunks chunks(args.num_gradients, [&](int64_t i) { return args.gradients[i].numel; });
   chunks.run(parallel_for, [&](int64_t chunk) {
     chunks.for_each_span(chunk, [&](int64_t i, int64_t begin, int64_t end) {

@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "../core/arithmetic.h"
 #include "chunks.h"
 #include "kernels.h"
 #include "spans.h"
@@ -8,7 +9,6 @@ namespace accumkernels::cpu {
 
 void norm(const NormArgs& args, ParallelFor parallel_for) {
   const Chunks chunks(args.num_spans, [&](int64_t i) { return args.spans[i].numel; });
-  const auto larger = [](double a, double b) { return b > a || b != b ? b : a; };  // NaN wins: nothing exceeds it
   const bool l2 = args.norm == Norm::kL2;
   const auto& of_span = l2 ? spans().sum_of_squares : spans().max_magnitude;
 

@@ -1,5 +1,5 @@
+#include "../core/flags.h"
 #include "chunks.h"
-#include "flags.h"
 #include "kernels.h"
 #include "spans.h"
 

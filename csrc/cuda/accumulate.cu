@@ -39,10 +39,18 @@ struct Work {
   Buffer multiplier;
 };
 
-template <class Buffer, class Element, bool kAligned, bool kSumSquares>
+// What a gradient element adds to the buffer.
+template <class Buffer, class Element>
+__device__ Buffer contribution(Element gradient, Buffer multiplier) {
+  return multiply(convert<Buffer>(gradient), multiplier);
+}
+
+// Each side is loaded at once or one by one, by its own alignment.
+template <class Buffer, class Element, bool kWideGradient, bool kWideBuffer, bool kSumSquares>
 struct Accumulate {
   static constexpr int kWidth = kWidthOf<Buffer, Element>;
-  static constexpr int kUnroll = kAligned ? kUnrollOf<kWidth, sizeof(Buffer) + sizeof(Element)> : 1;
+  // 96 to 128 bytes in flight per thread, half of that with sums of squares: they take registers too.
+  static constexpr int kUnroll = kWideGradient && kWideBuffer && !kSumSquares ? 4 : 2;
   static constexpr int64_t kStripe = kThreads * kWidth;
 
   const Element* gradient;
@@ -56,14 +64,14 @@ struct Accumulate {
     Element values[kCount][kGroup];
     Buffer totals[kCount][kGroup];
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) load<kAligned>(gradient + i + u * kStripe, values[u]);
+    for (int u = 0; u < kCount; ++u) load<kWideGradient>(gradient + i + u * kStripe, values[u]);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       if (overwrite) {
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) totals[u][k] = -0.0f;  // -0 plus x is x, -0 included: stores the product
       } else {
-        load<kAligned>(main_grad + i + u * kStripe, totals[u]);
+        load<kWideBuffer>(main_grad + i + u * kStripe, totals[u]);
       }
     }
     bool finite = true;
@@ -81,7 +89,7 @@ struct Accumulate {
           outcome.squares.growth += after * after - before * before;
         }
       }
-      store<kAligned>(totals[u], main_grad + i + u * kStripe);
+      store<kWideBuffer>(totals[u], main_grad + i + u * kStripe);
     }
     if (!finite) {  // rare, and only here the products matter: one that is not finite leaves no finite sum
       outcome.finite_sums = false;
@@ -97,7 +105,7 @@ struct Accumulate {
 };
 
 // A dropped first touch.
-template <class Buffer, bool kAligned>
+template <class Buffer, bool kWide>
 struct StoreZeros {
   static constexpr int kWidth = kWidthOf<Buffer>;
   static constexpr int kUnroll = 1;
@@ -107,34 +115,37 @@ struct StoreZeros {
   template <int kGroup, int kCount>
   __device__ void run(int64_t i) {
     const Buffer zeros[kGroup] = {};
-    store<kAligned>(zeros, main_grad + i);
+    store<kWide>(zeros, main_grad + i);
   }
 };
 
-template <class Buffer, bool kAligned, bool kSumSquares>
-__device__ Outcome accumulate_piece(const GradientEntry& entry, Buffer* main_grad, const Work<Buffer>& work) {
-  Outcome outcome{true, true, {}};
-  const bool overwrite = (entry.packed & kOverwrite) != 0;
-  if (!work.dropped) {
-    with_elements(entry.data, static_cast<DType>(entry.packed & kDTypeMask), [&](auto* gradient) {
-      using Element = std::remove_const_t<std::remove_pointer_t<decltype(gradient)>>;
-      Accumulate<Buffer, Element, kAligned, kSumSquares> body{gradient + work.piece.begin, main_grad + work.piece.begin,
-                                                              work.multiplier, overwrite, outcome};
-      for_each_group(work.piece.size, body);
-      outcome = body.outcome;
-    });
-  } else if (overwrite) {
-    StoreZeros<Buffer, kAligned> body{main_grad + work.piece.begin};
-    for_each_group(work.piece.size, body);
-  }
-  return outcome;
+template <class Buffer>
+__device__ void store_zeros(Buffer* main_grad, int64_t size) {
+  with_constant(is_aligned<kWidthOf<Buffer>>(main_grad), [&](auto wide) {
+    StoreZeros<Buffer, decltype(wide)::value> body{main_grad};
+    for_each_group(size, body);
+  });
 }
 
-// At most 64 registers, for 4 blocks on an SM, or 80 for 3: no spills on sm_75 to sm_120 (nvcc 13.0).
-template <class Buffer, bool kSumSquares>
-__global__ void __launch_bounds__(kThreads, kSumSquares ? 3 : 4)
-    accumulate_kernel(const Table<GradientEntry> __grid_constant__ table, const AccumulateArgs __grid_constant__ args,
-                      double* partials) {
+template <bool kSumSquares, class Buffer, class Element>
+__device__ Outcome accumulate_piece(const Element* gradient, Buffer* main_grad, const Work<Buffer>& work,
+                                    bool overwrite) {
+  constexpr int kWidth = kWidthOf<Buffer, Element>;
+  return with_constant(is_aligned<kWidth>(gradient), [&](auto wide_gradient) {
+    return with_constant(is_aligned<kWidth>(main_grad), [&](auto wide_buffer) {
+      Accumulate<Buffer, Element, decltype(wide_gradient)::value, decltype(wide_buffer)::value, kSumSquares> body{
+          gradient, main_grad, work.multiplier, overwrite, {true, true, {}}};
+      for_each_group(work.piece.size, body);
+      return body.outcome;
+    });
+  });
+}
+
+// At most 64 registers, for 4 blocks on an SM: no spills on sm_75 to sm_120 (nvcc 13.0).
+template <class Buffer, bool kSumSquares, int32_t kCapacity>
+__global__ void __launch_bounds__(kThreads, 4)
+    accumulate_kernel(const Table<GradientEntry, kCapacity> __grid_constant__ table,
+                      const AccumulateArgs __grid_constant__ args, double* partials) {
   __shared__ Work<Buffer> work;
   if (threadIdx.x == 0) {
     if (table.count > 0) {
@@ -153,13 +164,18 @@ __global__ void __launch_bounds__(kThreads, kSumSquares ? 3 : 4)
   Outcome outcome{true, true, {}};
   if (table.count > 0) {
     const GradientEntry& entry = table.entries[work.entry];
-    Buffer* main_grad = static_cast<Buffer*>(args.buffer) + work.offset;
-    outcome = is_aligned(entry.data) && is_aligned(main_grad)
-                  ? accumulate_piece<Buffer, true, kSumSquares>(entry, main_grad, work)
-                  : accumulate_piece<Buffer, false, kSumSquares>(entry, main_grad, work);
+    const bool overwrite = (entry.packed & kOverwrite) != 0;
+    Buffer* main_grad = static_cast<Buffer*>(args.buffer) + work.offset + work.piece.begin;
+    if (!work.dropped) {
+      with_elements(entry.data, static_cast<DType>(entry.packed & kDTypeMask), [&](auto* gradient) {
+        outcome = accumulate_piece<kSumSquares>(gradient + work.piece.begin, main_grad, work, overwrite);
+      });
+    } else if (overwrite) {
+      store_zeros(main_grad, work.piece.size);
+    }
     if (!outcome.finite_sums && args.flags != nullptr) {
       mark_overflow(args.state);
-      if (!outcome.finite_products) args.flags[entry.packed >> kSegmentShift] = args.tag;
+      if (!outcome.finite_products) set_flag(&args.flags[entry.packed >> kSegmentShift], args.tag);
     }
   }
   if constexpr (kSumSquares) {
@@ -190,10 +206,11 @@ cudaError_t launch_accumulate(const AccumulateArgs& args, double* partials, void
                     static_cast<uint32_t>(gradient.dtype);
   };
   AccumulateArgs per_launch = args;
-  const auto launch = [&](const Table<GradientEntry>& table, int64_t blocks, bool first) {
+  const auto launch = [&](const auto& table, int64_t blocks, bool first) {
+    constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;
     per_launch.count = args.count && first;
-    cudaError_t error =
-        launch_kernel(accumulate_kernel<Buffer, kSumSquares>, blocks, kThreads, stream, table, per_launch, partials);
+    cudaError_t error = launch_kernel(accumulate_kernel<Buffer, kSumSquares, kCapacity>, blocks, kThreads, stream,
+                                      table, per_launch, partials);
     if (kSumSquares && error == cudaSuccess) {
       const double* finished = partials;
       error = launch_kernel(sq_norm_finish_kernel, 1, kFinishThreads, stream, finished, blocks, per_launch);

@@ -25,6 +25,12 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int thr
                           0, static_cast<cudaStream_t>(stream));
 }
 
+// Calls function with a constant, std::true_type or std::false_type.
+template <class Function>
+__device__ auto with_constant(bool value, Function function) {
+  return value ? function(std::true_type()) : function(std::false_type());
+}
+
 // Calls function with a pointer of the element type. Inside a kernel, so that one launch takes mixed lists.
 template <class Function>
 __device__ void with_elements(const void* data, DType dtype, Function function) {

@@ -1,7 +1,8 @@
 // norm_: the sum of squares of a list of tensors, or their largest magnitude, in a fixed order.
-#include "../core/element.h"
+#include "../core/arithmetic.h"
 #include "launch.h"
 #include "reduce.h"
+#include "square_sum.h"
 #include "stream.h"
 #include "table.h"
 
@@ -15,12 +16,12 @@ struct SpanEntry {
   DType dtype;
 };
 
-template <Norm kNorm, class Element, bool kAligned>
+template <Norm kNorm, class Element, bool kWide>
 struct Reduce {
   static constexpr int kWidth = kWidthOf<Element>;
-  static constexpr int kUnroll = kUnrollOf<kWidth, sizeof(Element)>;
+  static constexpr int kUnroll = kWidth > 4 ? 2 : 4;
   static constexpr int64_t kStripe = kThreads * kWidth;
-  // Squares are summed in fp64; a largest magnitude is exact in any type, and fp64 is slow on most GPUs.
+  // A largest magnitude is exact in any type, and fp64 is slow on most GPUs.
   using Result = std::conditional_t<kNorm == Norm::kL2 || sizeof(Element) == 8, double, float>;
 
   const Element* data;
@@ -30,43 +31,56 @@ struct Reduce {
   __device__ void run(int64_t i) {
     Element values[kCount][kGroup];
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) load<kAligned>(data + i + u * kStripe, values[u]);
+    for (int u = 0; u < kCount; ++u) load<kWide>(data + i + u * kStripe, values[u]);
+    if constexpr (kNorm == Norm::kL2 && sizeof(Element) < 8) {
+      SquareSum<Element> sum;
+      for_each(values, [&](Element value) { sum.see(convert<float>(value)); });
+      if (sum.in_range()) {
+        result += sum.total();
+        return;
+      }
+    }
+    for_each(values, [&](Element element) {
+      const Result value = convert<Result>(element);
+      if constexpr (kNorm == Norm::kL2) {
+        result += value * value;
+      } else {
+        result = larger(result, value < 0 ? -value : value);
+      }
+    });
+  }
+
+  template <int kGroup, int kCount, class See>
+  __device__ void for_each(const Element (&values)[kCount][kGroup], See see) {
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
-      for (int k = 0; k < kGroup; ++k) {
-        const Result value = convert<Result>(values[u][k]);
-        if constexpr (kNorm == Norm::kL2) {
-          result += value * value;
-        } else {
-          result = larger(result, value < 0 ? -value : value);
-        }
-      }
+      for (int k = 0; k < kGroup; ++k) see(values[u][k]);
     }
   }
 };
 
-template <Norm kNorm, bool kAligned>
+template <Norm kNorm>
 __device__ double reduce_piece(const SpanEntry& entry, const Piece& piece) {
   double result = 0.0;
   with_elements(entry.data, entry.dtype, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-    Reduce<kNorm, Element, kAligned> body{data + piece.begin, 0};
-    for_each_group(piece.size, body);
-    result = body.result;
+    with_constant(is_aligned<kWidthOf<Element>>(data), [&](auto wide) {
+      Reduce<kNorm, Element, decltype(wide)::value> body{data + piece.begin, 0};
+      for_each_group(piece.size, body);
+      result = body.result;
+    });
   });
   return result;
 }
 
-template <Norm kNorm>
+template <Norm kNorm, int32_t kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    norm_kernel(const Table<SpanEntry> __grid_constant__ table, double* partials) {
+    norm_kernel(const Table<SpanEntry, kCapacity> __grid_constant__ table, double* partials) {
   const int32_t index = table.find(blockIdx.x);
   const SpanEntry& entry = table.entries[index];
-  const Piece piece = table.piece(index, entry.numel, blockIdx.x);
-  double result =
-      is_aligned(entry.data) ? reduce_piece<kNorm, true>(entry, piece) : reduce_piece<kNorm, false>(entry, piece);
-  result = block_reduce<kNorm, kThreads>(result);
+  const double result =
+      block_reduce<kNorm, kThreads>(reduce_piece<kNorm>(entry, table.piece(index, entry.numel, blockIdx.x)));
   if (threadIdx.x == 0) partials[blockIdx.x] = result;
 }
 
@@ -84,8 +98,9 @@ cudaError_t launch_norm(const NormArgs& args, double* partials, void* stream) {
     entry->numel = span.numel;
     entry->dtype = span.dtype;
   };
-  const auto launch = [&](const Table<SpanEntry>& table, int64_t blocks, bool) {
-    const cudaError_t error = launch_kernel(norm_kernel<kNorm>, blocks, kThreads, stream, table, partials);
+  const auto launch = [&](const auto& table, int64_t blocks, bool) {
+    constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    const cudaError_t error = launch_kernel(norm_kernel<kNorm, kCapacity>, blocks, kThreads, stream, table, partials);
     if (error != cudaSuccess) return error;
     const double* finished = partials;
     return launch_kernel(norm_finish_kernel<kNorm>, 1, kFinishThreads, stream, finished, blocks, args.out);

@@ -5,16 +5,10 @@
 #include <cuda_runtime.h>
 
 #include "../core/args.h"
-#include "../core/numeric.h"
+#include "../core/arithmetic.h"
 #include "kernel.h"
 
 namespace accumkernels::cuda {
-
-// NaN wins over every number.
-template <class T>
-__device__ T larger(T a, T b) {
-  return b > a || b != b ? b : a;
-}
 
 template <Norm kNorm, class T>
 __device__ T combine(T a, T b) {

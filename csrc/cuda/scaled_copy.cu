@@ -1,5 +1,6 @@
 // scaled_copy_: outputs[i] = inputs[i] / divisor, between any two element types, rounded once.
-#include "../core/element.h"
+#include "../core/arithmetic.h"
+#include "../core/flags.h"
 #include "launch.h"
 #include "stream.h"
 #include "table.h"
@@ -17,10 +18,10 @@ struct CopyEntry {
 
 // Element types are told apart at each load and store, not by a body per pair of types: 14 bodies would be the bulk of
 // the library, and the branches are the same for a whole block.
-template <class Wide, bool kAligned>
+template <class Wide, bool kWideOutput, bool kWideInput>
 struct ScaledCopy {
-  static constexpr int kWidth = 8;
-  static constexpr int kUnroll = sizeof(Wide) == 8 ? 1 : 2;
+  static constexpr int kWidth = kWidthOf<Wide>;
+  static constexpr int kUnroll = kWideOutput && kWideInput ? 4 : 2;
   static constexpr int64_t kStripe = kThreads * kWidth;
 
   void* output;
@@ -35,7 +36,7 @@ struct ScaledCopy {
   __device__ void load_wide(int64_t i, Wide (&wide)[kCount][kGroup]) const {
     Input values[kCount][kGroup];
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) load<kAligned>(static_cast<const Input*>(input) + i + u * kStripe, values[u]);
+    for (int u = 0; u < kCount; ++u) load<kWideInput>(static_cast<const Input*>(input) + i + u * kStripe, values[u]);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
@@ -53,7 +54,7 @@ struct ScaledCopy {
         values[u][k] = convert<Output>(wide[u][k]);
         finite = finite && is_finite(convert<Wide>(values[u][k]));
       }
-      store<kAligned>(values[u], static_cast<Output*>(output) + i + u * kStripe);
+      store<kWideOutput>(values[u], static_cast<Output*>(output) + i + u * kStripe);
     }
   }
 
@@ -98,42 +99,35 @@ struct ScaledCopy {
   }
 };
 
-__device__ void* advance(const void* data, int64_t elements, DType dtype) {
-  const int64_t size = dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-  return const_cast<char*>(static_cast<const char*>(data)) + elements * size;
-}
-
-template <class Wide, bool kAligned>
+template <class Wide>
 __device__ bool copy_piece(const CopyEntry& entry, const Piece& piece, const double* divisor) {
   const DType output_dtype = static_cast<DType>(entry.dtypes >> 2);
   const DType input_dtype = static_cast<DType>(entry.dtypes & 3u);
-  ScaledCopy<Wide, kAligned> body{advance(entry.output, piece.begin, output_dtype),
-                                  advance(entry.input, piece.begin, input_dtype),
-                                  output_dtype,
-                                  input_dtype,
-                                  divisor != nullptr,
-                                  static_cast<Wide>(divisor == nullptr ? 1.0 : *divisor),
-                                  true};
-  for_each_group(piece.size, body);
-  return body.finite;
+  char* output = static_cast<char*>(entry.output) + piece.begin * size_of(output_dtype);
+  const char* input = static_cast<const char*>(entry.input) + piece.begin * size_of(input_dtype);
+  constexpr int kWidth = kWidthOf<Wide>;
+  return with_constant(is_aligned(output, kWidth * size_of(output_dtype)), [&](auto wide_output) {
+    return with_constant(is_aligned(input, kWidth * size_of(input_dtype)), [&](auto wide_input) {
+      ScaledCopy<Wide, decltype(wide_output)::value, decltype(wide_input)::value> body{
+          output, input, output_dtype, input_dtype, divisor != nullptr, static_cast<Wide>(divisor ? *divisor : 1.0),
+          true};
+      for_each_group(piece.size, body);
+      return body.finite;
+    });
+  });
 }
 
-template <bool kAligned>
-__device__ bool copy_piece(const CopyEntry& entry, const Piece& piece, const double* divisor) {
-  const uint32_t fp64 = static_cast<uint32_t>(DType::kFloat64);
-  const bool wide = entry.dtypes >> 2 == fp64 || (entry.dtypes & 3u) == fp64;
-  return wide ? copy_piece<double, kAligned>(entry, piece, divisor)
-              : copy_piece<float, kAligned>(entry, piece, divisor);
-}
-
-__global__ void __launch_bounds__(kThreads)
-    scaled_copy_kernel(const Table<CopyEntry> __grid_constant__ table, const double* divisor, double* found_inf) {
+template <int32_t kCapacity>
+__global__ void __launch_bounds__(kThreads, 4)
+    scaled_copy_kernel(const Table<CopyEntry, kCapacity> __grid_constant__ table, const double* divisor,
+                       double* found_inf) {
   const int32_t index = table.find(blockIdx.x);
   const CopyEntry& entry = table.entries[index];
   const Piece piece = table.piece(index, entry.numel, blockIdx.x);
-  const bool finite = is_aligned(entry.output) && is_aligned(entry.input) ? copy_piece<true>(entry, piece, divisor)
-                                                                          : copy_piece<false>(entry, piece, divisor);
-  if (!finite && found_inf != nullptr) *found_inf = 1.0;
+  const uint32_t fp64 = static_cast<uint32_t>(DType::kFloat64);
+  const bool in_fp64 = entry.dtypes >> 2 == fp64 || (entry.dtypes & 3u) == fp64;
+  const bool finite = in_fp64 ? copy_piece<double>(entry, piece, divisor) : copy_piece<float>(entry, piece, divisor);
+  if (!finite && found_inf != nullptr) raise(found_inf);
 }
 
 }  // namespace
@@ -145,8 +139,9 @@ int scaled_copy(const ScaledCopyArgs& args, void* stream) {
     entry->numel = pair.numel;
     entry->dtypes = static_cast<uint32_t>(pair.output_dtype) << 2 | static_cast<uint32_t>(pair.input_dtype);
   };
-  const auto launch = [&](const Table<CopyEntry>& table, int64_t blocks, bool) {
-    return launch_kernel(scaled_copy_kernel, blocks, kThreads, stream, table, args.divisor, args.found_inf);
+  const auto launch = [&](const auto& table, int64_t blocks, bool) {
+    constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;
+    return launch_kernel(scaled_copy_kernel<kCapacity>, blocks, kThreads, stream, table, args.divisor, args.found_inf);
   };
   return launch_in_tables<CopyEntry>(args.pairs, args.num_pairs, false, fill, launch);
 }

@@ -1,57 +1,71 @@
 // Streaming through a piece of a tensor: who takes which elements, and how they are loaded and stored.
 //
 // Thread t takes elements [t * kWidth, (t + 1) * kWidth) of every stripe of kThreads * kWidth elements, kUnroll stripes
-// at a time. Alignment decides only how elements are loaded, 16 bytes at once or one by one, not who takes them: the
-// order of a sum does not depend on it.
+// at a time. A group of kWidth elements is one access of at most 16 bytes, so that the lanes of a warp lie side by side
+// and every request moves whole 32-byte sectors: with 32 bytes per lane, each 16-byte store would fill half of 32
+// sectors. Alignment decides only how elements are loaded, at once or one by one, not who takes them: the order of a
+// sum does not depend on it.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "../core/blocks.h"
+#include <algorithm>
+
+#include "blocks.h"
 #include "kernel.h"
 
 namespace accumkernels::cuda {
 
-__device__ inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-// Elements per access: 16 bytes of the narrower type, several times 16 of the wider one.
+// Elements per access: 16 bytes of the widest type that the loop moves.
 template <class... T>
-constexpr int kWidthOf = 0;
-template <class T>
-constexpr int kWidthOf<T> = 16 / sizeof(T);
-template <class A, class B>
-constexpr int kWidthOf<A, B> = kWidthOf<A> > kWidthOf<B> ? kWidthOf<A> : kWidthOf<B>;
+constexpr int kWidthOf = 16 / static_cast<int>(std::max({sizeof(T)...}));
 
-// Stripes to have in flight: about 128 bytes per thread hide the latency even at half occupancy, more would spill. A
-// full piece holds a whole number of rounds.
-template <int kWidth, int kBytesPerElement>
-constexpr int kUnrollOf = kWidth * kBytesPerElement > 64   ? 1
-                          : kWidth * kBytesPerElement > 32 ? 2
-                          : kWidth > 4                     ? 2
-                                                           : 4;
+// What one access moves, for each of its sizes.
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<4> {
+  using Type = unsigned;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using Type = uint4;
+};
 
-template <bool kAligned, int kWidth, class T>
+// Whether groups of so many bytes can be moved at once.
+__device__ inline bool is_aligned(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+template <int kWidth, class T>
+__device__ bool is_aligned(const T* pointer) {
+  return is_aligned(pointer, kWidth * sizeof(T));
+}
+
+template <bool kWide, int kWidth, class T>
 __device__ void load(const T* from, T (&values)[kWidth]) {
-  constexpr int kBytes = kWidth * sizeof(T);
-  if constexpr (kAligned && kBytes % 16 == 0) {
-    uint4 words[kBytes / 16];
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; ++i) words[i] = reinterpret_cast<const uint4*>(from)[i];
-    memcpy(values, words, kBytes);
+  if constexpr (kWide && kWidth > 1) {
+    using Word = typename WordOf<kWidth * sizeof(T)>::Type;
+    const Word word = *reinterpret_cast<const Word*>(from);
+    memcpy(values, &word, sizeof(word));
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) values[i] = from[i];
   }
 }
 
-template <bool kAligned, int kWidth, class T>
+template <bool kWide, int kWidth, class T>
 __device__ void store(const T (&values)[kWidth], T* to) {
-  constexpr int kBytes = kWidth * sizeof(T);
-  if constexpr (kAligned && kBytes % 16 == 0) {
-    uint4 words[kBytes / 16];
-    memcpy(words, values, kBytes);
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; ++i) reinterpret_cast<uint4*>(to)[i] = words[i];
+  if constexpr (kWide && kWidth > 1) {
+    using Word = typename WordOf<kWidth * sizeof(T)>::Type;
+    Word word;
+    memcpy(&word, values, sizeof(word));
+    // An ordinary store, but one that nvcc leaves whole: it took a quarter of those by assignment apart into words.
+    __stwb(reinterpret_cast<Word*>(to), word);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) to[i] = values[i];

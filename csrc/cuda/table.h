@@ -7,17 +7,23 @@
 #include <cuda_runtime.h>
 
 #include "../core/args.h"
-#include "../core/blocks.h"
+#include "blocks.h"
 #include "kernel.h"
 
 namespace accumkernels::cuda {
 
 constexpr int kOtherBytes = 256;  // room for the arguments beside the table
 
+// Every launch copies the whole table, however few of its entries are used: there is a short one for most models (GPT-2
+// has 148 parameters), 4 KB instead of 32 for accumulate, and a long one that takes what one launch can.
+constexpr int32_t kShortTable = 256;
 template <class Entry>
+constexpr int32_t kLongTable = (kParameterBytes - kOtherBytes) / sizeof(Entry);
+
+template <class Entry, int32_t kEntries>
 struct Table {
   static_assert(sizeof(Entry) >= 16, "kMaxPartials counts on it");
-  static constexpr int32_t kCapacity = (kParameterBytes - kOtherBytes) / sizeof(Entry);
+  static constexpr int32_t kCapacity = kEntries;
 
   Entry entries[kCapacity];
   int64_t elements_per_block;
@@ -34,18 +40,16 @@ struct Table {
 // One partial result per block; a launch has less than one block per tensor over kTargetBlocks.
 constexpr int64_t kMaxPartials = kTargetBlocks + kParameterBytes / 16;
 
-// Cuts the list into launches of at most kCapacity tensors: fill(item, &entry), then launch(table, blocks, first).
-// Tensors without elements take no entry; if there is nothing else, `always` asks for one launch with an empty table.
-template <class Entry, class Item, class Fill, class Launch>
-cudaError_t launch_in_tables(const Item* items, int64_t num_items, bool always, Fill fill, Launch launch) {
-  Table<Entry> table;
+template <class Entry, int32_t kCapacity, class Item, class Fill, class Launch>
+cudaError_t launch_in_tables_of(const Item* items, int64_t num_items, bool always, Fill fill, Launch launch) {
+  Table<Entry, kCapacity> table;
   int64_t next = 0;
   bool first = true;
   do {
     const int64_t start = next;
     int64_t elements = 0;
     table.count = 0;
-    for (; next < num_items && table.count < Table<Entry>::kCapacity; ++next) {
+    for (; next < num_items && table.count < kCapacity; ++next) {
       if (items[next].numel == 0) continue;
       fill(items[next], &table.entries[table.count++]);
       elements += items[next].numel;
@@ -65,6 +69,16 @@ cudaError_t launch_in_tables(const Item* items, int64_t num_items, bool always, 
     }
   } while (next < num_items);
   return cudaSuccess;
+}
+
+// Cuts the list into launches of as many tensors as fit a table: fill(item, &entry), then launch(table, blocks, first).
+// Tensors without elements take no entry; if there is nothing else, `always` asks for one launch with an empty table.
+template <class Entry, class Item, class Fill, class Launch>
+cudaError_t launch_in_tables(const Item* items, int64_t num_items, bool always, Fill fill, Launch launch) {
+  int64_t entries = 0;
+  for (int64_t i = 0; i < num_items && entries <= kShortTable; ++i) entries += items[i].numel != 0;
+  return entries <= kShortTable ? launch_in_tables_of<Entry, kShortTable>(items, num_items, always, fill, launch)
+                                : launch_in_tables_of<Entry, kLongTable<Entry>>(items, num_items, always, fill, launch);
 }
 
 }  // namespace accumkernels::cuda

@@ -76,8 +76,8 @@ def test_planted_faults_are_seen():
 
 
 def test_only_what_is_public():
-    """Of accumkernels: what users call, the ops, the demo's model, and the trainers' adapters."""
-    public = ("accumkernels.ops", "accumkernels.demo.model", "accumkernels.integrations")
+    """Of accumkernels: what users call, the ops, the demo's model, the trainers' adapters, and measured costs."""
+    public = ("accumkernels.ops", "accumkernels.demo.model", "accumkernels.integrations", "accumkernels.planning.costs")
     for module, others in IMPORTS.items():
         for other in others:
             if other.startswith("accumkernels."):

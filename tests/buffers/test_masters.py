@@ -331,7 +331,7 @@ def test_both_memory_options_together():
 
 def test_master_weights_must_be_a_bool():
     """A truthy string is a mistake."""
-    with pytest.raises(TypeError, match="master_weights must be a bool, got str"):
+    with pytest.raises(TypeError, match="master_weights must be a bool, got '"):
         ak.FusedAccumulator(mlp(), master_weights="yes")
 
 

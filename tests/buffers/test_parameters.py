@@ -18,9 +18,9 @@ LEAF = nn.Parameter(torch.zeros(2))
     [
         ([], ValueError, "no parameters"),
         (nn.ReLU(), ValueError, "no parameters"),
-        (torch.zeros(3, requires_grad=True), TypeError, "module or an iterable of parameters, got Tensor"),
-        (3, TypeError, "module or an iterable of parameters, got int"),
-        (["weight"], TypeError, "item 0 must be a Parameter.*got str"),
+        (torch.zeros(3, requires_grad=True), TypeError, "module or an iterable of parameters, got tensor"),
+        (3, TypeError, "module or an iterable of parameters, got 3"),
+        (["weight"], TypeError, "item 0 must be a Parameter.*got 'weight'"),
         ([{"lr": 0.1}], ValueError, "group 0 has no 'params'"),
         ([LEAF, LEAF], ValueError, "'param1' and 'param0' are the same parameter"),
         ([("a", LEAF), ("a", nn.Parameter(torch.zeros(2)))], ValueError, "two parameters are called 'a'"),

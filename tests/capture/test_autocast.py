@@ -206,8 +206,11 @@ def test_released_in_backward(name, form):
     """release="backward" on the route, and loops of the user's own."""
     make, inputs, _ = MODELS[name]
     expected, _, _ = sums(make, inputs, form=form, autocast_route=False)
-    actual, _, _ = sums(make, inputs, form=form, release="backward", bucket_bytes=200)
-    exact = name not in ("functional", "reentrant checkpoint")  # gradients that come in parts are added part by part
+    actual, acc, _ = sums(make, inputs, form=form, release="backward", bucket_bytes=200)
+    if name == "gpt" and form == "backward":
+        assert "autocast route for 17 parameters" in repr(acc)  # the tied embedding too
+    # Gradients that come in parts are added part by part.
+    exact = name not in ("functional", "reentrant checkpoint") and (name, form) != ("gpt", "backward")
     for a, e in zip(actual, expected, strict=True):
         assert same_bits(a, e) if exact else torch.allclose(a, e, rtol=1e-4, atol=1e-5)
 
@@ -222,7 +225,7 @@ def test_bare_loops(name, route):
     assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def trained(windows=1, **kwargs):
+def trained(windows=2, **kwargs):
     """A model on the route, its accumulator and optimizer, after some windows."""
     torch.manual_seed(0)
     model = Twice()
@@ -258,7 +261,7 @@ def count_casts(run):
 
 
 def test_nothing_is_cast_or_widened():
-    """From the second forward on there is no cast of a weight, and .grad is never made."""
+    """From the third forward on there is no cast of a weight, and .grad is never made."""
     model, acc, optimizer = trained()
     seen = []
     assert count_casts(lambda: acc.backward(forward(model))) == 0

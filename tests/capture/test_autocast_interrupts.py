@@ -35,7 +35,7 @@ def loss_of(model, seed=0):
         return model(x).float().square().mean()
 
 
-def on_the_route(micro_batches=2, **options):
+def on_the_route(micro_batches=3, **options):
     """A model that has run, and its accumulator with an open window."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), Scaled())

@@ -26,10 +26,11 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 
 def on_the_route(release: str, route: str | bool) -> tuple[nn.Module, ak.FusedAccumulator]:
-    """A model that has run once, so that its parameters take the route."""
+    """A model that has run twice, so that its parameters take the route."""
     model = net()
     acc = ak.FusedAccumulator(model, release=release, autocast_route=route)
-    acc.backward(loss_of(model, 0))
+    for _ in range(2):
+        acc.backward(loss_of(model, 0))
     assert "route for 4 parameters" in repr(acc)
     acc.zero_()
     return model, acc

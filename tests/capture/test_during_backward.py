@@ -1,4 +1,4 @@
-"""release="backward": gradients are added while backward runs, with the numbers of release="microbatch"."""
+"""release="backward" and "auto": gradients are added while backward runs, with the numbers of "microbatch"."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Watched(torch.autograd.Function):
         return grad @ weight.t(), of_weight, None
 
 
-@pytest.mark.parametrize("release", ["microbatch", "backward"])
+@pytest.mark.parametrize("release", ["microbatch", "backward", "auto"])
 @pytest.mark.parametrize("bucket_layers", [1, 3])
 def test_gradients_die_young(release, bucket_layers):
     """Never more than the bucket and one gradient alive with "backward"; all of them with "microbatch"."""
@@ -299,17 +299,141 @@ def test_gradients_that_were_never_counted():
 @pytest.mark.parametrize("overflow", ["microbatch", "raise"])
 def test_modes_that_need_the_whole_micro_batch(overflow):
     """Refused, with the reason."""
-    with pytest.raises(ValueError, match=f"overflow='{overflow}' needs release='microbatch': whether"):
+    with pytest.raises(ValueError, match=f"overflow='{overflow}' needs release='microbatch' or 'auto': whether"):
         ak.FusedAccumulator(mlp(), release="backward", overflow=overflow)
 
 
-def test_noise_scale_needs_the_whole_micro_batch():
-    """At construction and at the first call."""
-    with pytest.raises(ValueError, match="noise_scale needs release='microbatch'"):
-        ak.FusedAccumulator(mlp(), release="backward", noise_scale=True)
-    acc = ak.FusedAccumulator(mlp(), release="backward")
-    with pytest.raises(ValueError, match=r"noise_scale\(\) needs release='microbatch'"):
-        acc.noise_scale()
+@pytest.mark.parametrize("bucket_bytes", [1, 100])
+def test_noise_scale_in_buckets(bucket_bytes):
+    """A micro-batch's squared norm is the sum over its buckets."""
+    found = []
+    for release in ("microbatch", "backward"):
+        torch.manual_seed(0)
+        model = mlp()
+        acc = ak.FusedAccumulator(model, release=release, bucket_bytes=bucket_bytes, noise_scale=True)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for step in range(6):
+            x, y = batch(3, seed=step)
+            acc.backward(mse_loss(model(x), y), weight=1 + step % 2)
+            if step % 3 == 2:
+                acc.step(optimizer)
+        found.append(acc.noise_scale())
+    assert found[1].windows == found[0].windows == 2
+    assert found[1].trace == pytest.approx(found[0].trace, rel=1e-9)
+    assert found[1].grad_squared_norm == pytest.approx(found[0].grad_squared_norm, rel=1e-9)
+
+
+def test_noise_scale_leaves_out_windows_whose_gradients_come_in_parts():
+    """The squared norm of a sum is not the sum of the squared norms of its parts; the next window counts again."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1, noise_scale=True)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    for backwards, windows in ((2, 0), (1, 1), (2, 1)):
+        for _ in range(2):
+            for _ in range(backwards):
+                mse_loss(model(x), y).backward()
+            acc.accumulate()
+        acc.step(optimizer)
+        assert acc.noise_scale().windows == windows
+
+
+def hooks(model):
+    """How many parameters tell somebody of their gradients."""
+    return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+ALL = 4 * sum(p.numel() for p in mlp().parameters())  # bytes of all gradients
+
+
+@pytest.mark.parametrize(
+    ("options", "buckets"),
+    [
+        ({}, False),  # a small model
+        ({"bucket_bytes": ALL}, False),
+        ({"bucket_bytes": ALL - 1}, True),
+        ({"bucket_bytes": 100, "overflow": "microbatch"}, False),
+        ({"bucket_bytes": 100, "overflow": "raise"}, False),
+        ({"bucket_bytes": 100, "overflow": None}, True),
+        ({"bucket_bytes": 100, "release": "microbatch"}, False),
+    ],
+    ids=str,
+)
+def test_auto_takes_buckets_where_gradients_exceed_one(options, buckets):
+    """And where a micro-batch need not be whole; repr says which, and parameters without buckets have no hooks."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, **options)
+    assert hooks(model) == (6 if buckets else 0)
+    if options.get("release") is None:
+        said = f"release='auto' (buckets of {options['bucket_bytes']} bytes)" if buckets else "(whole micro-batches)"
+        assert (said if "overflow" not in options or buckets else "release='microbatch'") in repr(acc)
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("form", ["step", "bare"])
+def test_auto_has_the_same_bits(bucket_bytes, scaled, form):
+    """In `acc.backward` and in a loop's own backward."""
+    expected = train(Tied, "microbatch", scaled=scaled, form=form)
+    actual = train(Tied, "auto", bucket_bytes, scaled=scaled, form=form)
+    assert all(torch.equal(a, e) for a, e in zip(actual[0], expected[0], strict=True))
+    assert actual[1] == expected[1]
+
+
+def test_auto_grows_into_buckets():
+    """Parameters that are unfrozen can make a model large."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    acc = ak.FusedAccumulator(model, bucket_bytes=ALL - 1)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    assert hooks(model) == 0
+    model[0].requires_grad_(True)
+    for _ in range(2):
+        acc.backward(mse_loss(model(x), y))
+    assert hooks(model) == 6
+    twin = copy.deepcopy(model)
+    mse_loss(twin(x), y).backward()
+    acc.finalize(optimizer)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_auto_leaves_a_loops_own_backward_to_torch():
+    """Its `.grad`s are there, take any weight afterwards, and `zero_grad` throws them away."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, bucket_bytes=1)
+    x, y = batch(3)
+    mse_loss(model(x), y).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    mse_loss(model(x), y).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    acc.accumulate(weight=torch.tensor(2.0))
+    assert acc.weight.item() == 2
+    assert all(torch.equal(acc.main_grad(p), 2 * e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(("bucket_bytes", "whole"), [(1, False), (ALL - 1, True), (2**25, True)])
+def test_auto_and_an_exception_in_backward(bucket_bytes, whole):
+    """The window is as before that micro-batch where nothing of it was added yet; else it is broken."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, bucket_bytes=bucket_bytes)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    kept = [acc.main_grad(p).clone() for p in model.parameters()]
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        acc.backward(mse_loss(model[2:](Boom.apply(model[:2](x))), y))
+    acc.discard()
+    if not whole:
+        with pytest.raises(RuntimeError, match=r"this window is broken: a backward raised.*acc\.zero_\(\)"):
+            acc.backward(mse_loss(model(x), y))
+        return
+    acc.backward(mse_loss(model(x), y))
+    assert acc.micro_batches == 2
+    assert all(torch.equal(acc.main_grad(p), 2 * k) for p, k in zip(model.parameters(), kept, strict=True))
 
 
 def test_unfrozen_parameters_get_hooks():
@@ -347,10 +471,6 @@ def test_backward_after_finalize_is_torchs():
 
 def test_hooks_leave_with_the_accumulator():
     """remove(), leaving `with`, or dropping the accumulator takes off every hook; copies of the model have none."""
-
-    def hooks(model):
-        return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-
     model = mlp()
     with ak.FusedAccumulator(model, release="backward") as acc:
         assert hooks(model) == 6

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../../csrc/core/numeric.h"
@@ -149,7 +150,7 @@ void visit_tables(const std::vector<int64_t>& numels, Visit visit) {
   cuda::launch_in_tables<Entry>(
       items.data(), static_cast<int64_t>(items.size()), false,
       [](const Item& item, Entry* entry) { entry->numel = item.numel; },
-      [&](const cuda::Table<Entry>& table, int64_t blocks, bool) {
+      [&](const auto& table, int64_t blocks, bool) {
         visit(table, blocks);
         return cudaSuccess;
       });
@@ -189,6 +190,7 @@ PYBIND11_MODULE(accumkernels_cuda_host, m) {
   m.def("piece", &piece);
   m.def("blocks", &blocks);
   m.def("launches", [] { return cuda_host::launches; });
+  m.def("largest_arguments", [] { return std::exchange(cuda_host::largest_arguments, 0); });
   py::class_<cuda_host::Settings>(m, "Settings")
       .def_readwrite("reversed", &cuda_host::Settings::reversed)
       .def_readwrite("last_blocks", &cuda_host::Settings::last_blocks)

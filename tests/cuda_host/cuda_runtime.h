@@ -28,6 +28,10 @@ struct dim3 {
   explicit dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -63,6 +67,7 @@ struct Settings {
 };
 inline Settings settings;
 inline int64_t launches = 0;
+inline int64_t largest_arguments = 0;  // bytes of the arguments of the largest launch so far
 
 void run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel);
 void block_barrier();
@@ -81,6 +86,8 @@ template <class... Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments, size_t,
                              cudaStream_t) {
   if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024) return cudaErrorInvalidValue;
+  const int64_t bytes = static_cast<int64_t>((sizeof(std::remove_reference_t<Parameters>) + ...));
+  if (bytes > cuda_host::largest_arguments) cuda_host::largest_arguments = bytes;
   cuda_host::run_grid(grid, block,
                       [&] { cuda_host::call(kernel, arguments, std::index_sequence_for<Parameters...>()); });
   return cudaSuccess;
@@ -94,6 +101,11 @@ T __shfl_down_sync(unsigned, T value, unsigned distance) {
   T result;
   cuda_host::exchange(&value, &result, sizeof(T), static_cast<int>(lane + distance < 32 ? lane + distance : lane));
   return result;
+}
+
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
 }
 
 inline cudaError_t cudaDriverGetVersion(int* version) {

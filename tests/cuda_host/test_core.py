@@ -22,7 +22,7 @@ if __test__:
     kernels = ops.kernels
 
 HALVES = (torch.float16, torch.bfloat16)
-TILE = 4096  # kTile of csrc/core/blocks.h
+TILE = 4096  # kTile of csrc/cuda/blocks.h
 NO_IMAGE = 209  # cudaErrorNoKernelImageForDevice
 OLD_DRIVER = 35  # cudaErrorInsufficientDriver
 

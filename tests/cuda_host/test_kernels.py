@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def cases(draw: st.DrawFn) -> Accumulate:
         segments=draw(st.permutations(range(len(grads)))),
         overwrite=[draw(st.booleans()) for _ in grads],
         alignment=draw(st.sampled_from([1, 2, 3, 32])),
-        shift=draw(st.integers(0, 3)),
+        shift=draw(st.integers(0, 4)),
         checked=draw(st.booleans()),
         state=[3.0, 0.0, 2.0, 0.0],
     )
@@ -123,6 +124,14 @@ def test_accumulate_many_tensors(count, sq_norm):
     before = kernels.launches()
     assert case.check(HOST)["state"].tolist() == [2.0, 0.0, 1.0, 0.0]
     assert kernels.launches() - before == -(-count // 2031) * (2 if sq_norm else 1)
+
+
+@pytest.mark.parametrize(("count", "limit"), [(1, 4608), (256, 4608), (257, 32_764)])
+def test_small_launches_copy_little(count, limit):
+    """Up to 256 tensors that are not empty take a table of 4 KB, more of them one of 32 KB."""
+    kernels.largest_arguments()
+    Accumulate(grads_of([1, 0] * count, [torch.float16]), alignment=1).check(HOST)
+    assert limit * 0.9 < kernels.largest_arguments() <= limit
 
 
 @pytest.mark.parametrize("numel", [0, 1, 4097])
@@ -231,6 +240,40 @@ def test_norm_is_deterministic(ord, shift):
     reference.norm_(expected, tensors, ord=ord)
     assert_close_sum(results[0], expected)
     assert results[0].item() == results[1].item() == aligned.item()
+
+
+def exact_square_sum(tensor: torch.Tensor) -> float:
+    """Rounded once: squares of all but fp64 numbers are exact in fp64, and fsum adds without error."""
+    if tensor.dtype == torch.float64:
+        return float(sum(Fraction(x) ** 2 for x in tensor.tolist()))
+    return math.fsum(tensor.double().square().tolist())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+def test_norm_is_nearly_as_exact_as_fp64(dtype):
+    """The stated bound of 1e-12 for what makes fp32 sums go wrong; of random numbers the error is some 1e-14."""
+    noise = random(50_000, dtype, seed=1)
+    one_large = torch.full((5000,), 1.0 / 3, dtype=dtype)
+    one_large[::16] = 5000.0  # each group has squares that differ by 27 bits
+    rising = torch.logspace(-3, 3, 5000).to(dtype)
+    for values, bound in [(noise, 2e-14), (one_large, 1e-12), (rising, 1e-12), (-rising.flip(0), 1e-12)]:
+        out = scalar(0.0)
+        ops.norm_(out, [values])
+        exact = exact_square_sum(values)
+        assert abs(out.item() - exact) <= bound * exact
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
+@pytest.mark.parametrize("value", [3e38, 1e30, 1e-17, 1e-22, 1e-30, 1e-38, 1e-40, 0.0])
+def test_norm_beyond_the_range_of_fp32_squares(value, dtype):
+    """Squares that overflow or underflow fp32, alone and among ordinary numbers, as exact as others."""
+    for others in (value, 1.0):
+        values = torch.full((4097,), others).to(dtype)
+        values[::7] = torch.tensor(value).to(dtype)
+        out = scalar(0.0)
+        ops.norm_(out, [values])
+        exact = exact_square_sum(values)
+        assert abs(out.item() - exact) <= 1e-12 * exact
 
 
 @pytest.mark.parametrize("position", [0, 4097, -1])

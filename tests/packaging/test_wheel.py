@@ -23,7 +23,7 @@ LEFT_BEHIND = (
     "accumkernels/__pycache__/layout.cpython-311.pyc",
     "tests/__pycache__/models.cpython-311.pyc",
     "build/native/build.ninja",
-    "build/native/csrc/bindings.cpp.o",
+    "build/native/csrc/bindings/norm.cpp.o",
     "dist/accumkernels-0.0.1-py3-none-linux_x86_64.whl",
     ".venv/bin/python",
     ".venv-torch-2.10.0/bin/python",

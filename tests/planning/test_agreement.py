@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
+from accumkernels.planning.costs import measure_step_costs
 
 WORLD_SIZE = 2
 
@@ -47,6 +48,16 @@ def _answer(**kwargs):
         return type(error).__name__, str(error)
 
 
+def _costs(model, **kwargs):
+    """The same for measure_step_costs."""
+    try:
+        return measure_step_costs(
+            model, "cpu", 4, input_shape=2, output_shape=2, num_iterations=2, duration=1e-3, **kwargs
+        )
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
 def _rank(rank, port, path):
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -60,6 +71,9 @@ def _rank(rank, port, path):
         "argument": _answer(model=Limited(9), dataset_size=-1 if rank else 8),
         "alone": _answer(model=Limited(3 + rank), dataset_size=8, process_group=False),
         "accumulate": _answer(model=Limited(3 + rank), dataset_size=8, accumulate=2),
+        "costs": _costs(DistributedDataParallel(Limited(9))),
+        "costs alone": _costs(Limited(9), process_group=False),
+        "costs bug": _costs(Limited(3 if rank else 9)),
         "ddp": _answer(model=DistributedDataParallel(Limited(5 - rank)), dataset_size=8),
     }
     with open(f"{path}.{rank}", "wb") as file:
@@ -107,6 +121,19 @@ def test_one_fails(answers, case, own, where):
         "RuntimeError",
         f"find_batch_size: rank 1 failed at {where}; its own error says why",
     )
+
+
+def test_costs(answers):
+    """All ranks have the slowest's costs, and a reduction's; a rank alone has none. None waits for one that failed."""
+    first, second = (answer["costs"] for answer in answers)
+    assert first == second
+    assert first.reduction_seconds > 0
+    assert [answer["costs alone"].reduction_seconds for answer in answers] == [0.0, 0.0]
+    assert answers[0]["costs bug"] == (
+        "RuntimeError",
+        "measure_step_costs: rank 1 failed at its trials; its own error says why",
+    )
+    assert "a micro-batch of 4 does not fit on cpu" in answers[1]["costs bug"][1]
 
 
 def test_alone(answers):

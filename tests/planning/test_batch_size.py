@@ -254,7 +254,7 @@ def test_make_batch_and_loss():
 
     assert ak.find_batch_size(Keywords("key"), "cpu", None, None, 2, make_batch=make_batch, loss_fn=loss_fn) == 2
     assert seen[0] == {"x", "labels"}
-    with pytest.raises(TypeError, match=r"make_batch must give \(input, target\) or a dict .* got Tensor"):
+    with pytest.raises(TypeError, match=r"make_batch returns must be \(input, target\) or a dict .* got tensor"):
         ak.find_batch_size(Keywords("key"), "cpu", None, None, 2, make_batch=torch.zeros)
 
 
@@ -374,29 +374,29 @@ def test_progress_bar(capsys):
     ("kwargs", "error", "match"),
     [
         ({"dataset_size": 0}, ValueError, "dataset_size must be at least 1, got 0"),
-        ({"dataset_size": 2.5}, TypeError, "dataset_size must be an int, got float"),
+        ({"dataset_size": 2.5}, TypeError, "dataset_size must be an int, got 2.5"),
         ({"max_batch_size": 0}, ValueError, "max_batch_size must be at least 1, got 0"),
         ({"num_iterations": 0}, ValueError, "num_iterations must be at least 1, got 0"),
         ({"mode": "linear"}, ValueError, "mode must be one of 'power', 'binsearch', got 'linear'"),
         ({"margin": 1.0}, ValueError, "margin must be at least 0 and less than 1, got 1.0"),
-        ({"margin": "0"}, TypeError, "margin must be a number, got str"),
-        ({"amp_dtype": "bf16"}, TypeError, "amp_dtype must be a torch.dtype or None, got str"),
-        ({"loss_fn": 3}, TypeError, "loss_fn must be callable, got int"),
-        ({"optimizer_fn": "Adam"}, TypeError, "optimizer_fn must be callable, got str"),
+        ({"margin": "0"}, TypeError, "margin must be a number, got '0'"),
+        ({"amp_dtype": "bf16"}, TypeError, "amp_dtype must be a torch.dtype or None, got 'bf16'"),
+        ({"loss_fn": 3}, TypeError, "loss_fn must be callable, got 3"),
+        ({"optimizer_fn": "Adam"}, TypeError, "optimizer_fn must be callable, got 'Adam'"),
         ({"memory_limit": 0}, ValueError, "memory_limit must be at least 1, got 0"),
         ({"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0"),
-        ({"device": "gpu"}, ValueError, "device: 'gpu' is no device"),
+        ({"device": "gpu"}, ValueError, "device must name a device, got 'gpu'"),
         *(
             ()
             if torch.cuda.is_available()
             else [({"device": "cuda"}, ValueError, "'cuda', but torch finds no usable GPU")]
         ),
-        ({"input_shape": "3"}, TypeError, "input_shape must be a tuple of ints, the shape of one sample, got str"),
+        ({"input_shape": "3"}, TypeError, "input_shape must be a tuple of ints, the shape of one sample, got '3'"),
         ({"output_shape": None}, TypeError, "output_shape must be a tuple of ints, the shape of one sample, got None"),
         ({"model": nn.LazyLinear(2)}, ValueError, "parameter 'weight' is lazy: run the model once first"),
         ({"model": nn.Linear(2, 2, device="meta")}, ValueError, "parameter 'weight' is on the meta device"),
         ({"model": nn.Identity()}, ValueError, "model has no trainable parameter"),
-        ({"model": len}, TypeError, "model must be a torch.nn.Module, got builtin_function_or_method"),
+        ({"model": len}, TypeError, "model must be a torch.nn.Module, got <built-in function len>"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

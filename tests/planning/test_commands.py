@@ -87,6 +87,41 @@ def test_plan_wrong(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
+def test_plan_costs(capsys):
+    """Costs by options: a verdict, with the time of each K."""
+    options = ["--samples-per-second", "100", "--optimizer-seconds", "0.04", "--noise-scale", "1e6"]
+    assert main(["plan", "--target", "32", "--max-micro", "8", *options]) == 0
+    out = capsys.readouterr().out
+    assert "verdict: K = 4 for the batch 32, since with K = 4 a sample takes 38 % less time than with K = 1" in out
+    assert out.splitlines()[-2].split() == ["4", "32", "6.25", "63", "%"]
+
+
+def test_plan_measures(factories, capsys):
+    """Costs that are not given are measured; over ranks the reduction must be given, since one process has none."""
+    base = ["plan", "--target", "8", "--max-micro", "4", "--measure", "user_factories:fit", "--device", "cpu"]
+    base += ["--duration", "0.01"]
+    assert main(base) == 0
+    out = capsys.readouterr().out
+    assert "ms per sample" in out
+    assert "verdict: K " in out
+    assert main([*base, "--world-size", "2"]) == 0
+    assert "K = 1, since the batch of 8 is one micro-batch on each rank" in capsys.readouterr().out
+    assert main([*base[:2], "16", *base[3:], "--world-size", "2"]) == 0
+    assert "is not known without reduction_seconds" in capsys.readouterr().out
+    assert main([*base[:2], "16", *base[3:], "--world-size", "2", "--reduction-seconds", "1000"]) == 0
+    assert "verdict: K = 2 for the batch 16, since with K = 2 a sample takes 50 % less time" in capsys.readouterr().out
+    assert main([*base, "--noise-scale", "nan"]) == 2
+    assert "--noise-scale must be positive and finite, got nan" in capsys.readouterr().err
+    assert main([*base, "--duration", "-1"]) == 2
+    assert "--duration must be positive and finite, got -1" in capsys.readouterr().err
+    base[6] = "user_factories:missing"
+    assert main(base) == 2
+    assert "'user_factories' has no function 'missing'" in capsys.readouterr().err
+    base[6] = "user_factories:broken"
+    with pytest.raises(ValueError, match="my own bug"):
+        main(base)
+
+
 def test_fit(factories, capsys):
     """A table of what was tried, the answer, and the plan for a target."""
     assert main(["fit", "user_factories:fit", "--mode", "binsearch", "--target", "100"]) == 0
@@ -116,7 +151,7 @@ def test_fit_options(factories, capsys):
         ("no_such_module:fit", "there is no module 'no_such_module' on the path"),
         ("user_factories:missing", "'user_factories' has no function 'missing'"),
         ("user_factories:number", "'user_factories' has no function 'number'"),
-        ("user_factories:text", "user_factories:text must return a dict of find_batch_size's arguments, got str"),
+        ("user_factories:text", "user_factories:text must return a dict of find_batch_size's arguments, got 'model'"),
         ("user_factories:unknown", "user_factories:unknown returns batch; find_batch_size takes model, device"),
         ("user_factories:modelless", "user_factories:modelless returns no 'model'"),
     ],

@@ -234,9 +234,9 @@ def test_picture(tmp_path):
     ("change", "error", "match"),
     [
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-        ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
-        ({"optimizer": torch.optim.Adam}, TypeError, "optimizer must be a torch.optim.Optimizer, got type"),
-        ({"make_batch": 3}, TypeError, "make_batch must be callable, got int"),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module, got 3"),
+        ({"optimizer": torch.optim.Adam}, TypeError, "optimizer must be a torch.optim.Optimizer, got <class"),
+        ({"make_batch": 3}, TypeError, "make_batch must be callable, got 3"),
         ({"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0"),
         ({"device": "cuda"}, ValueError, "the model is on cpu: a report for cuda needs fake=True"),
         ({"model": nn.Linear(2, 2)}, ValueError, "optimizer owns none of the model's trainable parameters"),

@@ -84,7 +84,7 @@ def test_retries(allocator):
 
 def test_rejected_sizes_do_not_fit():
     """find_batch_size takes the meter's word."""
-    from accumkernels.planning import batch_size
+    from accumkernels.planning import trial_setup
 
     class Rejecting(CountingMeter):
         def trial(self):
@@ -101,7 +101,7 @@ def test_rejected_sizes_do_not_fit():
         return output.square().mean()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_size, "meter_for", lambda device, limit, margin: Rejecting(device, None))
+        patch.setattr(trial_setup, "meter_for", lambda device, limit, margin: Rejecting(device, None))
         found = ak.find_batch_size(nn.Linear(2, 2), "cpu", (2,), (2,), 64, loss_fn=loss_fn, num_iterations=2)
     assert found == 4
     assert found.reason == "oom"

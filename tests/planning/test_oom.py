@@ -109,5 +109,5 @@ def test_triton_shared_memory():
 
 def test_no_exception():
     """Named by its type."""
-    with pytest.raises(TypeError, match="exception must be an exception, got str"):
+    with pytest.raises(TypeError, match="exception must be an exception, got 'CUDA out of memory'"):
         ak.is_oom_error("CUDA out of memory")

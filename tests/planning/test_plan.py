@@ -46,9 +46,9 @@ def test_impossible(target, ranks, nearest):
     [
         ((0, 1), ValueError, "target_batch_size must be at least 1, got 0"),
         ((8, -1), ValueError, "max_micro_batch_size must be at least 1, got -1"),
-        ((8.0, 1), TypeError, "target_batch_size must be an int, got float"),
-        ((True, 1), TypeError, "target_batch_size must be an int, got bool"),
-        ((8, "2"), TypeError, "max_micro_batch_size must be an int, got str"),
+        ((8.0, 1), TypeError, "target_batch_size must be an int, got 8.0"),
+        ((True, 1), TypeError, "target_batch_size must be an int, got True"),
+        ((8, "2"), TypeError, "max_micro_batch_size must be an int, got '2'"),
     ],
 )
 def test_wrong_numbers(arguments, error, match):

@@ -352,7 +352,7 @@ def test_removed(found):
     ("case", "kind", "text"),
     [
         ("nothing said", "RuntimeError", "process_group=False if this rank is alone"),
-        ("kind", "TypeError", "got str"),
+        ("kind", "TypeError", "False or None, got '"),
         ("alone", "ValueError", "pass its .module"),
         ("other group", "ValueError", "leave it out"),
         ("wrapped", "ValueError", "pass that module itself"),

@@ -7,6 +7,7 @@ one output: only rank 0 has any of its elements.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 
@@ -193,27 +194,67 @@ def frozen_and_unused(rank, size):
 # ---- unequal weights
 
 
-def unequal_weights_are_refused(rank, size):
-    """FSDP2's mean over ranks would be wrong; every rank says so, before anything is stepped."""
+UNEQUAL = [[1, 4, 2], [3, 1, 1], [2, 2, 5], [1, 1, 1]]  # samples of the micro-batches, by rank
+
+
+def unequal_weights(rank, size):
+    """The mean over all samples of all ranks, reduced in each micro-batch or in the last, however large the weights."""
+    expected = true_grads([part for r in range(size) for part in micro_batches(r, UNEQUAL[r])])
+    for release, sync, unit in itertools.product(("microbatch", "backward"), (True, False), (1, 0.3, 1000)):
+        model = shard(net())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        acc = ak.FusedAccumulator(model, release=release, scaler=scaler)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for window_number in range(3):
+            for step, (x, y) in enumerate(micro_batches(rank, UNEQUAL[rank])):
+                model.set_requires_gradient_sync(sync or step == 2)
+                acc.backward(mse_loss(model(x), y), unit * len(x))
+            samples = sum(map(sum, UNEQUAL[:size]))
+            assert acc.weight.item() == pytest.approx(unit * sum(UNEQUAL[rank]), rel=1e-14)
+            acc.finalize(optimizer)
+            assert acc.weight.item() == pytest.approx(unit * samples / size, rel=1e-14)
+            assert acc.found_inf == 0, window_number
+            assert_close(full(p.grad for p in model.parameters()), expected)
+            acc.zero_()
+
+
+def a_rank_without_weight(rank, size):
+    """It takes part, and counts nothing."""
     model = shard(net())
     acc = ak.FusedAccumulator(model)
+    for x, y in micro_batches(rank, [2, 3]):
+        acc.backward(mse_loss(model(x), y), len(x) if rank == 0 else 0)
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert_close(full(p.grad for p in model.parameters()), true_grads(micro_batches(0, [2, 3])))
+
+
+def what_ranks_disagree_about(rank, size):
+    """Divisors, and weights that come after FSDP2's mean: an error on every rank, in the window it happens in."""
+    model = shard(net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    acc = ak.FusedAccumulator(model, scaler=scaler)
     optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-    before = full(model.parameters())
-    run_window(acc, model, [1 + dist.get_rank()])
-    with pytest.raises(RuntimeError, match=r"weights sum to 1\.0 on one rank and 2\.0 on another"):
+    for _ in range(4):
+        before = full(model.parameters())
+        for x, y in micro_batches(rank, [1 + rank]):
+            scaler.scale(mse_loss(model(x), y)).backward()
+            acc.accumulate(len(x))
+        with pytest.raises(RuntimeError, match=r"sum, by rank, to \[1\.0, 2\.0\].*acc\.backward"):
+            acc.step(optimizer)
+        acc.zero_()
+        run_window(acc, model, [2])
+        with pytest.raises(RuntimeError, match=r"divisors of this window are, by rank, \[4\.0, 5\.0\]"):
+            acc.step(optimizer, divisor=4 + rank)
+        acc.zero_()
+        run_window(acc, model, [2])
+        with pytest.raises(RuntimeError, match=r"divisors of this window are, by rank, \[0\.0, 5\.0\]"):
+            acc.step(optimizer, divisor=5 if rank else None)
+        acc.zero_()
+        assert_close(full(model.parameters()), before, rtol=0, atol=0)
+        run_window(acc, model, [2])
         acc.step(optimizer)
-    acc.zero_()
-    run_window(acc, model, [2])
-    with pytest.raises(RuntimeError, match=r"divisors are 4\.0 on one rank and 5\.0 on another"):
-        acc.step(optimizer, divisor=4 + dist.get_rank())
-    assert_close(full(model.parameters()), before)
-    acc.zero_()
-    run_window(acc, model, [2])
-    acc.step(optimizer)
-    assert not acc.step_was_skipped
-    run_window(acc, model, [1 + dist.get_rank()])
-    acc.step(optimizer)
-    assert acc.step_was_skipped, "later windows are not read back"
+        assert not acc.step_was_skipped
+        assert scaler.get_scale() == 2.0**10
 
 
 def unequal_micro_batches_by_sums(rank, size):
@@ -364,7 +405,7 @@ def without_gradient_sync_twice_per_window(rank, size):
 
 
 def what_goes_wrong_without_gradient_sync(rank, size):
-    """Unequal or device weights, and windows or checkpoints without the last reduction."""
+    """Unequal weights of a loop of its own, and windows or checkpoints without the last reduction."""
     model = shard(net())
     acc = ak.FusedAccumulator(model)
     optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
@@ -376,14 +417,20 @@ def what_goes_wrong_without_gradient_sync(rank, size):
             RuntimeError, match=r"the last 1 micro-batches left no gradient.*set_requires_gradient_sync"
         ):
             call()
-    with pytest.raises(RuntimeError, match=r"weight 3\.0 after 1 micro-batches of weight 2\.0 whose gradients FSDP2"):
-        acc.backward(mse_loss(model(x), y), 3)
     model.set_requires_gradient_sync(True)
     acc.backward(mse_loss(model(x), y), 2)
     acc.finalize(optimizer)
     assert acc.micro_batches == 2
-    expected = true_grads([(x, y)])  # the refused one never ran
-    assert_close(full(p.grad for p in model.parameters()), expected)
+    assert_close(full(p.grad for p in model.parameters()), true_grads([(x, y)]))
+    acc.zero_()
+    for weight, sync in ((2, False), (3, True)):
+        model.set_requires_gradient_sync(sync)
+        mse_loss(model(x), y).backward()
+        if sync:
+            with pytest.raises(RuntimeError, match=r"weight=3\.0\) after 1 micro-batches .* by 2\.0, whose gradients FSDP2"):
+                acc.accumulate(weight)
+        else:
+            acc.accumulate(weight)
 
 
 # ---- precision
@@ -593,12 +640,93 @@ def tensor_parallel_too(rank, size):
         ak.FusedAccumulator(model, noise_scale=True)
 
 
+def unequal_weights_of_replicas(rank, size):
+    """HSDP, reduced over shards and replicas in each micro-batch, over replicas in the last, or over both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    expected = true_grads([part for r in range(size) for part in micro_batches(r, UNEQUAL[r])])
+    for late in (None, "set_requires_all_reduce", "set_requires_gradient_sync"):
+        model = shard(net(), mesh)
+        acc = ak.FusedAccumulator(model)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for step, (x, y) in enumerate(micro_batches(rank, UNEQUAL[rank])):
+            if late is not None:
+                getattr(model, late)(step == 2)
+            acc.backward(mse_loss(model(x), y), len(x))
+        acc.finalize(optimizer)
+        assert_close(full(p.grad for p in model.parameters()), expected)
+        norm = acc.clip_grad_norm_(1e9).item()
+        assert norm == pytest.approx(total_norm(expected), rel=1e-12)
+
+
+class Normed(nn.Module):
+    """Linear layers to cut, and a norm that is left as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, 5]` to `[n, 1]`."""
+        return self.last(torch.tanh(self.norm(torch.tanh(self.first(x)))))
+
+
+def plain_norms(rank, size):
+    """Tensor parallel alone: plain parameters, the same on all ranks, count once in one clip over all."""
+    model, twin = Normed().double(), Normed().double()
+    mesh = init_device_mesh("cpu", (size,))
+    parallelize_module(
+        model, mesh, {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())}
+    )
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    for x, y in micro_batches(0):
+        acc.backward(mse_loss(model(x), y), len(x))
+    expected = true_grads(micro_batches(0), twin)
+    norm = acc.step(optimizer, max_norm=0.1)
+    assert norm.item() == pytest.approx(total_norm(expected), rel=1e-12)
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    actual = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    assert_close(actual, twin.parameters())
+
+
+def experts(rank, size):
+    """Layers on a mesh of their own, other ones in each pair of ranks, though some begin alike: one norm on all."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    for begin_alike in (True, False):
+        model = net()
+        if not begin_alike:
+            with torch.no_grad():
+                for p in model.middle.parameters():
+                    p.mul_(1 + pairs.get_local_rank("expert"))
+        fully_shard(model.middle, mesh=pairs["shard"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        acc = ak.FusedAccumulator(model)
+        run_window(acc, model)
+        acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+        dense, expert = {}, {}
+        for name, p in model.named_parameters():
+            (expert if name.startswith("middle") else dense)[name] = p.grad.full_tensor()
+        everyones = [None] * size
+        dist.all_gather_object(everyones, expert)
+        parts = [*dense.values(), *everyones[0].values(), *everyones[1].values()]
+        norms = [None] * size
+        dist.all_gather_object(norms, {order: acc.clip_grad_norm_(1e9, order).item() for order in (2.0, math.inf)})
+        for norm in norms:
+            assert norm == norms[0]
+        for order, norm in norms[0].items():
+            assert norm == pytest.approx(total_norm(parts, order), rel=1e-12)
+
+
 TWO_RANKS = [
     equals_one_process,
     long_form_hands_out_dtensors,
     tied_parameters,
     frozen_and_unused,
-    unequal_weights_are_refused,
+    unequal_weights,
+    a_rank_without_weight,
+    what_ranks_disagree_about,
     unequal_micro_batches_by_sums,
     overflow_on_one_rank_skips_on_all,
     overflow_drops_a_micro_batch_on_all,
@@ -615,4 +743,4 @@ TWO_RANKS = [
     one_rank_drops_the_window,
     drift_is_seen,
 ]
-FOUR_RANKS = [hybrid_sharding, tensor_parallel_too]
+FOUR_RANKS = [hybrid_sharding, unequal_weights_of_replicas, tensor_parallel_too, plain_norms, experts]

@@ -57,7 +57,7 @@ def train(rank, make_model, make_optimizer, *, dtype=torch.float32, group=True, 
         for i, (x, y) in enumerate(data):
             with model.no_sync() if no_sync and i + 1 < len(data) else contextlib.nullcontext():
                 loss = nn.functional.mse_loss(model(x), y)
-                kwargs = {"last": i + 1 == len(data) and (rank != 0 or window == 0)} if last else {}
+                kwargs = {"last": i + 1 == len(data) and window != 2} if last else {}
                 acc.backward(loss, weight=len(x), **kwargs)
         norms.append(acc.step(optimizer, max_norm=MAX_NORM).item())
         left += sum(p.grad is not None for p in model.parameters())

@@ -123,7 +123,7 @@ class Run:
 
     def position(self) -> str:
         """What can be seen of a window that is open."""
-        measured = self.acc.noise_scale() if self.acc._intake.hooks is None else None
+        measured = self.acc.noise_scale()
         skipped = self.acc.step_was_skipped
         return (
             f"{self.acc!r} {self.acc.micro_batches} {self.acc.weight} {skipped} {measured} {self.scaler.state_dict()}"
@@ -131,7 +131,7 @@ class Run:
 
     def result(self) -> list[Any]:
         """What the run ended with, exactly."""
-        noise = self.acc.noise_scale() if self.acc._intake.hooks is None else None
+        noise = self.acc.noise_scale()
         measured = None if noise is None else (noise.trace, noise.grad_squared_norm, noise.windows)
         tensors = [*self.model.parameters()]
         for p in self.acc.parameters():

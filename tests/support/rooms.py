@@ -16,10 +16,11 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-# What each room may import, from the bottom up. boundary and hooks import nothing, so every room may import them.
-FREE = {"boundary", "hooks"}
+# What each room may import, from the bottom up. These import nothing, so every room may import them.
+FREE = {"boundary", "errors", "hooks"}
 MAY_IMPORT: dict[str, set[str]] = {
     "boundary": set(),
+    "errors": set(),
     "hooks": set(),
     "ops": FREE,
     "buffers": FREE | {"ops"},

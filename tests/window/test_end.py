@@ -131,3 +131,38 @@ def test_zero_total_weight_is_a_no_op(fused, overflow):
             assert acc.step_was_skipped
             assert scaler is None or scaler.get_scale() == 8.0
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_update_by_hand_needs_no_optimizer():
+    """finalize() alone hands out the mean of the window, and step_was_skipped says whether to use it."""
+    model = mlp(torch.float64)
+    params = list(model.parameters())
+    acc = ak.FusedAccumulator(model)
+    x, y = batch(6, torch.float64)
+    expected = [p - 0.1 * g for p, g in zip(params, big_batch_grads(model, x, y), strict=True)]
+    for rows in (slice(0, 2), slice(2, 6)):
+        acc.backward(mse_loss(model(x[rows]), y[rows]), weight=len(x[rows]))
+    acc.finalize()
+    assert not acc.step_was_skipped
+    with torch.no_grad():
+        torch._foreach_add_(params, grads_of(acc), alpha=-0.1)
+    acc.zero_()
+    for p, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-12, atol=1e-12)  # fp64 rounding
+
+    acc.backward(mse_loss(model(x), y) * torch.nan)
+    acc.finalize()
+    assert acc.step_was_skipped
+
+
+def test_update_by_hand_with_a_scaler_is_refused():
+    """The scaler would never learn of an overflow; a disabled one does not matter."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, scaler=torch.amp.GradScaler("cpu"))
+    acc.backward(model(torch.ones(1, 5)).sum())
+    with pytest.raises(TypeError, match=r"finalize\(\) needs the optimizers.*GradScaler keeps the verdict"):
+        acc.finalize()
+    acc.remove()
+    acc = ak.FusedAccumulator(model, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    acc.backward(model(torch.ones(1, 5)).sum())
+    acc.finalize()

@@ -133,5 +133,5 @@ def test_a_wrong_half_life(value):
 
 def test_a_half_life_that_is_no_number():
     """A string is no half-life."""
-    with pytest.raises(TypeError, match="noise_scale must be a bool or a number of windows, got str"):
+    with pytest.raises(TypeError, match="noise_scale must be a bool or a number of windows, got '"):
         build(noise_scale="yes")

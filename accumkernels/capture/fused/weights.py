@@ -15,6 +15,8 @@ from ...buffers.flat import FlatBuffer
 from ...buffers.store import Store
 from ...hooks import Handles, Hook
 from ..compiled import split
+from ..during_backward import DuringBackward
+from ..streams import Turns
 from . import gemm
 from .functions import SlotWeight, in_slot, without_modes
 from .rows import add_rows
@@ -116,8 +118,8 @@ class FusedWeights:
     Args:
         module: The model. Nothing keeps it alive but the caller.
         store: Where its parameters have their segments.
+        hooks: Of the accumulator's own, which wait for the gradient of each parameter.
         check: Called with a buffer and a segment before that is added to; may raise.
-        hooks_of_ours: How many hooks of the accumulator's own wait for the gradient of each parameter.
         min_elements: Smaller weights are left alone.
 
     Attributes:
@@ -126,7 +128,9 @@ class FusedWeights:
         parameters: ids of the parameters that were ever fused.
     """
 
-    def __init__(self, module: nn.Module, store: Store, check: Check, hooks_of_ours: int, min_elements: int) -> None:
+    def __init__(
+        self, module: nn.Module, store: Store, hooks: DuringBackward | None, check: Check, min_elements: int
+    ) -> None:
         self.permission: Permission | None = None
         self.taken: set[int] = set()
         self.parameters: set[int] = set()
@@ -135,10 +139,10 @@ class FusedWeights:
         self._check = check
         self._complete: Check | None = None
         self._min_elements = min_elements
-        self._hooks_of_ours = hooks_of_ours
+        self._hooks = hooks
         self._places: dict[int, _Place] = {}  # by id of the parameter
         self._in_slots: dict[int, tuple[weakref.ref[nn.Module], Tensor, SlotWeight]] = {}  # by id of a module that runs
-        self._streams: dict[int, torch.cuda.Stream] = {}  # by id of the buffer: where it was last written in backward
+        self._turns = Turns()
         self._handles = Handles(self)
         eager, _ = split(module)
         for part in eager:
@@ -190,8 +194,8 @@ class FusedWeights:
     def is_ours_alone(self, param: Tensor) -> bool:
         """Whether nobody else waits for the gradient: hooks would not see what never gets there."""
         after = param._post_accumulate_grad_hooks
-        ours = 0 if after is None else len(after)
-        return param.requires_grad and not param._backward_hooks and ours <= self._hooks_of_ours
+        ours = 1 if self._hooks is not None and self._hooks.listens else 0
+        return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         held = self._in_slots.pop(id(module), None)
@@ -221,13 +225,13 @@ class FusedWeights:
         """
         self.permission = permission if self._listening else None
         self._complete = complete
+        for buffer in self._store.buffers:
+            self._turns.take(buffer.device)
         try:
             yield
         finally:
             self.permission = self._complete = None
-            for stream in self._streams.values():
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
-            self._streams.clear()
+            self._turns.end()
 
     def begin_adding(self, buffer: FlatBuffer, index: int) -> None:
         """Note that a segment is about to be written, on the stream of the backward that runs."""
@@ -235,12 +239,11 @@ class FusedWeights:
         param = buffer.params[index]
         self.taken.add(id(param))
         self.parameters.add(id(param))
-        if buffer.device.type == "cuda":
-            stream = torch.cuda.current_stream(buffer.device)
-            last = self._streams.get(id(buffer), torch.cuda.default_stream(buffer.device))
-            if last != stream:
-                stream.wait_stream(last)
-            self._streams[id(buffer)] = stream
+        self._turns.take(buffer.device)
+
+    def take_turn(self, buffer: FlatBuffer) -> None:
+        """Something else is about to write a buffer, which comes after what was added."""
+        self._turns.take(buffer.device)
 
     def _leaf_ran(self, *_: Any, buffer: FlatBuffer, index: int) -> None:
         """Autograd comes to a leaf, with or without a gradient, when all that used it have run."""

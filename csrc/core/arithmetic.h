@@ -1,4 +1,4 @@
-// The element operation of accumulate: convert, multiply, add, each rounded by itself.
+// Arithmetic in which each operation is rounded by itself, and the order of magnitudes, on host and device alike.
 //
 // A fused multiply-add would round once where torch rounds twice, so the intrinsics keep nvcc from contracting; host
 // compilers need -ffp-contract=off, since g++ contracts by default wherever the processor has the instruction.
@@ -57,10 +57,10 @@ AK_HOST_DEVICE static inline double divide(double a, double b) {
 #endif
 }
 
-// What a gradient element contributes to the buffer.
-template <class Buffer, class Gradient>
-AK_HOST_DEVICE static inline Buffer contribution(Gradient gradient, Buffer multiplier) {
-  return multiply(convert<Buffer>(gradient), multiplier);
+// NaN wins over every number.
+template <class T>
+AK_HOST_DEVICE static inline T larger(T a, T b) {
+  return b > a || b != b ? b : a;
 }
 
 }  // namespace accumkernels

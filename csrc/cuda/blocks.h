@@ -3,7 +3,7 @@
 // The cut depends on the sizes alone, never on the device or on alignment, and so does the order of every sum.
 #pragma once
 
-#include "numeric.h"
+#include "../core/numeric.h"
 
 namespace accumkernels {
 

@@ -1,0 +1,125 @@
+"""Whether autocast casts a model's parameters, and so whether the autocast route is on its modules."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..buffers.store import Store
+from .autocast import AutocastRoute
+from .compiled import split
+from .during_backward import DuringBackward
+from .fused.weights import FusedWeights
+
+# Backwards between two looks at the graph. A node takes 0.3 microseconds to look at, and 10 or more to run.
+EVERY = 32
+
+
+class AutocastPresence:
+    """Puts the route on a module when a backward's graph shows that autocast casts its parameters, and takes it off.
+
+    Hooks put every `Module.__call__` on its slow path, so a model that autocast leaves alone gets none. The first
+    backward is looked at, then every so many: autocast may be turned on later. When a whole window has run without it,
+    the route goes, with its copy of the weights.
+
+    Args:
+        module: The model, held weakly.
+        store: See `AutocastRoute`.
+        hooks: See `AutocastRoute`.
+        always: See `AutocastRoute`; then it is there from the beginning to the end, as it is for a model with compiled
+            parts: their graphs do not show casts, and would be compiled anew when the route came.
+        fused: See `AutocastRoute`.
+
+    Attributes:
+        route: The route, while it is there.
+    """
+
+    def __init__(
+        self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool, fused: FusedWeights | None
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._store = store
+        self._hooks = hooks
+        self._always = always
+        self._fused = fused
+        self._stays = always or bool(split(module)[1])
+        self._until_look = 0  # backwards
+        self._every = EVERY
+        self._keeps_whole = False
+        self._backwards = 0  # of the open window, since the route is there
+        self.route = self._make() if self._stays else None
+
+    def _make(self) -> AutocastRoute | None:
+        module = self._module()
+        if module is None:
+            return None
+        route = AutocastRoute(module, self._store, self._hooks, self._always, self._fused)
+        route.keeps_whole = self._keeps_whole
+        return route
+
+    @contextlib.contextmanager
+    def around(self, loss: Tensor) -> Iterator[None]:
+        """Around a backward: see whether its graph has casts, if it is time."""
+        if self.route is not None:
+            self._backwards += 1
+            with self.route.taking():
+                yield
+            return
+        casts = False
+        if self._until_look:
+            self._until_look -= 1
+        else:
+            self._until_look = self._every - 1
+            casts = _casts(loss.grad_fn, self._store)
+        yield
+        if casts:  # only now: a checkpoint that runs its forward again in backward is to find the first one's modules
+            self.route = self._make()
+
+    def open_window(self, keeps_whole: bool) -> None:
+        """Take the route off where the window that ended did without autocast; one without a backward says nothing.
+
+        Args:
+            keeps_whole: Whether no gradient of the next window may come in several parts.
+        """
+        self._keeps_whole = keeps_whole
+        if self.route is None:
+            return
+        if self._backwards and not self.route.used and not self._stays:
+            self.route.remove()
+            self.route = None
+            self._every *= 2  # casts that are not autocast's, or that no module makes, look alike in the graph
+            self._until_look = self._every
+        else:
+            self.route.open_window()
+            self.route.keeps_whole = keeps_whole
+        self._backwards = 0
+
+    def remove(self) -> None:
+        """Take off every hook."""
+        if self.route is not None:
+            self.route.remove()
+
+
+def _casts(root: Any, store: Store) -> bool:
+    """Whether a graph casts a parameter of the store's, or hides what it does until it runs (reentrant checkpoints)."""
+    seen = {root}
+    stack = [] if root is None else [root]
+    while stack:
+        node = stack.pop()
+        name = node.name()
+        if name == "CheckpointFunctionBackward":
+            return True
+        for child, _ in node.next_functions:
+            if child is None or child in seen:
+                continue
+            if name == "ToCopyBackward0":
+                leaf = getattr(child, "variable", None)
+                if leaf is not None and store.place(leaf) is not None:
+                    return True
+            seen.add(child)
+            stack.append(child)
+    return False

@@ -1,0 +1,19 @@
+"""Errors that say the same thing in the same words everywhere."""
+
+from __future__ import annotations
+
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+def wrong_type(name: str, expected: str, value: object) -> TypeError:
+    """Make the error for an argument of the wrong type: "bucket_bytes must be an int, got '1MB'".
+
+    Args:
+        name: What the caller calls the argument.
+        expected: What it should be, with its article: "an int".
+        value: What was given. Its repr is cut to one short line; one that fails is replaced by the class's name.
+    """
+    return TypeError(f"{name} must be {expected}, got {' '.join(_SHORT.repr(value).split())}")

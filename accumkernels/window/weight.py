@@ -1,0 +1,67 @@
+"""The weight of a micro-batch: what it counts, and which part of it went into the loss before backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buffers.devices import move
+from ..ranks.unit import agree_on_unit
+
+
+class Weight(NamedTuple):
+    """A micro-batch's weight; each part a number, or an fp64 0-d tensor on the first device.
+
+    Attributes:
+        total: What the micro-batch counts in the window's sum of weights.
+        in_loss: What its loss was multiplied by before backward.
+        unit: The unit of `in_loss`, which is `total / unit` but for rounding.
+    """
+
+    total: float | Tensor
+    in_loss: float | Tensor = 1.0
+    unit: float = 1.0
+
+    @property
+    def multiplier(self) -> float | Tensor:
+        """What its gradients, unscaled, are still to be multiplied by; some may be those of other ranks' losses."""
+        if isinstance(self.in_loss, Tensor):
+            return torch.where(self.in_loss == 0, self.unit, self.total / self.in_loss)
+        if self.in_loss == 0:
+            return self.unit
+        return self.total / self.in_loss
+
+    def plus(self, other: Weight) -> Weight:
+        """The weight of both together, where their gradients were added up."""
+        return Weight(self.total + other.total, self.in_loss + other.in_loss, self.unit)
+
+
+class Weigher:
+    """Puts weights into losses, for where backward may cross ranks; elsewhere they wait for the accumulate pass."""
+
+    def __init__(self) -> None:
+        self._unit: float | None = None  # of weights in losses, once all ranks know it
+
+    def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
+        """Multiply a loss by its weight, in the job's unit.
+
+        Args:
+            loss: The plain loss.
+            weight: A checked number, or fp64 0-d on the first device.
+
+        Returns:
+            The loss to run backward of, and the weight.
+        """
+        if self._unit is None:
+            self._unit = agree_on_unit(weight)
+        factor = weight / self._unit
+        if not isinstance(factor, Tensor) and factor == 1:
+            return loss, Weight(weight)
+        # As the loss's dtype rounds it: what is lost there, the multiplier makes up for.
+        if isinstance(factor, Tensor):
+            rounded = factor.to(loss.dtype)
+            return loss * move(rounded, loss.device), Weight(weight, rounded.double(), self._unit)
+        number = torch.tensor(factor, dtype=loss.dtype, device="cpu").item()
+        return loss * number, Weight(weight, number, self._unit)

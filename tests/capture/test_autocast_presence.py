@@ -1,0 +1,115 @@
+"""The autocast route is on a model only while autocast casts its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import accumkernels as ak
+from accumkernels.capture.autocast_presence import EVERY
+
+
+def hooks(model):
+    """How many modules are on the slow path of `Module.__call__`."""
+    return sum(bool(m._forward_pre_hooks or m._forward_hooks) for m in model.modules())
+
+
+def net():
+    """Two layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def backward(acc, model, autocast, run=None):
+    """One micro-batch."""
+    x = torch.ones(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
+        loss = (model if run is None else run)(x).float().square().mean()
+    acc.backward(loss)
+
+
+def test_never_without_autocast():
+    """No module gets a hook, however long the run."""
+    model = net()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(EVERY + 2):
+        assert hooks(model) == 0
+        backward(acc, model, autocast=False)
+        acc.step(optimizer)
+    assert "autocast route" not in repr(acc)
+
+
+@pytest.mark.parametrize("before", [0, 1, EVERY, 2 * EVERY + 3])
+def test_found_when_autocast_is_turned_on(before):
+    """At the first backward, or soon after it is turned on; the sums are those of the stock route."""
+    model = net()
+    acc = ak.FusedAccumulator(model)
+    stock = ak.FusedAccumulator(twin := net(), autocast_route=False)
+    for _ in range(before):
+        backward(acc, model, autocast=False)
+        backward(stock, twin, autocast=False)
+    for _ in range(EVERY + 3):
+        backward(acc, model, autocast=True)
+        backward(stock, twin, autocast=True)
+    assert hooks(model) == 3
+    assert "autocast route for 4 parameters" in repr(acc)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(acc.main_grad(p), stock.main_grad(q))
+
+
+def test_gone_when_autocast_is_gone():
+    """After a whole window without, hooks and the copy of the weights go; and come back with autocast."""
+    model = net()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def window(autocast):
+        for _ in range(2):
+            backward(acc, model, autocast)
+        acc.step(optimizer)
+
+    window(True)
+    window(True)
+    copy_of_weights = weakref.ref(acc._intake.route)
+    acc.zero_()  # a window of nothing says nothing
+    assert hooks(model) == 3
+    window(False)
+    gc.collect()
+    assert hooks(model) == 0
+    assert copy_of_weights() is None
+    for _ in range(EVERY + 1):
+        window(True)
+    assert hooks(model) == 3
+
+
+def test_casts_that_are_not_autocasts():
+    """They look the same in the graph: the route comes, finds no autocast, goes, and is ever longer away."""
+    model = net()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(x):
+        return nn.functional.linear(x.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
+
+    seen = []
+    for _ in range(8 * EVERY):
+        backward(acc, model, False, run)
+        acc.step(optimizer)
+        seen.append(hooks(model) > 0)
+    assert 1 <= sum(seen) <= 8
+
+
+def test_inside_a_reentrant_checkpoint():
+    """Its graph does not show what it does."""
+    model = net()
+    acc = ak.FusedAccumulator(model)
+    for _ in range(3):
+        backward(acc, model, True, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=True))
+    assert "autocast route for 4 parameters" in repr(acc)

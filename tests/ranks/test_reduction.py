@@ -1,0 +1,38 @@
+"""Data parallel windows on 2 and 4 gloo ranks: data_parallel_scenarios.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import data_parallel_scenarios as scenarios
+from tests.support import ranks
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder for all."""
+    return tmp_path_factory.mktemp("reduction")
+
+
+@pytest.fixture(scope="module")
+def two(shared):
+    """What failed on each of two ranks."""
+    return ranks.run(2, shared, scenarios.TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def four(shared, two):
+    """What failed on each of four ranks, which load what the two saved."""
+    return ranks.run(4, shared, scenarios.FOUR_RANKS)
+
+
+@pytest.mark.parametrize("scenario", [s.__name__ for s in scenarios.TWO_RANKS])
+def test_two_ranks(two, scenario):
+    """See the function of that name."""
+    ranks.check(two, scenario)
+
+
+@pytest.mark.parametrize("scenario", [s.__name__ for s in scenarios.FOUR_RANKS])
+def test_four_ranks(four, scenario):
+    """See the function of that name."""
+    ranks.check(four, scenario)

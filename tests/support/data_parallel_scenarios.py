@@ -1,0 +1,510 @@
+"""What tests/ranks/test_reduction.py runs on every rank: data parallel windows, held to fp64 in one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import accumkernels as ak
+from tests.support import ranks
+from tests.support.models import batch, mlp
+from tests.support.ranks import message, parameters
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+SIZES = [[2, 1, 3], [1, 5, 2], [4, 4, 1], [1, 1, 1]]  # samples of the micro-batches, by rank
+
+
+def group():
+    """Of all ranks."""
+    return dist.group.WORLD
+
+
+def data(rank, sizes=None, dtype=torch.float64) -> list[tuple[Tensor, Tensor]]:
+    """A rank's micro-batches of one window."""
+    sizes = SIZES[rank] if sizes is None else sizes
+    found = (batch(n, torch.float64, seed=10 * rank + i) for i, n in enumerate(sizes))
+    return [(x.to(dtype), y.to(dtype)) for x, y in found]
+
+
+def of_all(size) -> list[tuple[Tensor, Tensor]]:
+    """The micro-batches of all ranks, joined."""
+    parts = zip(*(data(rank) for rank in range(size)), strict=True)
+    return [tuple(torch.cat(tensors) for tensors in zip(*pairs, strict=True)) for pairs in parts]
+
+
+def true_grads(model, batches) -> list[Tensor]:
+    """Of the mean over the samples of each micro-batch and of all of them."""
+    total = sum(len(x) for x, _ in batches)
+    for x, y in batches:
+        (mse_loss(model(x), y) * (len(x) / total)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_close(actual, expected, **tolerance) -> None:
+    """Compare lists of tensors; fp64 rounding unless said otherwise."""
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **(tolerance or EXACT))
+
+
+def sgd(acc, lr=0.1):
+    """Stateless."""
+    return torch.optim.SGD(acc.parameters(), lr=lr)
+
+
+# ---- weights where backward crosses ranks
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Of which every rank's loss is a function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Sum values."""
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Sum gradients."""
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Centered(nn.Module):
+    """Takes the mean over the samples of all ranks off, as SyncBatchNorm does: backward goes through all of them."""
+
+    def __init__(self, alone: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 6).double(), nn.Linear(6, 3).double()
+        self.alone = alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, 5]` to `[n, 3]`."""
+        hidden = self.first(x)
+        total, count = hidden.sum(0), torch.tensor(float(len(x)), dtype=torch.float64)
+        if not self.alone:
+            total = SumOverRanks.apply(total)
+            dist.all_reduce(count)
+        return self.last(torch.tanh(hidden - total / count))
+
+
+def backward_that_crosses_ranks(rank, size):
+    """Unequal numbers of samples give the big batch's gradient, in every form of a window."""
+    twin = Centered(alone=True)
+    expected = true_grads(twin, of_all(size))
+    for release, scale, unit in itertools.product(("microbatch", "backward"), (None, 2.0**10), (1, 700, 0.3)):
+        model = Centered()
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        acc = ak.FusedAccumulator(model, process_group=group(), release=release, scaler=scaler, bucket_bytes=64)
+        for x, y in acc.window(data(rank)):
+            acc.backward(mse_loss(model(x), y), unit * len(x))
+        acc.finalize(sgd(acc))
+        assert_close([p.grad for p in model.parameters()], expected)
+        samples = sum(map(sum, SIZES[:size]))
+        assert acc.weight.item() == pytest.approx(unit * samples, rel=1e-14)
+        acc.zero_()
+
+
+def equal_weights_keep_their_bits(rank, size):
+    """Whether they go into losses, or come after backward; also after a backward of the loop's own."""
+    for dtype, weight in itertools.product((torch.float32, torch.bfloat16), (1, 4, 0.5)):
+        grads = []
+        for form in ("loss", "after", "both"):
+            model = mlp(dtype)
+            acc = ak.FusedAccumulator(model, process_group=group())
+            for x, y in data(rank, [3, 3], dtype):
+                half = mse_loss(model(x), y, reduction="sum")
+                if form == "loss":
+                    acc.backward(half, weight)
+                else:
+                    half.backward()
+                    if form == "after":
+                        acc.accumulate(weight)
+                    else:
+                        acc.backward(model(x).sum() * 0, weight)
+            acc.finalize(sgd(acc))
+            grads.append([p.grad.clone() for p in model.parameters()])
+        assert_close(grads[0], grads[1], rtol=0, atol=0)
+        assert_close(grads[2], grads[1], rtol=0, atol=0)
+
+
+class _Records(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.texts.append(record.getMessage())
+
+
+def long_form_warns_of_synchronised_norms(rank, size):
+    """Once, where a weight comes after a backward that SyncBatchNorm has taken over ranks."""
+    records = _Records()
+    logging.getLogger("accumkernels").addHandler(records)
+    for layer, count in ((nn.SyncBatchNorm(4), 1), (nn.BatchNorm1d(4), 0)):
+        model = nn.Sequential(nn.Linear(5, 4), layer, nn.Linear(4, 3))
+        acc = ak.FusedAccumulator(model, process_group=group())
+        records.texts.clear()
+        for weight in (1, 3, 4):
+            model[2](model[0](batch(2)[0])).sum().backward()
+            acc.accumulate(weight)
+            assert len(records.texts) == (count if weight != 1 else 0)
+        assert all("'1' is a SyncBatchNorm" in text and "acc.backward" in text for text in records.texts)
+        acc.zero_()
+    logging.getLogger("accumkernels").removeHandler(records)
+
+
+# ---- sums that are sent in backward
+
+
+def build(**options):
+    """Model and accumulator with small buckets."""
+    model = mlp(torch.float64)
+    options = {"release": "backward", "bucket_bytes": 64, **options}
+    return model, ak.FusedAccumulator(model, process_group=options.pop("process_group", group()), **options)
+
+
+def collectives_of_the_users(rank, size):
+    """Between the last backward and the step, at another place on each rank: numbers are the user's and ours."""
+    model, acc = build()
+    optimizer = sgd(acc)
+    expected = true_grads(mlp(torch.float64), of_all(size))
+    for _ in range(3):
+        metric = torch.tensor([1000.0 * (rank + 1)])
+        for x, y in acc.window(data(rank)):
+            acc.backward(mse_loss(model(x), y), len(x))
+        dist.all_reduce(metric)
+        acc.finalize(optimizer)
+        assert metric.item() == 1000 * size * (size + 1) / 2
+        assert_close([p.grad for p in model.parameters()], expected)
+        acc.zero_()
+
+
+def a_group_of_some(rank, size):
+    """Ranks that are a part of the world have a group of the library's own too."""
+    mine = None
+    for some in ([0, 1], [2, 3]):
+        made = dist.new_group(some)
+        mine = made if rank in some else mine
+    model, acc = build(process_group=mine)
+    assert acc._ranks._group.own
+    first = rank // 2 * 2
+    for x, y in acc.window(data(rank)):
+        acc.backward(mse_loss(model(x), y), len(x))
+    acc.finalize(sgd(acc))
+    batches = [part for r in (first, first + 1) for part in data(r)]
+    assert_close([p.grad for p in model.parameters()], true_grads(mlp(torch.float64), batches))
+
+
+class FrontUnused(nn.Module):
+    """The parameter that comes first in the layout is never used, and one in the middle only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16).double() for _ in range(8))
+        self.sometimes = nn.ParameterList([torch.ones(16, dtype=torch.float64)])
+        self.more = nn.ModuleList(nn.Linear(16, 16).double() for _ in range(8))
+        self.never = nn.ParameterList([torch.ones(3, dtype=torch.float64)])  # after modules: first in the layout
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        """`[n, 16]`; layers in another order than that of registration."""
+        for layer in [*self.more, *self.layers]:
+            x = torch.tanh(layer(x))
+        return x * self.sometimes[0] if uses else x
+
+
+def unused_parameters_hold_nothing_back(rank, size):
+    """Chunks go out as gradients come, in an order that rank 0 has shown in the first window."""
+    model, twin = FrontUnused(), FrontUnused()
+    acc = ak.FusedAccumulator(model, process_group=group(), release="backward", bucket_bytes=512)
+    optimizer, reduction = sgd(acc, 0.0), acc._ranks
+    sent = []
+
+    def at_the_end(grad: Tensor) -> Tensor:
+        sent.append((reduction._sent, len(reduction._chunks)))
+        return grad
+
+    for window in range(4):
+        x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        x.register_hook(at_the_end)  # its gradient is the last of all
+        uses = window == 3 and rank == 1
+        acc.backward(model(x, uses).square().mean(), last=True)
+        acc.finalize(optimizer)
+        everyones = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(everyones, x.detach())
+        twin.zero_grad()
+        loss = sum(twin(part, window == 3 and r == 1).square().mean() for r, part in enumerate(everyones)) / size
+        loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                assert_close([p.grad], [q.grad])
+        acc.zero_()
+    assert sent[0][0] == 0
+    for early, all_chunks in sent[1:]:
+        # What is missing are the last bucket, of five chunks, and what never came, in two.
+        assert early >= all_chunks - 7, sent
+
+
+def marked_on_some_ranks_only(rank, size):
+    """An error on every rank, and nothing is stepped; a rank without micro-batches need not mark any."""
+    model, acc = build()
+    optimizer = sgd(acc)
+    for marks, runs, fails in ((rank == 0, True, True), (True, rank == 1, False), (True, True, False)):
+        before = parameters(model)
+        for x, y in data(rank)[:1] if runs else ():
+            acc.backward(mse_loss(model(x), y), len(x), last=marks)
+        kind, text = message(acc.step, optimizer)
+        assert bool(text) is fails
+        if fails:
+            assert kind == "RuntimeError"
+            assert f"on 1 ranks, and not on {size - 1} others" in text
+            assert_close(parameters(model), before, rtol=0, atol=0)
+            acc.zero_()
+
+
+def windows_look_one_ahead(rank, size):
+    """Batches come in their order, one ahead; the last is marked, where it is of use; also out of an iterator."""
+    taken = []
+
+    def batches():
+        for i in range(3):
+            taken.append(i)
+            yield i
+
+    for release in ("microbatch", "backward"):
+        model, acc = build(release=release)
+        optimizer = sgd(acc)
+        for source in (batches, lambda: [0], lambda: []):
+            taken.clear()
+            seen = []
+            for i in acc.window(source()):
+                if source is batches:
+                    assert taken == list(range(min(i + 2, 3)))
+                seen.append(i)
+                acc.backward(model(torch.ones(2, 5, dtype=torch.float64)).sum())
+                assert acc._ranks.begun is (release == "backward" and i == (2 if source is batches else 0))
+            assert seen == list(source())
+            acc.step(optimizer)
+
+
+def sums_in_bf16(rank, size):
+    """comm_dtype="auto": bf16 parameters are sent as bf16, as DistributedDataParallel sends them, and others as fp32."""
+    sent = []
+    send = torch.distributed.all_reduce
+
+    def spy(tensor, *args, **kwargs):
+        if kwargs.get("async_op"):
+            sent.append((tensor.dtype, tensor.numel()))
+        return send(tensor, *args, **kwargs)
+
+    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.float16, torch.float32)):
+        model = nn.Linear(6, 4, dtype=dtype)
+        acc = ak.FusedAccumulator(model, process_group=group(), comm_dtype="auto")
+        x = batch(3, seed=rank)[0].repeat(1, 2)[:, :6].to(dtype)
+        acc.backward(model(x).float().sum())
+        sent.clear()
+        torch.distributed.all_reduce = spy
+        try:
+            acc.finalize(sgd(acc))
+        finally:
+            torch.distributed.all_reduce = send
+        assert {dtype for dtype, _ in sent} == {expected}
+        own = [torch.autograd.grad(model(x).float().sum(), p)[0].float() for p in model.parameters()]
+        for p, g in zip(model.parameters(), own, strict=True):
+            dist.all_reduce(g)
+            torch.testing.assert_close(p.grad.float() * size, g, rtol=2**-7, atol=2**-7)
+
+
+# ---- checkpoints
+
+
+def half(acc, model, rank, begin=0, end=2) -> None:
+    """Some micro-batches of a window."""
+    for x, y in data(rank)[begin:end]:
+        acc.backward(mse_loss(model(x), y), len(x))
+
+
+def states_of_other_ranks(rank, size):
+    """Inside a window each rank loads its own; between windows any; windows that differ are an error on all ranks."""
+    model, acc = build(release="microbatch")
+    optimizer = sgd(acc)
+    between = acc.state_dict()
+    half(acc, model, rank)
+    own = acc.state_dict()
+    everyones = [None] * size
+    dist.all_gather_object(everyones, own)
+    other = everyones[(rank + 1) % size]
+    kind, text = message(acc.load_state_dict, other)
+    assert kind == "RuntimeError"
+    assert f"saved by rank {(rank + 1) % size} after 2 micro-batches" in text
+    assert "state_dict(reduced=True)" in text
+    acc.load_state_dict(own)
+    half(acc, model, rank, 2, 3)
+    acc.finalize(optimizer)
+    assert_close([p.grad for p in model.parameters()], true_grads(copy.deepcopy(model), of_all(size)))
+    averaged = acc.state_dict()
+    dist.all_gather_object(everyones, averaged)
+    acc.load_state_dict(everyones[0])
+    acc.finalize(optimizer)
+    acc.zero_()
+    # Rank 0 goes back to the first window, the others are in the second.
+    if rank == 0:
+        acc.load_state_dict(between)
+    before = parameters(model)
+    half(acc, model, rank)
+    text = message(acc.step, optimizer)[1]
+    assert f"different windows, by rank {[0] + [1] * (size - 1)}" in text
+    assert_close(parameters(model), before, rtol=0, atol=0)
+    acc.zero_()
+    acc.load_state_dict(between)
+    half(acc, model, rank)
+    acc.step(optimizer)
+    assert not acc.step_was_skipped
+
+
+def reduced_states(rank, size):
+    """The same on all ranks; one process, and as many ranks, go on from it inside the window."""
+    for noise in (False, True):
+        model, acc = build(release="microbatch", noise_scale=noise)
+        half(acc, model, rank, end=2 if rank == 0 else 1)
+        state = acc.state_dict(reduced=True)
+        everyones = [None] * size
+        dist.all_gather_object(everyones, state)
+        for other in everyones:
+            assert state.keys() == other.keys()
+            assert_close(other["sums"].values(), state["sums"].values(), rtol=0, atol=0)
+            assert {k: v for k, v in other.items() if k not in ("sums", "state")} == {
+                k: v for k, v in state.items() if k not in ("sums", "state")
+            }
+        assert state["window"]["micro_batches"] == 2
+
+        used = [part for r in range(size) for part in data(r)[: 2 if r == 0 else 1]] + data(0)[2:]
+        expected = true_grads(mlp(torch.float64), used)
+        resumed_model, resumed = build(release="microbatch", noise_scale=noise)
+        alone_model = mlp(torch.float64)
+        alone = ak.FusedAccumulator(alone_model, process_group=False, noise_scale=noise)
+        scales = []
+        for m, a in ((resumed_model, resumed), (alone_model, alone)):
+            a.load_state_dict(state)
+            assert a.micro_batches == 2
+            if rank == 0 or a is alone:
+                half(a, m, 0, 2, 3)
+            a.finalize(sgd(a))
+            assert_close([p.grad for p in m.parameters()], expected)
+            if noise:
+                scales.append(float(a.noise_scale()))
+        if noise:
+            assert scales[0] == pytest.approx(scales[1], rel=1e-9)
+
+
+def through_dcp(rank, size):
+    """A reduced state, saved and loaded by torch.distributed.checkpoint inside a window."""
+    import torch.distributed.checkpoint as dcp
+
+    model, acc = build(release="microbatch")
+    half(acc, model, rank)
+    path = ranks.shared / "reduced"
+    dcp.save({"acc": acc.state_dict(reduced=True)}, checkpoint_id=path)
+    other, resumed = build(release="microbatch")
+    template = resumed.state_dict(reduced=True)
+    dcp.load({"acc": template}, checkpoint_id=path)
+    resumed.load_state_dict(template)
+    half(resumed, other, rank, 2, 3)
+    resumed.finalize(sgd(resumed))
+    assert_close([p.grad for p in other.parameters()], true_grads(mlp(torch.float64), of_all(size)))
+
+
+def loaded_on_more(rank, size):
+    """What two ranks saved inside a window, four go on from: the window holds the two ranks' micro-batches and theirs."""
+    import torch.distributed.checkpoint as dcp
+
+    model, acc = build(release="microbatch")
+    template = acc.state_dict(reduced=True)
+    dcp.load({"acc": template}, checkpoint_id=ranks.shared / "reduced")
+    acc.load_state_dict(template)
+    half(acc, model, rank, 2, 3)
+    acc.finalize(sgd(acc))
+    used = [part for r in range(2) for part in data(r)[:2]] + [data(r)[2] for r in range(4)]
+    assert_close([p.grad for p in model.parameters()], true_grads(mlp(torch.float64), used))
+
+
+# ---- what else may be around a window
+
+
+def join_and_hooks(rank, size):
+    """join() around whole windows, and a hook that would never be called, are refused; micro-batches may be joined."""
+    model = DistributedDataParallel(mlp(torch.float64))
+    acc = ak.FusedAccumulator(model)
+    optimizer = sgd(acc)
+    for joined in (lambda: model.join(), lambda: Join([model])):
+        with joined():
+            half(acc, model, rank)
+            text = message(acc.step, optimizer)[1]
+            assert "join()" in text
+            assert "micro-batches" in text
+        acc.zero_()
+    with model.join():
+        half(acc, model, rank, end=3)
+    acc.finalize(optimizer)
+    assert_close([p.grad for p in model.parameters()], true_grads(mlp(torch.float64), of_all(size)))
+    acc.zero_()
+    model.register_comm_hook(None, lambda state, bucket: None)
+    half(acc, model, rank)
+    text = message(acc.finalize, optimizer)[1]
+    assert "communication hook" in text
+    assert "comm_dtype=" in text
+
+
+def zero_redundancy_optimizer(rank, size):
+    """Each rank steps a part of the parameters, and all have the parameters that one process has."""
+    model, twin = mlp(torch.float64), mlp(torch.float64)
+    acc = ak.FusedAccumulator(model, process_group=group())
+    optimizer = ZeroRedundancyOptimizer(acc.parameters(), torch.optim.AdamW, lr=0.01)
+    stock = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    for _ in range(3):
+        for x, y in acc.window(data(rank)):
+            acc.backward(mse_loss(model(x), y), len(x))
+        norm = acc.step(optimizer, max_norm=0.05)
+        stock.zero_grad()
+        true_grads(twin, of_all(size))
+        assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(twin.parameters(), 0.05).item(), rel=1e-12)
+        stock.step()
+    assert_close(parameters(model), parameters(twin))
+    held = sum(t.numel() for state in optimizer.optim.state.values() for t in state.values() if t.dim())
+    assert held < 2 * sum(p.numel() for p in model.parameters())
+
+
+TWO_RANKS = [
+    backward_that_crosses_ranks,
+    equal_weights_keep_their_bits,
+    long_form_warns_of_synchronised_norms,
+    collectives_of_the_users,
+    unused_parameters_hold_nothing_back,
+    marked_on_some_ranks_only,
+    windows_look_one_ahead,
+    sums_in_bf16,
+    states_of_other_ranks,
+    reduced_states,
+    through_dcp,
+    join_and_hooks,
+    zero_redundancy_optimizer,
+]
+FOUR_RANKS = [backward_that_crosses_ranks, a_group_of_some, loaded_on_more]
