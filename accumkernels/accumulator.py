@@ -17,6 +17,7 @@ from .buffers.parameters import check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
 from .ranks.choice import choose_ranks
+from .ranks.pipeline import Stages, refuse_in_stages, stages_of
 from .ranks.unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
 from .window.end import End
@@ -135,6 +136,7 @@ class FusedAccumulator:
             comm_dtype,
             autocast_route=autocast_route,
             noise_scale=noise_scale,
+            scaled=self._scaler.scaler is not None,
             overflow=overflow,
             release=self._release,
             master_weights=master_weights,
@@ -357,6 +359,9 @@ class FusedAccumulator:
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
+        if self._ended == self.micro_batches == 0:  # stages may have been built after the accumulator
+            together, scaled = isinstance(self._ranks, Stages), self._scaler.scaler is not None
+            refuse_in_stages(stages_of(self._store.named), self._release, scaled, together)
         last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
@@ -531,7 +536,7 @@ class FusedAccumulator:
         for optimizer in optimizers:
             check_optimizer(optimizer, "step()")
             check_no_closure(optimizer)
-        limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
+        limit = self._end.limit(max_norm)
         self._check_end("step()", optimizers)
         given = self._end.divisor(self._window, divisor)
         if self.micro_batches == 0 and not self._ranks.ends_together:

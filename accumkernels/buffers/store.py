@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ class Store:
         """The dtype of norms: fp32, or fp64 where any parameter is."""
         wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
         return torch.float64 if wide else torch.float32
+
+    @property
+    def ops(self) -> ModuleType:
+        """The backend of the first device."""
+        return self.buffers[0].ops if self.buffers else ops.reference
 
     def __str__(self) -> str:
         placed = sum(len(buffer.segments) for buffer in self.buffers)

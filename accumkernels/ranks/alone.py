@@ -65,8 +65,8 @@ def different_windows(numbers: Sequence[float]) -> str | None:
     if len(set(numbers)) == 1:
         return None
     return (
-        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were saved "
-        "in the same window, and end each window on all ranks"
+        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were "
+        "saved in the same window, and end each window on all ranks"
     )
 
 
@@ -78,7 +78,9 @@ class Alone:
         rank: Which of them this is.
         ends_together: Whether the end of a window is collective, so that a rank without micro-batches takes part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
-        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
+        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard, or other parameters on
+            each rank: gradients are not to be reduced, but what is judged of them is.
+        distinct: Whether each rank has other parameters.
     """
 
     size = 1
@@ -86,6 +88,7 @@ class Alone:
     ends_together = False
     reduces_sums = False
     sharded = False
+    distinct = False
 
     def __str__(self) -> str:
         return ""

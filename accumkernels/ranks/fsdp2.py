@@ -262,7 +262,7 @@ def _cut(param: Any) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(dim) for dim in cut)
 
 
-def _group_of(ranks: list[int], params: Sequence[Any]) -> dist.ProcessGroup:
+def _group_of(ranks: list[int], params: Sequence[Any]) -> Any:
     """A group of exactly these ranks: that of a mesh dimension, of the whole world, or a new one."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -293,7 +293,7 @@ def _disagreement(weights: list[float], divisors: list[float], weighed_after: bo
     if weighed_after and len(set(weights)) > 1:
         return (
             f"the weights of this window sum, by rank, to {weights}, and were given to accumulate(): that is after "
-            "FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which puts them into losses (docs/fsdp2.md)"
+            "FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md)"
         )
     return None
 

@@ -79,7 +79,7 @@ def save(store: Store, ranks: Alone, window: Window, serial: int, *, reduced: bo
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
-        "rank": ALL_RANKS if of_all else ranks.rank,
+        "rank": ALL_RANKS if of_all and not ranks.distinct else ranks.rank,
         "world_size": ranks.size,
         "window": of_window,
         "serial": serial,

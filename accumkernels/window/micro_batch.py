@@ -282,7 +282,7 @@ class Intake:
         stash = {} if self.route is None else self.route.taken()
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
-        loss_scale = self._scaler.loss_scale() if has_grads else None
+        loss_scale = self._scaler.loss_scale(lazily=self._ranks.sharded) if has_grads else None
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
@@ -302,14 +302,14 @@ class Intake:
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
-        if self.hooks is not None:
+        if self.hooks is not None and self.added_in_backward:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
         weight = window.with_kept(weight)
         self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
         window.count(weight.total)
-        if self.hooks is not None:
+        if self.hooks is not None and self.hooks.has_taken:
             self.hooks.reset()
         if last:
             self._ranks.end_last()

@@ -38,7 +38,8 @@ class _Verdict(dict[torch.device, Tensor]):
     def values(self) -> list[Tensor]:  # type: ignore[override]
         scaler = self._scaler()
         stepped = scaler is not None and scaler._per_optimizer_states[self._key]["stage"] is OptState.STEPPED
-        return [torch.stack([part[stepped] for part in self.parts.values()]).amax()]
+        verdicts = [part[stepped] for part in self.parts.values()]
+        return [verdicts[0].clone() if len(verdicts) == 1 else torch.stack(verdicts).amax()]
 
 
 class LossScaler:
@@ -68,14 +69,19 @@ class LossScaler:
         """The loss times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def loss_scale(self) -> Tensor | None:
+    def loss_scale(self, lazily: bool = False) -> Tensor | None:
         """The scale that gradients carry now, fp32 on the scaler's device; None when they carry none.
+
+        Args:
+            lazily: Whether losses may have been scaled on another rank alone, the last of a pipeline.
 
         Raises:
             RuntimeError: the scaler has not scaled any loss yet.
         """
         if self.scaler is None:
             return None
+        if self.scaler._scale is None and lazily:
+            self.scaler.scale(torch.zeros((), device=self.scaler._device))
         if self.scaler._scale is None:
             raise RuntimeError(
                 "accumulate() with a GradScaler that has never scaled a loss: call acc.backward(loss), or "

@@ -109,7 +109,7 @@ class Window:
         if isinstance(kept, Tensor) and not isinstance(given, Tensor):
             return  # both went into their losses
         # What a 16-bit loss loses of its weight is less than 1 part in 128.
-        if isinstance(given, Tensor) or abs(given / kept - 1) > 1 / 128:
+        if isinstance(given, Tensor) or isinstance(kept, Tensor) or abs(given / kept - 1) > 1 / 128:
             raise RuntimeError(
                 f"accumulate(weight={given}) after {self.kept} micro-batches that were multiplied by {kept}, whose "
                 "gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
