@@ -114,11 +114,21 @@ class FusedAccumulator:
         process_group: Any = None,
         noise_scale: bool | float = False,
         autocast_route: str | bool = "auto",
+        fuse_weight_gradients: str | bool = "auto",
         backend: str = "auto",
         comm_dtype: torch.dtype = torch.float32,
     ) -> None:
         check_options(
-            params, scaler, overflow, release, bucket_bytes, master_weights, noise_scale, autocast_route, comm_dtype
+            params,
+            scaler,
+            overflow,
+            release,
+            bucket_bytes,
+            master_weights,
+            noise_scale,
+            autocast_route,
+            fuse_weight_gradients,
+            comm_dtype,
         )
         # Where a micro-batch may be dropped, all of it has to be there before anything is added.
         self._release = "microbatch" if overflow in ("microbatch", "raise") else release
@@ -144,11 +154,10 @@ class FusedAccumulator:
         self._overflow = overflow
         half_life = None if isinstance(noise_scale, bool) else noise_scale
         self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
-        routes = isinstance(chosen.params, nn.Module) and autocast_route is not False and not self._ranks.sharded
         self._loss = WindowLoss(self._store.device)
         self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
         self._intake = Intake(
-            chosen.params if routes else None,
+            None if self._ranks.sharded else self._module,
             self._store,
             self._ranks,
             self._scaler,
@@ -157,7 +166,8 @@ class FusedAccumulator:
             self._loss,
             release=self._release,
             bucket_bytes=bucket_bytes,
-            always_route=autocast_route is True,
+            autocast_route=autocast_route,
+            fuse_weight_gradients=fuse_weight_gradients,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise, self._loss)
         self._watch = Watch(self._store, self._ranks, self._scaler, self._intake)
@@ -251,6 +261,8 @@ class FusedAccumulator:
         """
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
+        if not self._ranks.begun:
+            self._end.check_sums(self._window)
         return self._store.state()[State.FOUND_INF].float()
 
     @property
@@ -308,10 +320,11 @@ class FusedAccumulator:
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._end.last_norm is None else f"{self._end.last_norm.item():.6g}"
         route = self._intake.route
-        routed = f", autocast route for {route.parameters} parameters" if route is not None else ""
+        routed = f", autocast route for {len(route.parameters)} parameters" if route is not None else ""
+        ways = ", ".join(f"{count:,} {way}" for way, count in self._intake.ways().items())
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
-            f"FusedAccumulator({self._store}{routed}{ranks}, overflow={self._overflow!r}, "
+            f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, "
             f"release={self._intake.chosen}, {position}, last norm {norm})"
         )
 
@@ -683,6 +696,7 @@ class FusedAccumulator:
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
+        self._end.check_sums(self._window)
         loss = self._loss.sums()
         saved = save(self._store, self._ranks, self._window, self._intake.serial, loss, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None

@@ -14,7 +14,7 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import clip_coefficient
 from ..buffers.store import Store, has_accumulator
-from ..ops.schema import Judged
+from ..ops.schema import Judged, State
 from ..ranks.alone import Alone, Report
 from .handout import Handout
 from .loss import WindowLoss
@@ -284,6 +284,11 @@ class End:
         if ranks.reduces_sums:
             window.phase = Phase.REDUCING
 
+        norm = None
+        if not ranks.reduces_sums and any(buffer.unchecked for buffer in self._store.buffers):
+            norm = None if max_norm is None else self.norm(2.0)
+            self.check_sums(window, norm)
+
         # Every rank reports, and all know the same afterwards.
         sums = self._noise.sums(self._store.device)
         touched = self._store.touched_bytes()
@@ -308,7 +313,8 @@ class End:
                 window.agreed(agreement)
                 self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
-            norm = None if max_norm is None else self.norm(2.0)
+            if norm is None and max_norm is not None:
+                norm = self.norm(2.0)
             return Verdict(self._store.ops, agreement.state, agreement.divisor, norm, max_norm), False
         verdict = Verdict(self._store.ops, agreement.state, agreement.divisor)
         window.agreed(agreement)
@@ -318,6 +324,7 @@ class End:
         measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
         by = verdict.divisor if divides else None
         of_sum = self._reduce(by, measures)
+        self.check_sums(window, of_sum if measures else None)
         if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
             verdict = verdict.with_overflow((~torch.isfinite(of_sum)).double())
         if max_norm is not None:
@@ -331,6 +338,34 @@ class End:
         self._plan_step(optimizers)  # also for what other ranks touched
         window.phase = Phase.OPEN
         return verdict, divides
+
+    def check_sums(self, window: Window, norm: Tensor | None = None) -> None:
+        """Look for an overflow in sums that were added to without a look.
+
+        In which micro-batch it was is not known: it counts as the last, and with it all that were found before.
+
+        Args:
+            window: The sums are its.
+            norm: Of the sums, or its square, where it is known: what the host can read spares a pass over them.
+        """
+        unchecked = [buffer for buffer in self._store.buffers if buffer.unchecked]
+        if not unchecked:
+            return
+        finite = norm is not None and norm.device.type == "cpu" and bool(torch.isfinite(norm))
+        if self._overflow is not None and not finite:
+            tag = max(max(buffer.unchecked.values()) for buffer in unchecked)
+            for buffer in unchecked:
+                found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+                segments = list(buffer.unchecked)
+                views = [buffer.views[index] for index in segments]
+                buffer.ops.check_finite_(views, segments, found, buffer.flags, tag=tag)
+                earlier = (found > 0) & (buffer.flags > tag - max(window.micro_batches, 1))
+                buffer.flags.masked_fill_(earlier, tag)
+                state = self._store.states[buffer.device]
+                for flag in (State.FOUND_INF, State.POISONED):
+                    state[flag].clamp_(min=found[0])
+        for buffer in unchecked:
+            buffer.unchecked.clear()
 
     def _reduce(self, divisor: Tensor | None, measures: bool) -> Tensor:
         """Reduce the flat buffers; the squared norm of the sums where it is measured, fp64 0-d, else 0."""
@@ -426,6 +461,20 @@ class End:
         if norm is not None:
             norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
         self.last_norm = norm
+
+
+def check_sums(store: Store) -> None:
+    """Look for overflow in the sums that were added to without a look; it counts as one of the last micro-batch."""
+    for buffer in store.buffers:
+        if not buffer.unchecked:
+            continue
+        found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+        segments = sorted(buffer.unchecked)
+        buffer.ops.check_finite_([buffer.views[i] for i in segments], segments, found, buffer.flags, tag=1)
+        state = store.states[buffer.device]
+        for flag in (State.FOUND_INF, State.POISONED):
+            torch.maximum(state[flag], found[0], out=state[flag])
+        buffer.unchecked.clear()
 
 
 def _is_capturing(value: object) -> bool:
