@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .dtensors import is_dtensor, local
 from .layout import Segment, aligned
+from .pages import zeros
 from .parameters import NamedParameter
 
 
@@ -25,6 +26,8 @@ class FlatBuffer:
         all_indices: of the segments.
         contiguous: whether all segments are in index order.
         touched: per segment, whether it holds a sum of this window.
+        unchecked: segments that something was added to without a check for overflow, each with the serial number of
+            the last micro-batch that did.
         sharded: whether any parameter is a DTensor.
         ops: the backend's module.
     """
@@ -62,6 +65,7 @@ class FlatBuffer:
         self.layout = self.layout_host.to(device)
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
+        self.unchecked: dict[int, int] = {}
         self.params = [s.param for s in self.segments]
         self.sharded = any(map(is_dtensor, self.params))
         self.all_indices = list(range(len(self.segments)))
@@ -71,7 +75,7 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Make the tensor and its views, where `release` freed them."""
-        self.tensor = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self.tensor = zeros(self.numel, self.dtype, self.device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
 
     def release(self) -> None:
@@ -100,6 +104,7 @@ class FlatBuffer:
     def open_window(self) -> None:
         """Forget the sums: no segment holds one."""
         self.touched = bytearray(len(self.segments))
+        self.unchecked.clear()
 
     def set_touched(self, touched: Sequence[int]) -> None:
         """Note, for every segment, whether it holds a sum."""
@@ -112,6 +117,11 @@ class FlatBuffer:
         else:
             for index in indices:
                 self.touched[index] = True
+
+    def touch_unchecked(self, index: int, tag: int) -> None:
+        """Note that micro-batch `tag` was added to a segment, and nobody has looked whether the sum is finite."""
+        self.touched[index] = True
+        self.unchecked[index] = tag
 
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""

@@ -14,8 +14,10 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import clip_coefficient
 from ..buffers.store import Store, has_accumulator
+from ..ops.schema import Judged, State
 from ..ranks.alone import Alone, Report
 from .handout import Handout
+from .loss import WindowLoss
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
@@ -28,8 +30,9 @@ from .optimizers import (
 )
 from .plan import StepPlan
 from .scaling import LossScaler
+from .selection import Part
 from .state import Phase, Window
-from .verdict import Verdict, judge
+from .verdict import Verdict
 
 
 class End:
@@ -41,13 +44,22 @@ class End:
         scaler: Gets the verdict.
         overflow: As FusedAccumulator's argument.
         noise: Is told of every window.
+        loss: Has the losses of a window's micro-batches.
 
     Attributes:
         last_norm: The last norm that was computed.
         metrics: Of the last window that ended.
     """
 
-    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Alone,
+        scaler: LossScaler,
+        overflow: str | None,
+        noise: NoiseMeter,
+        loss: WindowLoss,
+    ) -> None:
         self.last_norm: Tensor | None = None
         self.metrics = Metrics(store.device)
         self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
@@ -57,14 +69,17 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._plan: StepPlan | None = None
+        self._ignored: Set[int] = frozenset()
+        self._limit: tuple[tuple[float, torch.device], Tensor] | None = None
         self.open_window()
 
     def open_window(self) -> None:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
-        self._norm: Tensor | None = None  # of the sums over all ranks, fp64 0-d
         self._noise_sums: Tensor | None = None
+        self._loss_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped, read from the device at most once.
@@ -81,12 +96,13 @@ class End:
             self._skipped = skipped
         return skipped
 
-    def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
+    def check(self, caller: str, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
         """Refuse to end a window whose gradients would be wrong or lost, or which no optimizer would step.
 
         Args:
             caller: The method's name, for messages.
             optimizers: All optimizers that step this window; none for `finalize` and an update by hand.
+            ignored: `id`s of parameters that need no optimizer.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -102,6 +118,7 @@ class End:
         self._scaler.check_not_stepped(optimizers)
         if any(entry.param.grad is not None for entry in self._store.named):
             self._refuse_uncounted(caller)
+        self._ignored = ignored
         for p in self._plan_step(optimizers).strangers:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
@@ -122,8 +139,8 @@ class End:
         )
 
     def _plan_step(self, optimizers: Sequence[Optimizer]) -> StepPlan:
-        if self._plan is None or not self._plan.fits(self._store, optimizers):
-            self._plan = StepPlan(self._store, optimizers)
+        if self._plan is None or not self._plan.fits(self._store, optimizers, self._ignored):
+            self._plan = StepPlan(self._store, optimizers, self._ignored)
         return self._plan
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
@@ -137,6 +154,19 @@ class End:
             window.decided_on_device = True
             return scalar
         return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
+
+    def limit(self, max_norm: float | Tensor | None) -> Tensor | None:
+        """Check what the user wants to clip to; fp64 0-d on the first device. That of a number is made once."""
+        if max_norm is None:
+            return None
+        device = self._store.device
+        scalar = as_scalar(max_norm, "max_norm", device, allow_inf=True)
+        if isinstance(scalar, Tensor):
+            return scalar
+        if self._limit is None or self._limit[0] != (scalar, device):
+            with torch.inference_mode(False):
+                self._limit = (scalar, device), torch.full((), scalar, dtype=torch.float64, device=device)
+        return self._limit[1]
 
     def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
         """Average and hand out."""
@@ -162,33 +192,40 @@ class End:
         self.metrics.see_norm(self.last_norm)
         return self.last_norm
 
+    def results(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        """Norms of parts as the user gets them; the last norm is that of all of them together."""
+        if norms:
+            self.result(torch.linalg.vector_norm(torch.stack(list(norms))))
+        return [norm.to(self._store.result_dtype) for norm in norms]
+
     def step(
         self,
         window: Window,
         optimizers: Sequence[Optimizer],
         divisor: Tensor | None,
-        max_norm: float | Tensor | None,
-    ) -> Tensor | None:
-        """Average, clip, step all optimizers or none, update the scale; the norm where `max_norm` is given."""
+        max_norm: Tensor | None,
+        parts: Sequence[Part] = (),
+    ) -> Sequence[Tensor]:
+        """Average, clip, step all optimizers or none, update the scale; the norms of parts, or that of all."""
         fused = [o for o in optimizers if steps_scaled_gradients(o)]
         folded = [o for o in fused if self._can_fold(o)]
         # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
         # but a mean that is rounded may overflow whether it is clipped or not.
         averages = not folded and (max_norm is None or self._store.rounds)
-        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, needs_norm=max_norm is not None)
-
-        norm, coefficient = None, None
-        if max_norm is not None:
-            norm = (self.norm(2.0) if self._norm is None else self._norm) / verdict.divisor
-            coefficient = clip_coefficient(norm, max_norm)
-        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
+        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm)
+        divide_by = verdict.divide_by
+        norms, coefficients = self._measure(parts, None if divided else verdict.divisor)
 
         # Folded optimizers get the sums as they are; the others get averages.
         if averages:
             verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
-            if coefficient is not None:
-                self._handout.multiply(coefficient)
+            if max_norm is not None:
+                self._handout.multiply(verdict.coefficient)
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
         else:
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
             some = len(folded) < len(optimizers)
             sums = {id(p) for p in owned(folded)} if some else frozenset()
             verdict = self._finish(window, optimizers, verdict, divide_by if some else None, sums)
@@ -196,7 +233,8 @@ class End:
         may_skip = self._overflow is not None or window.may_be_empty
         try:
             for optimizer in fused:
-                optimizer.grad_scale = divide_by.float() if optimizer in folded else None  # type: ignore[attr-defined]
+                scale = verdict.single(Judged.DIVIDE_BY) if optimizer in folded else None
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 self._step_optimizer(optimizer, may_skip=may_skip and optimizer not in fused)
@@ -211,7 +249,14 @@ class End:
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
         may_be_empty = window.may_be_empty or self._ranks.sharded
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
-        return norm
+        return norms if parts else [verdict.norm]
+
+    def _measure(self, parts: Sequence[Part], divisor: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The norm of each part's average, and what clips it; `divisor` where sums are not divided yet."""
+        norms = [self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, part.ids) for part in parts]
+        if divisor is not None:
+            norms = [norm / divisor for norm in norms]
+        return norms, [clip_coefficient(norm, part.max_norm) for norm, part in zip(norms, parts, strict=True)]
 
     def _judge(
         self,
@@ -220,7 +265,7 @@ class End:
         divisor: Tensor | None,
         *,
         divides: bool,
-        needs_norm: bool = False,
+        max_norm: Tensor | None = None,
     ) -> tuple[Verdict, bool]:
         """Judge the window, together with all ranks, and reduce its sums where that is still to be done.
 
@@ -229,7 +274,7 @@ class End:
             optimizers: They step it.
             divisor: See `divisor()`.
             divides: Whether sums that are reduced are to be divided at once.
-            needs_norm: Whether their norm will be asked for.
+            max_norm: What their average is to be clipped to.
 
         Returns:
             The verdict, and whether sums were divided.
@@ -238,6 +283,11 @@ class End:
         ranks = Alone() if window.phase is Phase.AVERAGED and self._ranks.reduces_sums else self._ranks
         if ranks.reduces_sums:
             window.phase = Phase.REDUCING
+
+        norm = None
+        if not ranks.reduces_sums and any(buffer.unchecked for buffer in self._store.buffers):
+            norm = None if max_norm is None else self.norm(2.0)
+            self.check_sums(window, norm)
 
         # Every rank reports, and all know the same afterwards.
         sums = self._noise.sums(self._store.device)
@@ -252,9 +302,10 @@ class End:
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,
             window=window.number,
+            loss=self._loss.sums(),
         )
         agreement = ranks.agree(report)
-        verdict = judge(agreement.state, agreement.divisor)
+        self._loss_sums = agreement.loss
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
@@ -262,18 +313,22 @@ class End:
                 window.agreed(agreement)
                 self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
-            return verdict, False
+            if norm is None and max_norm is not None:
+                norm = self.norm(2.0)
+            return Verdict(self._store.ops, agreement.state, agreement.divisor, norm, max_norm), False
+        verdict = Verdict(self._store.ops, agreement.state, agreement.divisor)
         window.agreed(agreement)
         self._store.agreed(agreement.state, agreement.touched)
 
         # Reduce, and look at each part when it is there.
-        measures = needs_norm or self._overflow is not None or agreement.squares is not None
+        measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
         by = verdict.divisor if divides else None
         of_sum = self._reduce(by, measures)
-        if measures:
-            self._norm = of_sum.sqrt()
+        self.check_sums(window, of_sum if measures else None)
         if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
-            verdict = verdict.with_overflow(~torch.isfinite(of_sum))
+            verdict = verdict.with_overflow((~torch.isfinite(of_sum)).double())
+        if max_norm is not None:
+            verdict = verdict.clipped(of_sum.sqrt(), max_norm)
         if agreement.squares is not None:  # nan where a rank did not measure, and then the window does not count
             self._noise_sums = torch.stack([agreement.squares, of_sum])
 
@@ -283,6 +338,34 @@ class End:
         self._plan_step(optimizers)  # also for what other ranks touched
         window.phase = Phase.OPEN
         return verdict, divides
+
+    def check_sums(self, window: Window, norm: Tensor | None = None) -> None:
+        """Look for an overflow in sums that were added to without a look.
+
+        In which micro-batch it was is not known: it counts as the last, and with it all that were found before.
+
+        Args:
+            window: The sums are its.
+            norm: Of the sums, or its square, where it is known: what the host can read spares a pass over them.
+        """
+        unchecked = [buffer for buffer in self._store.buffers if buffer.unchecked]
+        if not unchecked:
+            return
+        finite = norm is not None and norm.device.type == "cpu" and bool(torch.isfinite(norm))
+        if self._overflow is not None and not finite:
+            tag = max(max(buffer.unchecked.values()) for buffer in unchecked)
+            for buffer in unchecked:
+                found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+                segments = list(buffer.unchecked)
+                views = [buffer.views[index] for index in segments]
+                buffer.ops.check_finite_(views, segments, found, buffer.flags, tag=tag)
+                earlier = (found > 0) & (buffer.flags > tag - max(window.micro_batches, 1))
+                buffer.flags.masked_fill_(earlier, tag)
+                state = self._store.states[buffer.device]
+                for flag in (State.FOUND_INF, State.POISONED):
+                    state[flag].clamp_(min=found[0])
+        for buffer in unchecked:
+            buffer.unchecked.clear()
 
     def _reduce(self, divisor: Tensor | None, measures: bool) -> Tensor:
         """Reduce the flat buffers; the squared norm of the sums where it is measured, fp64 0-d, else 0."""
@@ -339,13 +422,15 @@ class End:
         if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         window.finalize(verdict)
-        self._skipped, self._captured = verdict.skip, _is_capturing(verdict.skip)
-        self.metrics.end_window(window.micro_batches, self._store.state(), verdict.skip, verdict.found_inf)
+        skip = verdict.skip
+        self._skipped, self._captured = skip, _is_capturing(skip)
+        self.metrics.end_window(window.micro_batches, verdict.exact, self._loss_sums)
         if not self._withhold(window, optimizers):
             self._handout.give()
+            window.handed_out = True
         for optimizer in optimizers:
-            self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
-        self._noise.end_window(self._store.state(), verdict.skip, self._noise_sums)
+            self._scaler.record(optimizer, skip, verdict.found_inf)
+        self._noise.end_window(self._store.state(), skip, self._noise_sums)
         return verdict
 
     def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:
@@ -376,6 +461,20 @@ class End:
         if norm is not None:
             norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
         self.last_norm = norm
+
+
+def check_sums(store: Store) -> None:
+    """Look for overflow in the sums that were added to without a look; it counts as one of the last micro-batch."""
+    for buffer in store.buffers:
+        if not buffer.unchecked:
+            continue
+        found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+        segments = sorted(buffer.unchecked)
+        buffer.ops.check_finite_([buffer.views[i] for i in segments], segments, found, buffer.flags, tag=1)
+        state = store.states[buffer.device]
+        for flag in (State.FOUND_INF, State.POISONED):
+            torch.maximum(state[flag], found[0], out=state[flag])
+        buffer.unchecked.clear()
 
 
 def _is_capturing(value: object) -> bool:

@@ -38,7 +38,8 @@ class _Verdict(dict[torch.device, Tensor]):
     def values(self) -> list[Tensor]:  # type: ignore[override]
         scaler = self._scaler()
         stepped = scaler is not None and scaler._per_optimizer_states[self._key]["stage"] is OptState.STEPPED
-        return [torch.stack([part[stepped] for part in self.parts.values()]).amax()]
+        verdicts = [part[stepped] for part in self.parts.values()]
+        return [verdicts[0].clone() if len(verdicts) == 1 else torch.stack(verdicts).amax()]
 
 
 class LossScaler:
@@ -74,21 +75,33 @@ class LossScaler:
         """The loss times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def loss_scale(self) -> Tensor | None:
+    def undivided(self, loss: Tensor | None) -> Tensor | None:
+        """A loss as it was before a trainer divided it."""
+        return loss if loss is None or self._undivided else loss.detach() * self.divided_by
+
+    @property
+    def _undivided(self) -> bool:
+        return not isinstance(self.divided_by, Tensor) and self.divided_by == 1
+
+    def loss_scale(self, lazily: bool = False) -> Tensor | None:
         """The scale that gradients carry now, fp32 0-d; None when they carry none.
+
+        Args:
+            lazily: Whether losses may have been scaled on another rank alone, the last of a pipeline.
 
         Raises:
             RuntimeError: the scaler has not scaled any loss yet.
         """
-        undivided = not isinstance(self.divided_by, Tensor) and self.divided_by == 1
         if self.scaler is None:
-            return None if undivided else 1 / torch.as_tensor(self.divided_by, dtype=torch.float32)
+            return None if self._undivided else 1 / torch.as_tensor(self.divided_by, dtype=torch.float32)
+        if self.scaler._scale is None and lazily:
+            self.scaler.scale(torch.zeros((), device=self.scaler._device))
         if self.scaler._scale is None:
             raise RuntimeError(
                 "accumulate() with a GradScaler that has never scaled a loss: call acc.backward(loss), or "
                 "scaler.scale(loss).backward() before acc.accumulate()"
             )
-        return self.scaler._scale if undivided else self.scaler._scale / self.divided_by
+        return self.scaler._scale if self._undivided else self.scaler._scale / self.divided_by
 
     def current_scale(self) -> Tensor | None:
         """A copy of the scale, fp32 0-d; None where there is none yet."""
