@@ -198,10 +198,10 @@ class Accelerator(Stock):
     def _make_windows(self) -> None:
         """Give each optimizer a window of the models that it steps, if there are any yet."""
         steps = [{id(p) for p in owned((optimizer,))} for optimizer in self._optimizers]
-        alike = driven(self._optimizers)
+        alike = driven([optimizer.optimizer for optimizer in self._optimizers])
         for optimizer, stepped in zip(self._optimizers, steps, strict=True):
             models = [model for model in self._wrapped if any(id(p) in stepped for p in model.parameters())]
-            models = models if any(optimizer is other for other in alike) else []
+            models = models if any(optimizer.optimizer is other for other in alike) else []
             others = set().union(*(other for other in steps if other is not stepped))
             alone = not any(id(p) in others for model in models for p in model.parameters())
             window = optimizer.window

@@ -419,15 +419,10 @@ class TrainerWindow:
         return not self._idle and self.accumulator.step_was_skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The accumulator's, for a checkpoint that one rank writes: an open window of several ranks is left out."""
+        """The accumulator's, for a checkpoint that one rank writes: collective where several are inside a window."""
         if self.stepped:
             self.close()
-        state = self.accumulator.state_dict()
-        if self.several_ranks and state["window"]["micro_batches"]:
-            _log.warning("a checkpoint inside a window of several ranks: its gradients are left out")
-            empty = {key: type(value)() for key, value in state["window"].items()}
-            state.update(window=empty, touched=[], sums={}, state=torch.zeros_like(state["state"]))
-        return state
+        return self.accumulator.state_dict(reduced=self.several_ranks and self.accumulator.micro_batches > 0)
 
     def close(self) -> None:
         """Drop the window, stepped or not, and open the next."""

@@ -164,6 +164,19 @@ def test_bytes_of_a_window(found):
         assert payload <= sum(sent) <= payload + padding + scalars
 
 
+def test_refused_on_several_ranks(found):
+    """Each says what to do."""
+    check(found, "accelerate_refuses")
+    for result in found["accelerate_refuses"]:
+        for key, kind, text in (
+            ("join", "ValueError", "even_batches=True"),
+            ("two that sync", "RuntimeError", "no_sync around all but the last"),
+            ("shared", "ValueError", "SGD, SGD step the same parameters"),
+        ):
+            assert result[key][0] == kind
+            assert text in result[key][1]
+
+
 @pytest.mark.parametrize("ranks", ["found", "four"])
 def test_lightning_with_two_optimizers(ranks, request):
     """Each has the weighted mean of its own losses, over all ranks, and is clipped for itself."""
@@ -257,6 +270,26 @@ def test_resumed_on_one_rank(found, trainer):
         assert torch.equal(p, expected[key])
         assert master.dtype == torch.float32
     assert not all(torch.equal(p.float(), m) for p, m in zip(model.parameters(), acc.parameters(), strict=True))
+
+
+def test_saved_inside_a_window(found):
+    """What all ranks have accumulated, in rank 0's checkpoint; one process ends the window with the rest."""
+    check(found, "lightning_inside_a_window")
+    state = found["lightning_inside_a_window"][0]
+    model = mlp()
+    for entry in ("shapes", "sums"):
+        state[entry] = {key.removeprefix("net."): value for key, value in state[entry].items()}
+    state["touched"] = [key.removeprefix("net.") for key in state["touched"]]
+    acc = ak.FusedAccumulator(model)
+    acc.load_state_dict(state)
+    numbers = items(2, uneven=False)[0]
+    for i in numbers[4:]:  # two on each rank are done
+        x, y = item(i)
+        acc.backward(mse_loss(model(x), y), len(x))
+    acc.step(torch.optim.SGD(model.parameters(), lr=LR))
+    moved = [a - b for a, b in zip(mlp().parameters(), model.parameters(), strict=True)]
+    expected = [LR * grad for grad in window_gradient(mlp(), numbers, "fp32")]
+    assert relative_error(moved, expected) < ROUNDING["fp32"]
 
 
 @pytest.mark.parametrize("kind", [("fp32", None), ("fp32", MAX_NORM), ("bf16", None)], ids=str)

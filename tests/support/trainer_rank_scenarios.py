@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 import os
+import unittest.mock
 import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,6 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import batch, mlp
+from tests.support.ranks import message
 
 STEPS = 4
 LR = 0.5
@@ -281,6 +283,29 @@ def accelerate_bytes(rank, size):
     return sent, one.step
 
 
+def accelerate_refuses(rank, size):
+    """What would hang or be wrong, on all ranks alike."""
+    environment(rank, size)
+    one = accelerator(steps=1)
+    model = mlp()
+    model, optimizer = one.prepare(model, sgd(model.parameters()))
+    found = {}
+
+    def joins():
+        with one.join_uneven_inputs([model], even_batches=False):
+            pass
+
+    with unittest.mock.patch.object(type(one), "multi_device", True):  # on CPUs, accelerate does not join anything
+        found["join"] = message(joins)
+    x, y = item(0)
+    one.backward(mse_loss(model(x), y))
+    found["two that sync"] = message(lambda: one.backward(mse_loss(model(x), y)))
+    one.free_memory()
+    both = mlp()
+    found["shared"] = message(lambda: one.prepare(both, sgd(both.parameters()), sgd(both.parameters())))
+    return found
+
+
 # ---- Lightning
 
 
@@ -448,6 +473,20 @@ def lightning_resumed(rank, size):
     module.on_train_end = lambda: trainer.save_checkpoint(ranks.shared / f"window-{size}.ckpt")
     trainer.fit(module, loader(items(size, rank)))
     return parameters(module)
+
+
+def lightning_inside_a_window(rank, size):
+    """Saved after two of four micro-batches, on all ranks together; rank 0's is what is written."""
+    from accumkernels.integrations.lightning import FusedAccumulation
+
+    environment(rank, size)
+    callback = FusedAccumulation(weight=lambda data: len(data[0]))
+    trainer = lightning_trainer(rank, size, callback)
+    module = lightning_module()
+    states = []
+    module.on_train_batch_end = lambda out, data, index: states.append(callback.state_dict()) if index == 1 else None
+    trainer.fit(module, loader(items(size, rank, uneven=False)))
+    return states[0]
 
 
 # ---- transformers
@@ -635,10 +674,12 @@ DDP = [
     accelerate_recipe,
     accelerate_two_optimizers,
     accelerate_bytes,
+    accelerate_refuses,
     lightning_ddp,
     lightning_overflow,
     lightning_two_optimizers,
     lightning_resumed,
+    lightning_inside_a_window,
     transformers_ddp,
     transformers_tokens,
     transformers_resumed,
