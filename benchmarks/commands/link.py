@@ -88,7 +88,9 @@ def show(rows: Sequence[Row]) -> None:
     """A table per speed of the link and number of micro-batches."""
     for group in groups(rows, "reduction", "micro_batches").values():
         first = group[0]
-        title = f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, a reduction takes {first['reduction']} "
+        title = (
+            f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, a reduction takes {first['reduction']} "
+        )
         table = Table(title + "of a backward (emulated)", ("method", "ms a window", "p10 to p90", "to no_sync"))
         for r in group:
             spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
