@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .arguments import as_scalar, check_options
-from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
+from .batch_statistics import check_independent, synchronised_batchnorm, warn_of_batchnorm
 from .boundary import opaque, profiled
-from .buffers.parameters import check_group, named_parameters
+from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .ops.schema import State
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import Stages, refuse_in_stages, stages_of
 from .ranks.unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
+from .window.coupled import FirstPass, RandomState, call_with
 from .window.end import End
+from .window.loss import WindowLoss
 from .window.micro_batch import Intake
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
@@ -118,7 +120,7 @@ class FusedAccumulator:
         # Where a micro-batch may be dropped, all of it has to be there before anything is added.
         self._release = "microbatch" if overflow in ("microbatch", "raise") else release
         chosen = choose_ranks(params, process_group)
-        named = named_parameters(chosen.params)
+        named = self._named(chosen.params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
         self._ranks = chosen.join(
@@ -140,6 +142,8 @@ class FusedAccumulator:
         half_life = None if isinstance(noise_scale, bool) else noise_scale
         self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
         routes = isinstance(chosen.params, nn.Module) and autocast_route is not False and not self._ranks.sharded
+        self._loss = WindowLoss(self._store.device)
+        self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
         self._intake = Intake(
             chosen.params if routes else None,
             self._store,
@@ -147,11 +151,12 @@ class FusedAccumulator:
             self._scaler,
             overflow,
             self._noise,
+            self._loss,
             release=self._release,
             bucket_bytes=bucket_bytes,
             always_route=autocast_route is True,
         )
-        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
+        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise, self._loss)
         self._ended = 0  # windows
         self._in_last = False  # whether `window` has handed out its last batch
         self._open()
@@ -280,6 +285,8 @@ class FusedAccumulator:
 
         * `micro_batches`: `accumulate` calls; `micro_batches_used`: those not dropped, of positive weight;
         * `weight`: sum of their weights; `grad_norm`: the norm before clipping, where one was computed;
+        * `loss`: `sum w_i l_i / sum w_i` over the micro-batches used, of all ranks, where losses are known: `backward`
+          sees them, and `accumulate(loss=...)`;
         * `found_inf`, `step_skipped`: 1.0 where it was so, else 0.0;
         * `windows`, `windows_skipped`: how many have ended since construction, and how many of them without a step;
         * `loss_scale`: of the GradScaler, as it is now; `noise_scale`: the critical batch size, where it is measured.
@@ -323,11 +330,11 @@ class FusedAccumulator:
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         weighed = self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._intake.accumulate(weighed, last)
+            self._intake.accumulate(weighed, last, loss)
 
     @opaque
     @torch.no_grad()
-    def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False) -> None:
+    def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
         """Add the gradients in `.grad` to the window, multiplied by `weight / loss_scale`, and free them.
 
         Nothing waits for the device (except with `overflow="raise"`).
@@ -337,6 +344,7 @@ class FusedAccumulator:
                 samples or tokens that a mean-reduced loss averaged over. Non-negative and finite; int, float or 0-d
                 tensor. One on the device is checked there, and counts as overflow when it is not.
             last: As of `backward`; sums are sent now.
+            loss: The plain loss of this micro-batch, one element, for `metrics()`; it is copied, not read.
 
         Raises:
             TypeError, ValueError: `weight` is wrong.
@@ -358,7 +366,70 @@ class FusedAccumulator:
         if isinstance(scalar, Tensor) or scalar != 1:
             self._window.weighed_after = True
             self._warn_of_late_weights()
-        self._intake.accumulate(Weight(scalar), last)
+        self._intake.accumulate(Weight(scalar), last, loss)
+
+    @opaque
+    def backward_coupled(
+        self,
+        chunks: Iterable[Any],
+        encode: Callable[[Any], Any],
+        loss_fn: Callable[..., Tensor],
+        *,
+        weight: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Accumulate one micro-batch whose loss couples its samples (contrastive, for one), chunk by chunk.
+
+        The result is that of the whole micro-batch at once, with the activations of one chunk: the first pass encodes
+        all chunks without a graph, the loss of all encodings gives the gradient of each, and the second pass encodes
+        chunk by chunk with a graph, with the random numbers of the first, and runs backward from there (Gao et al.
+        2021, arXiv:2101.06983).
+
+            loss = acc.backward_coupled(zip(images.split(64), texts.split(64)), encode_pair, clip_loss)
+
+        Args:
+            chunks: Any number of parts of the micro-batch, kept until the end of the call.
+            encode: Is called with each chunk, twice; returns a tensor, or a tuple or dict of tensors, one row per
+                sample. It must do the same both times: with BatchNorm in training it would not.
+            loss_fn: Returns the loss of all encodings, concatenated over chunks: of a tensor, of a tuple as arguments
+                or of a dict as keyword arguments (as one argument where it takes only one). It may have parameters of
+                its own, and may gather encodings of other ranks by differentiable collectives.
+            weight: See `accumulate`.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; encodings are not tensors with one row per sample; a BatchNorm
+                is in training.
+            RuntimeError: as `accumulate`; or `encode` returned other shapes in its second pass. After an exception the
+                window is as it was, unless gradients were added in buckets: then it is broken.
+        """
+        self._require_accumulating("backward_coupled()")
+        last = self._check_last(False)
+        check_independent(self._module, "backward_coupled()")
+        scalar = as_scalar(weight, "weight", self._store.device)
+        parts = list(chunks)
+        if not parts:
+            raise ValueError("backward_coupled(): chunks must not be empty")
+        devices = list(self._store.states)
+        try:
+            first = FirstPass(parts, encode, devices)
+            loss = call_with(loss_fn, first.encodings)
+            weighed = self._intake.backward(loss, scalar, False, {})
+            after = RandomState(devices)
+            for index, chunk in enumerate(parts):
+                pairs = first.encode_again(index, chunk, encode)
+                if pairs:
+                    tensors, grads = zip(*pairs, strict=True)
+                    self._intake.backward_part(tensors, grads, weighed, last and index == len(parts) - 1)
+                torch.clear_autocast_cache()
+            after.restore()
+        except BaseException:
+            self._intake.discard()
+            raise
+        with torch.no_grad():
+            self._intake.accumulate(weighed, last, loss)
+        return loss.detach()
 
     def _warn_of_late_weights(self) -> None:
         name, self._synchronised = self._synchronised, None
@@ -522,7 +593,7 @@ class FusedAccumulator:
         for optimizer in optimizers:
             check_optimizer(optimizer, "step()")
             check_no_closure(optimizer)
-        limit = None if max_norm is None else as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
+        limit = self._end.limit(max_norm)
         self._check_end("step()", optimizers)
         given = self._end.divisor(self._window, divisor)
         if self.micro_batches == 0 and not self._ranks.ends_together:
@@ -591,7 +662,8 @@ class FusedAccumulator:
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
-        saved = save(self._store, self._ranks, self._window, self._intake.serial, reduced=reduced)
+        loss = self._loss.sums()
+        saved = save(self._store, self._ranks, self._window, self._intake.serial, loss, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
             **saved,
@@ -621,6 +693,7 @@ class FusedAccumulator:
         self._ended = self._window.number
         self._intake.resume(state["serial"])
         self._end.load_state_dict(state)
+        self._loss.resume(state["loss"])
         self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
@@ -638,10 +711,15 @@ class FusedAccumulator:
 
     # ---- inside
 
+    def _named(self, params: Any) -> list[NamedParameter]:
+        """Which parameters to accumulate; a trainer's adapter leaves out those that nobody steps."""
+        return named_parameters(params)
+
     def _open(self) -> None:
         self._window = Window(number=self._ended)
         self._end.open_window()
         self._noise.open_window()
+        self._loss.open_window()
         self._ranks.open_window()
         self._intake.open_window(self._window)
 

@@ -28,7 +28,7 @@ class Hook(Generic[_Owner]):
 
     def __init__(self, owner: _Owner, method: Callable[..., Any], in_graphs: bool = False) -> None:
         self._owner = weakref.ref(owner)
-        self._method = method
+        self.method = method
         self._in_graphs = in_graphs
 
     def __call__(self, *args: Any) -> Any:
@@ -36,7 +36,7 @@ class Hook(Generic[_Owner]):
         if not self._in_graphs and torch.compiler.is_compiling():
             return None
         owner = self._owner()
-        return None if owner is None else self._method(owner, *args)
+        return None if owner is None else self.method(owner, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # sys.audit takes any arguments and does nothing that a program without audit hooks could see.

@@ -8,6 +8,7 @@ namespace {
 void register_all(torch::stable::detail::StableLibrary& library) {
   library.impl("accumulate_", accumulate_);
   library.impl("check_finite_", check_finite_);
+  library.impl("judge_", judge_);
   library.impl("norm_", norm_);
   library.impl("scaled_copy_", scaled_copy_);
 }

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .dtensors import local, shaped_like
 from .flat import FlatBuffer
 from .layout import Segment, aligned
+from .pages import zeros
 from .parameters import NamedParameter
 
 
@@ -49,7 +50,7 @@ class Masters:
         for buffer in buffers:
             segments = [s for s in buffer.segments if id(s.param) in self._masters]
             sizes = [aligned(s.numel, torch.float32) for s in segments]
-            flat = torch.zeros(sum(sizes), dtype=torch.float32, device=buffer.device)
+            flat = zeros(sum(sizes), torch.float32, buffer.device)
             self.flat.append(flat)
             offset = 0
             for segment, size in zip(segments, sizes, strict=True):

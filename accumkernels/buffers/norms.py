@@ -20,10 +20,12 @@ def total_norm(buffers: Sequence[FlatBuffer], norm_type: float, device: torch.de
     if norm_type in (2.0, float("inf")):
         parts = []
         for buffer in buffers:
-            part = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+            part = torch.zeros((), dtype=torch.float64, device=buffer.device)
             buffer.ops.norm_(part, buffer.touched_views(), ord=norm_type)
             parts.append(move(part, device))
-        joined = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
+        if len(parts) == 1:
+            return parts[0].sqrt() if norm_type == 2.0 else parts[0]
+        joined = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
         return joined.sum().sqrt() if norm_type == 2.0 else joined.amax()
     views = [view for buffer in buffers for view in buffer.touched_views()]
     return move(torch.nn.utils.get_total_norm(views, norm_type), device, torch.float64)

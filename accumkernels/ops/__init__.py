@@ -1,7 +1,8 @@
 """The ops behind FusedAccumulator, in three backends of one signature each.
 
 `schema` declares `torch.ops.accumkernels.*`; `reference` (plain torch), `native` (C++ and CUDA C++) and `triton` each
-have functions `accumulate_`, `check_finite_`, `norm_` and `scaled_copy_`. `select` chooses a backend, once per device.
+have functions `accumulate_`, `check_finite_`, `norm_`, `scaled_copy_` and `judge_`. `select` chooses a backend, once
+per device.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ _accumulate = torch.ops.accumkernels.accumulate_.default
 _check_finite = torch.ops.accumkernels.check_finite_.default
 _norm = torch.ops.accumkernels.norm_.default
 _scaled_copy = torch.ops.accumkernels.scaled_copy_.default
+_judge = torch.ops.accumkernels.judge_.default
 
 
 def build_info() -> dict[str, Any] | None:
@@ -128,3 +129,24 @@ def scaled_copy_(
     found_inf: Tensor | None = None,
 ) -> None:
     _scaled_copy(outputs, inputs, divisor=divisor, found_inf=found_inf)
+
+
+def judge_(
+    verdict: Tensor,
+    single: Tensor,
+    state: Tensor,
+    *,
+    divisor: Tensor | None = None,
+    norm: Tensor | None = None,
+    max_norm: Tensor | None = None,
+    overflow: Tensor | None = None,
+) -> None:
+    _judge(
+        verdict,
+        single,
+        state,
+        divisor=divisor,
+        norm=norm,
+        max_norm=max_norm,
+        overflow=overflow,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .schema import LIBRARY, State
+from .schema import LIBRARY, Judged, State
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -135,5 +135,51 @@ def scaled_copy_(
             _raise_flag(found_inf, ~_all_finite(output))
 
 
-for _kernel in (accumulate_, check_finite_, norm_, scaled_copy_):
+def judge_(
+    verdict: Tensor,
+    single: Tensor,
+    state: Tensor,
+    *,
+    divisor: Tensor | None = None,
+    norm: Tensor | None = None,
+    max_norm: Tensor | None = None,
+    overflow: Tensor | None = None,
+) -> None:
+    if verdict.is_meta:
+        return
+    weight = state[State.WEIGHT]
+    no_weight = weight == 0
+    divide_by = weight if divisor is None else divisor.reshape(())
+    in_fp32 = divide_by.float()  # what gradients are divided in: 1e-50 would be 0 there
+    bad = ~((in_fp32 > 0) & torch.isfinite(in_fp32))
+    if divisor is None:
+        bad &= ~no_weight
+    skip = (state[State.POISONED] > 0) | bad | no_weight
+    found_inf = (state[State.FOUND_INF] > 0) | bad
+    empty = no_weight & ~found_inf
+    divide_by = torch.where(skip, 1.0, divide_by)
+    if overflow is not None:
+        late = (overflow.reshape(()) != 0) & ~empty
+        skip, found_inf = skip | late, found_inf | late
+
+    norm = torch.zeros_like(weight) if norm is None else norm.reshape(()) / divide_by
+    limit = torch.full_like(weight, torch.inf) if max_norm is None else max_norm.reshape(())
+    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
+    found = {
+        Judged.ENDED: torch.ones_like(weight),
+        Judged.SKIP: skip.double(),
+        Judged.FOUND_INF: found_inf.double(),
+        Judged.EMPTY: empty.double(),
+        Judged.DIVISOR: divide_by,
+        Judged.NORM: norm,
+        Judged.COEFFICIENT: coefficient,
+        Judged.DIVIDE_BY: divide_by / coefficient,
+        Judged.WEIGHT: weight,
+        Judged.USED: state[State.USED],
+    }
+    verdict.copy_(torch.stack([found[index] for index in Judged]))
+    single.copy_(verdict)
+
+
+for _kernel in (accumulate_, check_finite_, norm_, scaled_copy_, judge_):
     LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

@@ -32,6 +32,12 @@ finite, and `found_inf` to 1 where `weight_tensor` is negative or not finite.
 `scaled_copy_` stores `inputs[i] / divisor` in `outputs[i]`, computed in fp32 (fp64 where either is fp64) and rounded
 to the output's dtype (fp64 reaches 16 bits by way of fp32, as in torch); `found_inf` becomes 1 where an output is not
 finite.
+
+`judge_` writes into `verdict` (fp64 `[10]`, see `Judged`) what becomes of a window with this `state`, and the same
+rounded to fp32 into `single`. `divisor` replaces the sum of weights; one that is not positive and finite in fp32 counts
+as overflow. `norm` is that of the sums, and `max_norm` what their average is clipped to, by the formula of
+`torch.nn.utils.clip_grad_norm_`. `overflow`, where not 0, says that a sum is not finite, which the state does
+not show; a window without weight cannot overflow so.
 """
 
 import enum
@@ -48,6 +54,21 @@ class State(enum.IntEnum):
     POISONED = 3  # 1.0 once a buffer may hold a value that is not finite: the step must be skipped
 
 
+class Judged(enum.IntEnum):
+    """Indices into what `judge_` writes; csrc/core/args.h has the same."""
+
+    ENDED = 0  # 1.0: windows that this is the verdict of
+    SKIP = 1  # 1.0 where the step must not happen
+    FOUND_INF = 2  # 1.0 where the loss scale must back off
+    EMPTY = 3  # 1.0 where nothing was accumulated, and nothing overflowed: the scale stays as it is
+    DIVISOR = 4  # of the sums; 1 in a skipped window, since fused optimizers compute with it all the same
+    NORM = 5  # of the average, before clipping; 0 where no norm is given
+    COEFFICIENT = 6  # what clips the average
+    DIVIDE_BY = 7  # divisor / coefficient
+    WEIGHT = 8  # the state's
+    USED = 9  # the state's
+
+
 SCHEMAS = {
     "accumulate_": (
         "(Tensor(a!) buffer, Tensor(b!) state, Tensor[] grads, int[] segments, bool[] overwrite, "
@@ -62,6 +83,10 @@ SCHEMAS = {
     "norm_": "(Tensor(a!) out, Tensor[] tensors, *, float ord=2.0) -> ()",
     "scaled_copy_": (
         "(Tensor(a!)[] outputs, Tensor[] inputs, *, Tensor? divisor=None, Tensor(b!)? found_inf=None) -> ()"
+    ),
+    "judge_": (
+        "(Tensor(a!) verdict, Tensor(b!) single, Tensor state, *, Tensor? divisor=None, Tensor? norm=None, "
+        "Tensor? max_norm=None, Tensor? overflow=None) -> ()"
     ),
 }
 

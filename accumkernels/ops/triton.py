@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..ops import triton_table
+from .schema import Judged, State
 from .streams import keep_until_done
 from .triton_checks import check_array, check_layout, check_length, check_list, check_scalar, check_segments
 from .triton_table import BLOCK, NUM_WARPS, Group, Kind, Plan
@@ -210,6 +211,27 @@ def scaled_copy_(
         for group in plan.groups:
             args = (table, group.blocks, plan.rows, len(inputs), divisor, found_inf)
             _launch(_kernels().scaled_copy_kernel, group, *args, **_dtypes(group, "OUTPUT", "INPUT"))
+
+
+def judge_(
+    verdict: Tensor,
+    single: Tensor,
+    state: Tensor,
+    *,
+    divisor: Tensor | None = None,
+    norm: Tensor | None = None,
+    max_norm: Tensor | None = None,
+    overflow: Tensor | None = None,
+) -> None:
+    op, device = "judge_", verdict.device
+    check_array(f"{op}: verdict", verdict, torch.float64, device, len(Judged))
+    check_array(f"{op}: single", single, torch.float32, device, len(Judged))
+    check_array(f"{op}: state", state, torch.float64, device, len(State))
+    scalars = {"divisor": divisor, "norm": norm, "max_norm": max_norm, "overflow": overflow}
+    for name, scalar in scalars.items():
+        check_scalar(f"{op}: {name}", scalar, torch.float64, device)
+    with _launching(op, device, ()):
+        _kernels().judge_kernel[(1,)](verdict, single, state, divisor, norm, max_norm, overflow, enable_fp_fusion=False)
 
 
 @contextmanager

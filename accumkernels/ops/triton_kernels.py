@@ -357,3 +357,45 @@ def scaled_copy_kernel(
         scaled_copy_block(output, input, left, d, found_inf, OUTPUT, INPUT, BLOCK, False)
     else:
         scaled_copy_block(output, input, left, d, found_inf, OUTPUT, INPUT, BLOCK, True)
+
+
+@triton.jit
+def judge_kernel(verdict, single, state, divisor, norm, max_norm, overflow):
+    """The order of what is stored, and of the state, is that of `Judged` and `State` in schema.py."""
+    weight = tl.load(state)
+    no_weight = weight == 0.0
+    divide_by = weight if divisor is None else tl.load(divisor)
+    in_fp32 = divide_by.to(tl.float32)
+    bad = (in_fp32 > 0.0) & is_finite(in_fp32)
+    bad = bad == 0
+    if divisor is None:
+        bad = bad & (weight != 0.0)
+    skip = (tl.load(state + 3) > 0.0) | bad | no_weight
+    found_inf = (tl.load(state + 1) > 0.0) | bad
+    empty = no_weight & (found_inf == 0)
+    divide_by = tl.where(skip, 1.0, divide_by)
+    if overflow is not None:
+        late = (tl.load(overflow) != 0.0) & (empty == 0)
+        skip = skip | late
+        found_inf = found_inf | late
+
+    mean_norm = divide_by * 0.0 if norm is None else tl.load(norm) / divide_by
+    limit = divide_by * 0.0 + float("inf") if max_norm is None else tl.load(max_norm)
+    coefficient = limit / (mean_norm + 1e-6)
+    coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)
+    store_both(verdict, single, 0, divide_by * 0.0 + 1.0)
+    store_both(verdict, single, 1, skip.to(tl.float64))
+    store_both(verdict, single, 2, found_inf.to(tl.float64))
+    store_both(verdict, single, 3, empty.to(tl.float64))
+    store_both(verdict, single, 4, divide_by)
+    store_both(verdict, single, 5, mean_norm)
+    store_both(verdict, single, 6, coefficient)
+    store_both(verdict, single, 7, divide_by / coefficient)
+    store_both(verdict, single, 8, weight)
+    store_both(verdict, single, 9, tl.load(state + 2))
+
+
+@triton.jit
+def store_both(exact, single, index, value):
+    tl.store(exact + index, value)
+    tl.store(single + index, value.to(tl.float32))

@@ -114,12 +114,12 @@ class Mesh(Alone):
         by_rank[2, self.rank] = report.window
         if report.divisor is not None:
             by_rank[1, self.rank] = report.divisor
-        vector = torch.cat([state, move(flags, device), by_rank.flatten()])
+        vector = torch.cat([state, report.loss_sums, move(flags, device), by_rank.flatten()])
         dist.all_reduce(vector, group=self._group)
 
         # What the device alone can conclude.
-        sizes = [len(State), 1, 1, self.size, self.size, self.size]
-        summed, dropped, after, weights, divisors, windows = vector.split(sizes)
+        sizes = [len(State), 2, 1, 1, self.size, self.size, self.size]
+        summed, loss, dropped, after, weights, divisors, windows = vector.split(sizes)
         wrong = (divisors != divisors[0]).any() | ((after[0] > 0) & (weights != weights[0]).any())
         wrong = wrong & (dropped[0] == 0) | (windows != windows[0]).any()
         together = state.clone()
@@ -133,13 +133,14 @@ class Mesh(Alone):
             touched=None,
             dropped=None,
             weight=None,
+            loss=torch.where(dropped > 0, 0.0, loss),
         )
 
         # What the host concludes, where it may look.
         if device.type != "cpu" and self._compared and report.divisor is None and not report.weighed_after:
             return agreement
         self._compared = True
-        host_state, (any_dropped,), (any_after,), weights, given, windows = (
+        host_state, _, (any_dropped,), (any_after,), weights, given, windows = (
             part.tolist() for part in vector.cpu().split(sizes)
         )
         error = different_windows(windows)

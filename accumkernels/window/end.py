@@ -14,8 +14,10 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import clip_coefficient
 from ..buffers.store import Store, has_accumulator
+from ..ops.schema import Judged
 from ..ranks.alone import Alone, Report
 from .handout import Handout
+from .loss import WindowLoss
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
@@ -29,7 +31,7 @@ from .optimizers import (
 from .plan import StepPlan
 from .scaling import LossScaler
 from .state import Phase, Window
-from .verdict import Verdict, judge
+from .verdict import Verdict
 
 
 class End:
@@ -41,13 +43,22 @@ class End:
         scaler: Gets the verdict.
         overflow: As FusedAccumulator's argument.
         noise: Is told of every window.
+        loss: Has the losses of a window's micro-batches.
 
     Attributes:
         last_norm: The last norm that was computed.
         metrics: Of the last window that ended.
     """
 
-    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Alone,
+        scaler: LossScaler,
+        overflow: str | None,
+        noise: NoiseMeter,
+        loss: WindowLoss,
+    ) -> None:
         self.last_norm: Tensor | None = None
         self.metrics = Metrics(store.device)
         self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
@@ -57,14 +68,16 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._plan: StepPlan | None = None
+        self._limit: tuple[tuple[float, torch.device], Tensor] | None = None
         self.open_window()
 
     def open_window(self) -> None:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
-        self._norm: Tensor | None = None  # of the sums over all ranks, fp64 0-d
         self._noise_sums: Tensor | None = None
+        self._loss_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped, read from the device at most once.
@@ -138,6 +151,19 @@ class End:
             return scalar
         return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
 
+    def limit(self, max_norm: float | Tensor | None) -> Tensor | None:
+        """Check what the user wants to clip to; fp64 0-d on the first device. That of a number is made once."""
+        if max_norm is None:
+            return None
+        device = self._store.device
+        scalar = as_scalar(max_norm, "max_norm", device, allow_inf=True)
+        if isinstance(scalar, Tensor):
+            return scalar
+        if self._limit is None or self._limit[0] != (scalar, device):
+            with torch.inference_mode(False):
+                self._limit = (scalar, device), torch.full((), scalar, dtype=torch.float64, device=device)
+        return self._limit[1]
+
     def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
         """Average and hand out."""
         verdict, divided = self._judge(window, optimizers, divisor, divides=True)
@@ -167,7 +193,7 @@ class End:
         window: Window,
         optimizers: Sequence[Optimizer],
         divisor: Tensor | None,
-        max_norm: float | Tensor | None,
+        max_norm: Tensor | None,
     ) -> Tensor | None:
         """Average, clip, step all optimizers or none, update the scale; the norm where `max_norm` is given."""
         fused = [o for o in optimizers if steps_scaled_gradients(o)]
@@ -175,19 +201,14 @@ class End:
         # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
         # but a mean that is rounded may overflow whether it is clipped or not.
         averages = not folded and (max_norm is None or self._store.rounds)
-        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, needs_norm=max_norm is not None)
-
-        norm, coefficient = None, None
-        if max_norm is not None:
-            norm = (self.norm(2.0) if self._norm is None else self._norm) / verdict.divisor
-            coefficient = clip_coefficient(norm, max_norm)
-        divide_by = verdict.divisor if coefficient is None else verdict.divisor / coefficient
+        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm)
+        divide_by = verdict.divide_by
 
         # Folded optimizers get the sums as they are; the others get averages.
         if averages:
             verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
-            if coefficient is not None:
-                self._handout.multiply(coefficient)
+            if max_norm is not None:
+                self._handout.multiply(verdict.coefficient)
         else:
             some = len(folded) < len(optimizers)
             sums = {id(p) for p in owned(folded)} if some else frozenset()
@@ -196,7 +217,8 @@ class End:
         may_skip = self._overflow is not None or window.may_be_empty
         try:
             for optimizer in fused:
-                optimizer.grad_scale = divide_by.float() if optimizer in folded else None  # type: ignore[attr-defined]
+                scale = verdict.single(Judged.DIVIDE_BY) if optimizer in folded else None
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 self._step_optimizer(optimizer, may_skip=may_skip and optimizer not in fused)
@@ -211,7 +233,7 @@ class End:
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
         may_be_empty = window.may_be_empty or self._ranks.sharded
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
-        return norm
+        return None if max_norm is None else verdict.norm
 
     def _judge(
         self,
@@ -220,7 +242,7 @@ class End:
         divisor: Tensor | None,
         *,
         divides: bool,
-        needs_norm: bool = False,
+        max_norm: Tensor | None = None,
     ) -> tuple[Verdict, bool]:
         """Judge the window, together with all ranks, and reduce its sums where that is still to be done.
 
@@ -229,7 +251,7 @@ class End:
             optimizers: They step it.
             divisor: See `divisor()`.
             divides: Whether sums that are reduced are to be divided at once.
-            needs_norm: Whether their norm will be asked for.
+            max_norm: What their average is to be clipped to.
 
         Returns:
             The verdict, and whether sums were divided.
@@ -252,9 +274,10 @@ class End:
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,
             window=window.number,
+            loss=self._loss.sums(),
         )
         agreement = ranks.agree(report)
-        verdict = judge(agreement.state, agreement.divisor)
+        self._loss_sums = agreement.loss
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
@@ -262,18 +285,20 @@ class End:
                 window.agreed(agreement)
                 self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
-            return verdict, False
+            norm = None if max_norm is None else self.norm(2.0)
+            return Verdict(self._store.ops, agreement.state, agreement.divisor, norm, max_norm), False
+        verdict = Verdict(self._store.ops, agreement.state, agreement.divisor)
         window.agreed(agreement)
         self._store.agreed(agreement.state, agreement.touched)
 
         # Reduce, and look at each part when it is there.
-        measures = needs_norm or self._overflow is not None or agreement.squares is not None
+        measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
         by = verdict.divisor if divides else None
         of_sum = self._reduce(by, measures)
-        if measures:
-            self._norm = of_sum.sqrt()
         if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
-            verdict = verdict.with_overflow(~torch.isfinite(of_sum))
+            verdict = verdict.with_overflow((~torch.isfinite(of_sum)).double())
+        if max_norm is not None:
+            verdict = verdict.clipped(of_sum.sqrt(), max_norm)
         if agreement.squares is not None:  # nan where a rank did not measure, and then the window does not count
             self._noise_sums = torch.stack([agreement.squares, of_sum])
 
@@ -339,13 +364,14 @@ class End:
         if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         window.finalize(verdict)
-        self._skipped, self._captured = verdict.skip, _is_capturing(verdict.skip)
-        self.metrics.end_window(window.micro_batches, self._store.state(), verdict.skip, verdict.found_inf)
+        skip = verdict.skip
+        self._skipped, self._captured = skip, _is_capturing(skip)
+        self.metrics.end_window(window.micro_batches, verdict.exact, self._loss_sums)
         if not self._withhold(window, optimizers):
             self._handout.give()
         for optimizer in optimizers:
-            self._scaler.record(optimizer, verdict.skip, verdict.found_inf)
-        self._noise.end_window(self._store.state(), verdict.skip, self._noise_sums)
+            self._scaler.record(optimizer, skip, verdict.found_inf)
+        self._noise.end_window(self._store.state(), skip, self._noise_sums)
         return verdict
 
     def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.schema import State
+from ..ops.schema import Judged
 
 
 class Metrics:
@@ -20,42 +20,46 @@ class Metrics:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ended: Tensor | None = None  # windows, and those of them that were skipped: fp64 [2]
-        self._window: dict[str, float | Tensor] = {}
+        self._micro_batches = 0  # of the window that ended last
+        self._judged: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._loss: Tensor | None = None
 
-    def end_window(self, micro_batches: int, state: Tensor, skip: Tensor, found_inf: Tensor) -> None:
+    def end_window(self, micro_batches: int, judged: Tensor, loss: Tensor | None) -> None:
         """Take in a window that ends.
 
         Args:
             micro_batches: `accumulate` calls in it.
-            state: The accumulator's state, fp64 `[4]`.
-            skip: 0-d, 1.0 where the step does not happen.
-            found_inf: 0-d, 1.0 where a gradient was not finite.
+            judged: fp64, see `ops.schema.Judged`; not changed any more.
+            loss: fp64 `[2]`, see `WindowLoss.sums`; None where no loss is known.
         """
         if self._ended is None:
             with torch.inference_mode(False):
                 self._ended = torch.zeros(2, dtype=torch.float64, device=self._device)
-        self._ended[0] += 1
-        self._ended[1] += skip
-        state = state.clone()  # the next window starts it anew
-        self._window = {
-            "micro_batches": micro_batches,
-            "micro_batches_used": state[State.USED],
-            "weight": state[State.WEIGHT],
-            "found_inf": found_inf,
-            "step_skipped": skip,
-        }
+        self._ended += judged[Judged.ENDED : Judged.SKIP + 1]
+        self._micro_batches, self._judged, self._norm, self._loss = micro_batches, judged, None, loss
 
     def end_empty_window(self) -> None:
         """Take in a window without micro-batches."""
-        zero = torch.zeros((), device=self._device)
-        self.end_window(0, zero.double().expand(len(State)), zero + 1, zero)
+        judged = torch.zeros(len(Judged), dtype=torch.float64, device=self._device)
+        judged[: Judged.SKIP + 1] = 1
+        self.end_window(0, judged, None)
 
     def see_norm(self, norm: Tensor) -> None:
         """Take in the norm of the window that ended."""
-        self._window["grad_norm"] = norm
+        self._norm = norm
 
     def read(self) -> dict[str, float | Tensor]:
         """The snapshot, in tensors of its own."""
         ended = torch.zeros(2, dtype=torch.float64) if self._ended is None else self._ended.clone()
-        window = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self._window.items()}
-        return {**window, "windows": ended[0], "windows_skipped": ended[1]}
+        window: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
+        if self._judged is not None:
+            judged = self._judged.clone()
+            window["micro_batches"] = self._micro_batches
+            window["micro_batches_used"], window["weight"] = judged[Judged.USED], judged[Judged.WEIGHT]
+            window["found_inf"], window["step_skipped"] = judged[Judged.FOUND_INF].float(), judged[Judged.SKIP].float()
+        if self._loss is not None:
+            window["loss"] = self._loss[0] / self._loss[1]
+        if self._norm is not None:
+            window["grad_norm"] = self._norm.clone()
+        return window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
 from ..ranks.alone import Alone
 from ..ranks.unit import backward_may_cross_ranks
+from .loss import WindowLoss
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
@@ -42,6 +43,7 @@ class Intake:
         scaler: Scales losses.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
+        loss: Gets the losses of micro-batches.
         release: As FusedAccumulator's argument; "auto" only where `overflow` allows buckets.
         bucket_bytes: As FusedAccumulator's argument.
         always_route: Whether the autocast route takes gradients of every backward.
@@ -59,6 +61,7 @@ class Intake:
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
+        loss: WindowLoss,
         *,
         release: str,
         bucket_bytes: int | None,
@@ -70,6 +73,7 @@ class Intake:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._sums = Sums(store, ranks, overflow, noise)
         self._weigher = Weigher()
         self._window = Window()
@@ -188,15 +192,30 @@ class Intake:
         else:  # gradients of an earlier backward of this micro-batch do not have the weight yet
             weighed = Weight(weight)
         self._window.check_kept(weighed)
-        run = functools.partial(self._scaler.scale(loss).backward, **kwargs)
+        self._run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
+        return weighed
+
+    def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], weight: Weight, last: bool) -> None:
+        """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part.
+
+        Where gradients wait for `accumulate`, they are summed in `.grad` as in torch: on the autocast route, those of
+        every part would be kept.
+        """
+        run = functools.partial(torch.autograd.backward, tensors, grads)
         if self.hooks is not None and self.hooks.listens:
-            run = functools.partial(self._run_adding, self.hooks, run, weighed, last)
+            self._run(run, tensors[0], weight, last)
+        else:
+            run()
+
+    def _run(self, run: Callable[[], None], root: Tensor, weight: Weight, last: bool) -> None:
+        """Run a backward whose graph begins at `root`; gradients are added meanwhile where hooks listen."""
+        if self.hooks is not None and self.hooks.listens:
+            run = functools.partial(self._run_adding, self.hooks, run, weight, last)
         if self._autocast is None:
             run()
         else:
-            with self._autocast.around(loss):
+            with self._autocast.around(root):
                 run()
-        return weighed
 
     def _has_gradients(self) -> bool:
         return self.uncounted or any(p.grad is not None for buffer in self._store.buffers for p in buffer.params)
@@ -221,8 +240,14 @@ class Intake:
             raise
 
     @profiled
-    def accumulate(self, weight: Weight, last: bool) -> None:
-        """Add what there is of a micro-batch, and count it."""
+    def accumulate(self, weight: Weight, last: bool, loss: Tensor | None = None) -> None:
+        """Add what there is of a micro-batch, and count it.
+
+        Args:
+            weight: Of the micro-batch.
+            last: Whether it is the window's last, whose sums may be sent to other ranks.
+            loss: Its plain loss, for the window's metrics.
+        """
         window = self._window
         if window.micro_batches == 0:
             self.prepare_window()
@@ -238,6 +263,7 @@ class Intake:
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
+                self._loss.add(self._scaler.undivided(loss), weight.total, None)
                 return
             self._warn_of_nothing()
         window.check_kept(weight)
@@ -254,14 +280,15 @@ class Intake:
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
-        if self.hooks is not None:
+        if self.hooks is not None and self.added_in_backward:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
+        self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
         weight = window.with_kept(weight)
         self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
         window.count(weight.total)
-        if self.hooks is not None:
+        if self.hooks is not None and self.hooks.has_taken:
             self.hooks.reset()
         if last:
             self._ranks.end_last()

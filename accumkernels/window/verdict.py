@@ -2,56 +2,89 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ..ops.schema import State
+from ..ops.schema import Judged
 
 
-class Verdict(NamedTuple):
-    """Device scalars (0-d), computed without reading any of them back.
-
-    Attributes:
-        divisor: fp64; what the sums are divided by. 1 where the window is skipped, since fused optimizers compute with
-            it all the same (0 / 0 would write NaN).
-        skip: fp32; 1.0 where the step must not happen.
-        found_inf: fp32; 1.0 where the loss scale must back off.
-        empty: bool; nothing was accumulated, and nothing overflowed: the scale stays as it is.
-    """
-
-    divisor: Tensor
-    skip: Tensor
-    found_inf: Tensor
-    empty: Tensor
-
-    def with_overflow(self, overflow: Tensor) -> Verdict:
-        """Add an overflow (one element, 0 or 1) that the sums showed later; in an empty window it is none."""
-        more = torch.where(self.empty, 0.0, overflow.reshape(()).float())
-        return self._replace(skip=self.skip.maximum(more), found_inf=self.found_inf.maximum(more))
-
-
-def judge(state: Tensor, divisor: Tensor | None) -> Verdict:
-    """Judge a window.
+class Verdict:
+    """Device scalars of one window, by one call of an op; nothing is read back.
 
     Args:
-        state: fp64 `[4]`, see `State`.
-        divisor: fp64 0-d that replaces the sum of weights; not positive and finite counts as overflow.
+        ops: The backend's module.
+        state: fp64 `[4]`, see `ops.schema.State`.
+        divisor: fp64 0-d that replaces the sum of weights, or None.
+        norm: fp64 0-d, of the sums, or None.
+        max_norm: fp64 0-d that their average is to be clipped to, or None.
+        overflow: fp64 of one element; where not 0, a sum is not finite, which the state does not show.
     """
-    weight = state[State.WEIGHT]
-    poisoned = state[State.POISONED] > 0
-    found_inf = state[State.FOUND_INF] > 0
-    no_weight = weight == 0
-    nothing_to_do = no_weight if divisor is None else torch.zeros_like(no_weight)
-    divisor = weight if divisor is None else divisor
-    single = divisor.float()  # what gradients are divided in: 1e-50 would be 0 there
-    bad = ~((single > 0) & torch.isfinite(single)) & ~nothing_to_do
-    poisoned, found_inf = poisoned | bad, found_inf | bad
-    skip = poisoned | no_weight
-    return Verdict(
-        divisor=torch.where(skip, 1.0, divisor),
-        skip=skip.float(),
-        found_inf=found_inf.float(),
-        empty=no_weight & ~found_inf,
-    )
+
+    def __init__(
+        self,
+        ops: ModuleType,
+        state: Tensor,
+        divisor: Tensor | None,
+        norm: Tensor | None = None,
+        max_norm: Tensor | None = None,
+        overflow: Tensor | None = None,
+    ) -> None:
+        self._ops = ops
+        self._given = (state, divisor, norm, max_norm)
+        self._overflow = overflow
+        with torch.inference_mode(False):
+            self.exact = torch.empty(len(Judged), dtype=torch.float64, device=state.device)
+            self._single = torch.empty(len(Judged), device=state.device)
+        ops.judge_(self.exact, self._single, state, divisor=divisor, norm=norm, max_norm=max_norm, overflow=overflow)
+
+    def with_overflow(self, overflow: Tensor) -> Verdict:
+        """Judge again, with an overflow (fp64 of one element, 0 or 1) that showed later."""
+        if self._overflow is not None:
+            overflow = torch.maximum(overflow.reshape(()), self._overflow.reshape(()))
+        return Verdict(self._ops, *self._given, overflow)
+
+    def clipped(self, norm: Tensor, max_norm: Tensor) -> Verdict:
+        """Judge again, with the norm of the sums and what their average is to be clipped to."""
+        state, divisor, _, _ = self._given
+        return Verdict(self._ops, state, divisor, norm, max_norm, self._overflow)
+
+    def single(self, index: Judged) -> Tensor:
+        """One of the scalars, fp32 0-d."""
+        return self._single[index]
+
+    @property
+    def skip(self) -> Tensor:
+        """fp32; 1.0 where the step must not happen."""
+        return self._single[Judged.SKIP]
+
+    @property
+    def found_inf(self) -> Tensor:
+        """fp32; 1.0 where the loss scale must back off."""
+        return self._single[Judged.FOUND_INF]
+
+    @property
+    def empty(self) -> Tensor:
+        """bool; nothing was accumulated, and nothing overflowed: the scale stays as it is."""
+        return self._single[Judged.EMPTY] != 0
+
+    @property
+    def divisor(self) -> Tensor:
+        """fp64; what the sums are divided by."""
+        return self.exact[Judged.DIVISOR]
+
+    @property
+    def coefficient(self) -> Tensor:
+        """fp64; what clips the average."""
+        return self.exact[Judged.COEFFICIENT]
+
+    @property
+    def divide_by(self) -> Tensor:
+        """fp64; divisor and coefficient in one."""
+        return self.exact[Judged.DIVIDE_BY]
+
+    @property
+    def norm(self) -> Tensor:
+        """fp64; of the average, before clipping."""
+        return self.exact[Judged.NORM]

@@ -11,6 +11,7 @@ namespace accumkernels {
 void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 void check_finite_(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 void norm_(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
+void judge_(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 void scaled_copy_(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs);
 
 }  // namespace accumkernels

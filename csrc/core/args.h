@@ -22,6 +22,21 @@ enum State : int {
   kPoisoned = 3,  // 1.0 once a buffer may hold a value that is not finite: the step must be skipped
 };
 
+// Indices into what judge writes (float64[10], and the same in float32).
+enum Judged : int {
+  kEnded = 0,
+  kSkip = 1,
+  kOverflowed = 2,
+  kEmpty = 3,
+  kDivisor = 4,
+  kNorm = 5,
+  kCoefficient = 6,
+  kDivideBy = 7,
+  kJudgedWeight = 8,
+  kJudgedUsed = 9,
+  kJudgedCount = 10,
+};
+
 // What sq_norm takes in of a micro-batch.
 struct Squares {
   double gradient = 0.0;  // sum of squares of the gradients as they came; in sq_norm times weight / loss_scale^2
@@ -92,6 +107,17 @@ struct ScaledCopyArgs {
   int64_t num_pairs;
   const double* divisor;  // device scalar, or nullptr for 1
   double* found_inf;      // device scalar, set to 1.0 when an output is not finite; or nullptr
+};
+
+// All pointers on the device; nullptr where an argument is left out.
+struct JudgeArgs {
+  double* verdict;
+  float* single;
+  const double* state;
+  const double* divisor;
+  const double* norm;
+  const double* max_norm;
+  const double* overflow;
 };
 
 }  // namespace accumkernels

@@ -11,6 +11,7 @@ using ParallelFor = void (*)(int64_t end, void (*function)(int64_t begin, int64_
 
 void accumulate(const AccumulateArgs& args, ParallelFor parallel_for);
 void check_finite(const CheckFiniteArgs& args, ParallelFor parallel_for);
+void judge(const JudgeArgs& args);
 void norm(const NormArgs& args, ParallelFor parallel_for);
 void scaled_copy(const ScaledCopyArgs& args, ParallelFor parallel_for);
 

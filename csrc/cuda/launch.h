@@ -12,6 +12,7 @@ int64_t workspace_size();
 
 int accumulate(const AccumulateArgs& args, double* workspace, void* stream);
 int check_finite(const CheckFiniteArgs& args, void* stream);
+int judge(const JudgeArgs& args, void* stream);
 int norm(const NormArgs& args, double* workspace, void* stream);
 int scaled_copy(const ScaledCopyArgs& args, void* stream);
 

@@ -110,3 +110,17 @@ def scaled_copy_(
         for output, input in zip(outputs, inputs, strict=True)
     ]
     _check(kernels.scaled_copy(pairs, _address(divisor), _address(found_inf)))
+
+
+def judge_(
+    verdict: Tensor,
+    single: Tensor,
+    state: Tensor,
+    *,
+    divisor: Tensor | None = None,
+    norm: Tensor | None = None,
+    max_norm: Tensor | None = None,
+    overflow: Tensor | None = None,
+) -> None:
+    """`judge_` of schema.py."""
+    _check(kernels.judge(*map(_address, (verdict, single, state, divisor, norm, max_norm, overflow))))

@@ -343,7 +343,7 @@ def test_a_window_is_open_before_its_first_forward(tmp_path):
 
     class Watched(Trainer):
         def compute_loss(self, *args, **kwargs):
-            open_windows.append(not self.accelerator._window.finalized)
+            open_windows.append(not self.accelerator._windows[0].finalized)
             return super().compute_loss(*args, **kwargs)
 
     train(Watched, tmp_path, 16, bf16=True)
