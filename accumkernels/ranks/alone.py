@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -149,9 +149,11 @@ class Alone:
         """The sum over ranks that hold different parts of the same gradients, in place."""
         return tensor
 
-    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-        """The norm over all touched segments of all ranks, 0-d fp64 on `device`."""
-        return total_norm(buffers, norm_type, device)
+    def total_norm(
+        self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+    ) -> Tensor:
+        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
+        return total_norm(buffers, norm_type, device, only)
 
     # ---- checkpoints
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -150,12 +150,15 @@ class Mesh(Alone):
 
     # ---- sums over shards
 
-    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-        """The norm over all touched segments of all ranks, 0-d fp64 on `device`."""
+    def total_norm(
+        self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+    ) -> Tensor:
+        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
         parts = [
             (buffer, segment, self._replicas[id(segment.param)])
             for buffer in buffers
             for segment in buffer.touched_segments()
+            if only is None or id(segment.param) in only
         ]
         if norm_type in (2.0, math.inf):
             total = torch.zeros(1, dtype=torch.float64, device=device)
