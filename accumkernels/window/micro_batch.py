@@ -320,7 +320,7 @@ class Intake:
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
-                self._loss.add(self._scaler.undivided(loss), weight.total, None)
+                self._loss.add(self._scaler.undivided(loss), weight.total, kept=True)
                 return
             self._warn_of_nothing(after_backward)
             if not after_backward:
@@ -339,6 +339,7 @@ class Intake:
             self._drop_grads(captured)
             self.serial = tag
             window.drop_kept()
+            self._loss.drop_kept()
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
