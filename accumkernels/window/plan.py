@@ -27,7 +27,7 @@ class StepPlan:
     """
 
     def __init__(self, store: Store, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = tuple(optimizers)
+        self._stepping = tuple(optimizers)
         self._owned = owned(optimizers)
         self._touched = store.touched_bytes()
         if optimizers:  # else, whoever asked for that updates parameters by hand
@@ -44,8 +44,8 @@ class StepPlan:
         """Whether the same optimizers own the same tensors, and the same segments hold sums."""
         found = owned(optimizers)
         return (
-            len(optimizers) == len(self._optimizers)
-            and all(map(is_, optimizers, self._optimizers))
+            len(optimizers) == len(self._stepping)
+            and all(map(is_, optimizers, self._stepping))
             and len(found) == len(self._owned)
             and all(map(is_, found, self._owned))
             and store.touched_bytes() == self._touched

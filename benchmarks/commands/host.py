@@ -31,7 +31,18 @@ MICRO_BATCHES = 4
 WIDTH = 16
 RELEASES = ("auto", "microbatch", "backward")
 COLUMNS = (
-    *("parameters", "scaler", "autocast", "clip", "method", "device", "ms_median", "ms_p10", "ms_p90", "ratio_to_stock"),
+    *(
+        "parameters",
+        "scaler",
+        "autocast",
+        "clip",
+        "method",
+        "device",
+        "ms_median",
+        "ms_p10",
+        "ms_p90",
+        "ratio_to_stock",
+    ),
     *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
