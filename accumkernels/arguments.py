@@ -26,6 +26,7 @@ def check_options(
     master_weights: Any,
     noise_scale: Any,
     autocast_route: Any,
+    fuse_weight_gradients: Any,
     comm_dtype: Any,
 ) -> None:
     """Check what does not depend on the parameters themselves.
@@ -63,6 +64,12 @@ def check_options(
         raise ValueError(
             "autocast_route=True needs params to be a module, whose forward it changes; use 'auto' or False"
         )
+    if fuse_weight_gradients != "auto" and not isinstance(fuse_weight_gradients, bool):
+        raise ValueError(f"fuse_weight_gradients must be 'auto', True or False, got {fuse_weight_gradients!r}")
+    if fuse_weight_gradients is True and not isinstance(params, torch.nn.Module):
+        raise ValueError(
+            "fuse_weight_gradients=True needs params to be a module, whose layers it finds; use 'auto' or False"
+        )
     if comm_dtype not in COMM_DTYPES:
         raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, got {comm_dtype!r}")
 
@@ -91,6 +98,8 @@ def as_scalar(
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         if value.is_complex() or value.dtype is torch.bool:
             raise wrong_type(name, "a real number", value)
+        if value.requires_grad:
+            raise ValueError(f"{name} must not require a gradient, got a tensor that does; is it the loss?")
         if value.device.type != "cpu":
             return move(value.detach(), device, torch.float64)
         value = value.item()

@@ -26,6 +26,8 @@ class FlatBuffer:
         all_indices: of the segments.
         contiguous: whether all segments are in index order.
         touched: per segment, whether it holds a sum of this window.
+        unchecked: segments that something was added to without a check for overflow, each with the serial number of
+            the last micro-batch that did.
         sharded: whether any parameter is a DTensor.
         ops: the backend's module.
     """
@@ -63,6 +65,7 @@ class FlatBuffer:
         self.layout = self.layout_host.to(device)
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
+        self.unchecked: dict[int, int] = {}
         self.params = [s.param for s in self.segments]
         self.sharded = any(map(is_dtensor, self.params))
         self.all_indices = list(range(len(self.segments)))
@@ -101,6 +104,7 @@ class FlatBuffer:
     def open_window(self) -> None:
         """Forget the sums: no segment holds one."""
         self.touched = bytearray(len(self.segments))
+        self.unchecked.clear()
 
     def set_touched(self, touched: Sequence[int]) -> None:
         """Note, for every segment, whether it holds a sum."""
@@ -113,6 +117,11 @@ class FlatBuffer:
         else:
             for index in indices:
                 self.touched[index] = True
+
+    def touch_unchecked(self, index: int, tag: int) -> None:
+        """Note that micro-batch `tag` was added to a segment, and nobody has looked whether the sum is finite."""
+        self.touched[index] = True
+        self.unchecked[index] = tag
 
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""

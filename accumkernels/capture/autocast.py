@@ -31,7 +31,10 @@ from ..buffers.pages import zeros
 from ..buffers.store import Store
 from ..hooks import Handles, Hook
 from .autocast_watch import Watch
+from .compiled import casting_modules, hook_around, is_compiled, split
 from .during_backward import DuringBackward
+from .fused.functions import plain_of
+from .fused.weights import FusedWeights
 from .streams import Ready, Streams
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -40,7 +43,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class _Shadow:
     """A parameter's place in the 16-bit shadow, and which values of the parameter it holds."""
 
-    def __init__(self, param: nn.Parameter, dtype: torch.dtype, buffer: FlatBuffer, segment: Segment) -> None:
+    def __init__(self, param: Tensor, dtype: torch.dtype, buffer: FlatBuffer, segment: Segment) -> None:
         self.param = param
         self.dtype = dtype
         self.buffer = buffer
@@ -99,21 +102,16 @@ class _Slots:
         self.learned_in = -1  # the generation; shadows are used from the next one on
         self.watch: Watch | None = None
         self.unwatched: set[int] | None = None  # its parameters, while it runs without gradients inside a watched one
-        self.swapped: list[tuple[str, nn.Parameter, Tensor]] = []
+        self.swapped: list[tuple[str, Tensor, Tensor]] = []
 
 
 def _own(module: nn.Module) -> set[int]:
-    return {id(p) for p in module._parameters.values() if p is not None and p.requires_grad}
+    return {id(plain_of(p)) for p in module._parameters.values() if p is not None and p.requires_grad}
 
 
 def _compiles(module: nn.Module) -> bool:
     """Whether it or a part of it runs compiled: Dynamo does not compile while a dispatch mode is active."""
-    return any(_is_compiled(m) for m in module.modules())
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # By its attribute: importing Dynamo for the class takes a second.
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return any(is_compiled(m) for m in module.modules())
 
 
 class AutocastRoute:
@@ -132,7 +130,15 @@ class AutocastRoute:
         stash: Per flat buffer and segment, the 16-bit gradients taken.
     """
 
-    def __init__(self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        store: Store,
+        hooks: DuringBackward | None,
+        always: bool,
+        fused: FusedWeights | None = None,
+    ) -> None:
+        self._fused = fused
         self.keeps_whole = self.used = False
         self._taking = False  # while a backward runs that `accumulate` follows at once
         self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
@@ -155,9 +161,18 @@ class AutocastRoute:
         self._root = id(module)
         self._modules: dict[int, _Slots] = {}
         self._handles = Handles(self)
-        for part in module.modules():
-            if _is_compiled(part):
-                continue
+        eager, compiled = split(module)
+        self._inside: dict[int, list[_Slots]] = {}  # by id of a compiled part: its modules that autocast casts
+        for part in compiled:
+            casting = casting_modules(part)
+            self._inside[id(part)] = [_Slots(inner) for inner in casting]
+            for inner in part.modules():
+                if inner not in casting:
+                    self._direct |= _own(inner)
+            enter, leave = Hook(self, AutocastRoute._enter_compiled), Hook(self, AutocastRoute._leave_compiled)
+            hook_around(part, enter, leave, self._handles)
+            self._handles.add(part.register_state_dict_pre_hook(Hook(self, AutocastRoute._leave_compiled)))
+        for part in eager:
             if part is module or any(p is not None and p.dtype == torch.float32 for p in part._parameters.values()):
                 self._modules[id(part)] = _Slots(part)
                 self._handles.add(part.register_forward_pre_hook(Hook(self, AutocastRoute._enter)))
@@ -166,9 +181,9 @@ class AutocastRoute:
         weakref.finalize(self, _stop, self._watches).atexit = False
 
     @property
-    def parameters(self) -> int:
-        """How many parameters take the route."""
-        return sum(id(s.param) not in self._elsewhere for s in self._shadows.values())
+    def parameters(self) -> set[int]:
+        """The ids of the parameters that take the route."""
+        return {id(s.param) for s in self._shadows.values() if self._may_route(s.param)}
 
     @property
     def _one_by_one(self) -> bool:
@@ -221,9 +236,12 @@ class AutocastRoute:
             if dtype in _HALF and not _compiles(module):
                 self._watch(slots, module, dtype)
             return
-        assert shadows is not None
+        self._fill(slots, module, dtype, self._fused)
+
+    def _fill(self, slots: _Slots, module: nn.Module, dtype: torch.dtype, fused: FusedWeights | None) -> None:
+        """Put shadows into a module's slots."""
         params = module._parameters
-        for name, shadow in shadows.items():
+        for name, shadow in (slots.shadows or {}).items():
             param = shadow.param
             if shadow.tensor is None or shadow.dtype is not dtype or params.get(name) is not param:
                 continue
@@ -236,6 +254,8 @@ class AutocastRoute:
             live = self._live.get(id(param))
             if live is None:
                 live = self._connect(shadow)
+            if fused is not None and isinstance(module, nn.Linear) and name == "weight":
+                live = fused.dress(live, param)
             params[name] = live  # type: ignore[assignment]
             slots.swapped.append((name, param, live))
         if slots.swapped:
@@ -245,7 +265,8 @@ class AutocastRoute:
         """Put the shadow into this micro-batch's graph; all of them at once, unless they are released one by one."""
         shadows = [shadow]
         if not self._one_by_one:
-            shadows = [s for s in self._shadows.values() if s.tensor is not None and self._may_route(s.param)]
+            known = (s for s in self._shadows.values() if s.tensor is not None and id(s.param) not in self._live)
+            shadows = [s for s in known if self._may_route(s.param)]
         tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
         for s, tensor in zip(shadows, tensors, strict=True):
             self._live[id(s.param)] = tensor
@@ -296,9 +317,37 @@ class AutocastRoute:
             return
         for name, param, live in slots.swapped:
             if module._parameters.get(name) is live:
-                module._parameters[name] = param
+                module._parameters[name] = param  # type: ignore[assignment]
         slots.swapped.clear()
         self._swapped.remove(slots)
+
+    # ---- a compiled part's call
+
+    def _enter_compiled(self, part: nn.Module, *_: Any) -> None:
+        """Put shadows into all slots of a part before Dynamo sees them: its code then has nothing to cast."""
+        self._leave_compiled(part)
+        device_type = self._store.device.type
+        dtype = torch.get_autocast_dtype(device_type)
+        if not self._listening or not torch.is_grad_enabled() or not torch.is_autocast_enabled(device_type):
+            return
+        if dtype not in _HALF or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+            return
+        for slots in self._inside[id(part)]:
+            module = slots.module()
+            shadows = slots.shadows = slots.shadows or {}
+            for name, param in module._parameters.items() if module is not None else ():
+                if param is not None and name not in shadows:
+                    self._give_shadow(shadows, name, param, dtype)
+        if self._new:  # not at the end of the micro-batch, as where the first forward is eager: it would compile twice
+            self._allocate()
+        for slots in self._inside[id(part)]:
+            module = slots.module()
+            if module is not None:
+                self._fill(slots, module, dtype, None)
+
+    def _leave_compiled(self, part: nn.Module, *_: Any) -> None:
+        for slots in self._inside[id(part)]:
+            self._put_back(slots)
 
     def _settle_module(self, module: nn.Module, *_: Any) -> None:
         """Before its state_dict is made, which may be in its forward."""
@@ -311,7 +360,7 @@ class AutocastRoute:
         for slots in list(self._swapped):
             self._put_back(slots)
 
-    def _may_route(self, param: nn.Parameter) -> bool:
+    def _may_route(self, param: Tensor) -> bool:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
@@ -335,15 +384,19 @@ class AutocastRoute:
             if param is None or id(param) not in watch.cast or id(param) in watch.direct:
                 slots.shadows.pop(name, None)
                 continue
-            place = self._store.place(param)
-            if param.dtype != torch.float32 or place is None:
-                continue
-            shadow = self._shadows.get(id(param))
-            if shadow is None:
-                shadow = self._shadows[id(param)] = _Shadow(param, watch.dtype, *place)
-                self._new.append(shadow)
-            if shadow.dtype == watch.dtype:
-                slots.shadows[name] = shadow
+            self._give_shadow(slots.shadows, name, param, watch.dtype)
+
+    def _give_shadow(self, shadows: dict[str, _Shadow], name: str, param: Tensor, dtype: torch.dtype) -> None:
+        """Let a slot have its parameter's shadow, if the parameter is accumulated and cast from fp32."""
+        place = self._store.place(param)
+        if param.dtype != torch.float32 or place is None:
+            return
+        shadow = self._shadows.get(id(param))
+        if shadow is None:
+            shadow = self._shadows[id(param)] = _Shadow(param, dtype, *place)
+            self._new.append(shadow)
+        if shadow.dtype == dtype:
+            shadows[name] = shadow
 
     # ---- the shadow
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ..buffers.store import Store
 from .autocast import AutocastRoute
+from .compiled import split
 from .during_backward import DuringBackward
+from .fused.weights import FusedWeights
 
 # Backwards between two looks at the graph. A node takes 0.3 microseconds to look at, and 10 or more to run.
 EVERY = 32
@@ -28,28 +30,34 @@ class AutocastPresence:
         module: The model, held weakly.
         store: See `AutocastRoute`.
         hooks: See `AutocastRoute`.
-        always: See `AutocastRoute`; then it is there from the beginning to the end.
+        always: See `AutocastRoute`; then it is there from the beginning to the end, as it is for a model with compiled
+            parts: their graphs do not show casts, and would be compiled anew when the route came.
+        fused: See `AutocastRoute`.
 
     Attributes:
         route: The route, while it is there.
     """
 
-    def __init__(self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool) -> None:
+    def __init__(
+        self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool, fused: FusedWeights | None
+    ) -> None:
         self._module = weakref.ref(module)
         self._store = store
         self._hooks = hooks
         self._always = always
+        self._fused = fused
+        self._stays = always or bool(split(module)[1])
         self._until_look = 0  # backwards
         self._every = EVERY
         self._keeps_whole = False
         self._backwards = 0  # of the open window, since the route is there
-        self.route = self._make() if always else None
+        self.route = self._make() if self._stays else None
 
     def _make(self) -> AutocastRoute | None:
         module = self._module()
         if module is None:
             return None
-        route = AutocastRoute(module, self._store, self._hooks, self._always)
+        route = AutocastRoute(module, self._store, self._hooks, self._always, self._fused)
         route.keeps_whole = self._keeps_whole
         return route
 
@@ -80,7 +88,7 @@ class AutocastPresence:
         self._keeps_whole = keeps_whole
         if self.route is None:
             return
-        if self._backwards and not self.route.used and not self._always:
+        if self._backwards and not self.route.used and not self._stays:
             self.route.remove()
             self.route = None
             self._every *= 2  # casts that are not autocast's, or that no module makes, look alike in the graph

@@ -152,6 +152,10 @@ class DuringBackward:
         """Whether any gradient was taken since the last `reset`."""
         return self.handed_over or bool(self._pending.items)
 
+    def is_pending(self, place: Place) -> bool:
+        """Whether a gradient of a segment was taken and not yet handed over."""
+        return any(pending == place for pending, _ in self._pending.items)
+
     @property
     def interrupted(self) -> bool:
         """Whether a backward began and did not end: it raised. Never known under compiled autograd."""

@@ -33,6 +33,31 @@ class Streams:
         self._streams.clear()
 
 
+class Turns:
+    """The streams that write something on CUDA devices in one backward, each after the one before it."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, torch.cuda.Stream]] = {}  # by index of the device; the handle comes first
+
+    def take(self, device: torch.device) -> None:
+        """Let the current stream of a device write next; does nothing for other devices."""
+        if device.type != "cuda":
+            return
+        raw = _raw(device)
+        last = self._last.get(device.index)
+        if last is None or last[0] != raw:
+            stream = torch.cuda.current_stream(device)
+            if last is not None:
+                stream.wait_stream(last[1])
+            self._last[device.index] = (raw, stream)
+
+    def end(self) -> None:
+        """Let the current streams of all devices come after the last writers."""
+        for _, stream in list(self._last.values()):
+            self.take(stream.device)
+        self._last.clear()
+
+
 class Ready:
     """When something on a CUDA device was written: streams other than the writer's wait for it once."""
 

@@ -33,7 +33,8 @@ def examine() -> dict[str, Any]:
     """Everything the doctor knows, as `--json` prints it.
 
     `problems` is a list of {"problem", "advice", "serious"}; "serious" is what should work and does not, the others are
-    what could be better. `ok` says that none is serious. `memory` is advice on the allocator, and on the pages of CPU tensors.
+    what could be better. `ok` says that none is serious. `memory` is advice on the allocator, and on the pages of CPU
+    tensors.
     """
     problems: list[dict[str, Any]] = []
 

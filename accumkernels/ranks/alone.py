@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ class Report(NamedTuple):
             backward has reduced over ranks.
         micro_batches: How many this rank ran.
         window: The window's number.
+        loss: fp64 `[2]`, the weighted sum of losses and the sum of their weights; None where no loss is known.
     """
 
     state: Tensor
@@ -36,6 +37,12 @@ class Report(NamedTuple):
     weighed_after: bool = False
     micro_batches: int = 0
     window: int = 0
+    loss: Tensor | None = None
+
+    @property
+    def loss_sums(self) -> Tensor:
+        """`loss`, zeros where none is known: of the same length on every rank."""
+        return torch.zeros_like(self.state[:2]) if self.loss is None else self.loss
 
 
 class Agreement(NamedTuple):
@@ -49,6 +56,7 @@ class Agreement(NamedTuple):
         dropped: Whether any rank dropped it; None where only the device knows.
         weight: The sum of weights; None where only the device knows.
         error: What ranks disagree about; to be raised once nobody waits for this rank any more.
+        loss: As in `Report`, summed over ranks; None where no rank can know one.
     """
 
     state: Tensor
@@ -58,6 +66,7 @@ class Agreement(NamedTuple):
     dropped: bool | None
     weight: float | None
     error: str | None = None
+    loss: Tensor | None = None
 
 
 def different_windows(numbers: Sequence[float]) -> str | None:
@@ -65,8 +74,8 @@ def different_windows(numbers: Sequence[float]) -> str | None:
     if len(set(numbers)) == 1:
         return None
     return (
-        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were saved "
-        "in the same window, and end each window on all ranks"
+        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were "
+        "saved in the same window, and end each window on all ranks"
     )
 
 
@@ -78,7 +87,9 @@ class Alone:
         rank: Which of them this is.
         ends_together: Whether the end of a window is collective, so that a rank without micro-batches takes part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
-        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
+        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard, or other parameters on
+            each rank: gradients are not to be reduced, but what is judged of them is.
+        distinct: Whether each rank has other parameters.
     """
 
     size = 1
@@ -86,6 +97,7 @@ class Alone:
     ends_together = False
     reduces_sums = False
     sharded = False
+    distinct = False
 
     def __str__(self) -> str:
         return ""
@@ -124,7 +136,7 @@ class Alone:
     def agree(self, report: Report) -> Agreement:
         """Combine what all ranks report; collective."""
         state = torch.zeros_like(report.state) if report.dropped else report.state
-        return Agreement(state, report.divisor, report.squares, None, None, None)
+        return Agreement(state, report.divisor, report.squares, None, None, None, loss=report.loss)
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Reduce what was not reduced, and hand every part of a touched segment to `look` when it is there."""
@@ -137,9 +149,11 @@ class Alone:
         """The sum over ranks that hold different parts of the same gradients, in place."""
         return tensor
 
-    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-        """The norm over all touched segments of all ranks, 0-d fp64 on `device`."""
-        return total_norm(buffers, norm_type, device)
+    def total_norm(
+        self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+    ) -> Tensor:
+        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
+        return total_norm(buffers, norm_type, device, only)
 
     # ---- checkpoints
 

@@ -17,6 +17,7 @@ from .alone import Alone
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
 from .fsdp2 import mesh_of
 from .group import Group
+from .pipeline import Stages, is_group_of, refuse_in_stages, stages_of
 from .reduction import Reduction
 
 
@@ -43,6 +44,7 @@ class Choice:
         *,
         autocast_route: Any,
         noise_scale: Any,
+        scaled: bool,
         **options: Any,
     ) -> Alone:
         """Meet the other ranks. With a group this is collective: parameters become those of its rank 0.
@@ -52,12 +54,18 @@ class Choice:
             comm_dtype: As FusedAccumulator's.
             autocast_route: As FusedAccumulator's.
             noise_scale: As FusedAccumulator's.
+            scaled: Whether there is a GradScaler.
             **options: Further arguments of FusedAccumulator that must be alike on all ranks.
 
         Raises:
             ValueError, RuntimeError: ranks differ, nothing says how ranks are combined, or an argument does not go
                 with how parameters are sharded.
         """
+        stages = stages_of(named)
+        together = self.ddp is None and self.group is not None and is_group_of(stages, self.group)
+        refuse_in_stages(stages, options["release"], scaled, together)
+        if together:
+            return Stages(named, self.group)
         given = self.process_group if self.group is None else self.group
         mesh = mesh_of(self.params, named, given, autocast_route, noise_scale)
         if mesh is not None:

@@ -233,13 +233,13 @@ class Reduction(Alone):
         if report.divisor is not None:
             divisors[self.rank] = report.divisor
         squares = torch.zeros_like(report.state[:1]) if report.squares is None else report.squares.reshape(1)
-        vector = torch.cat([report.state, squares, move(host, device), divisors])
+        vector = torch.cat([report.state, squares, report.loss_sums, move(host, device), divisors])
         self._group.sum(vector)
 
         # What the device alone can conclude: a window that any rank dropped is empty; divisors, or windows, that differ
         # overflow.
-        sizes = [len(State), 1, 1, 1, 1, 1, self._parameters, self._parameters, self.size, self.size, self.size]
-        state, squares, dropped, measuring, _, _, _, _, _, windows, divisors = vector.split(sizes)
+        sizes = [len(State), 1, 2, 1, 1, 1, 1, self._parameters, self._parameters, self.size, self.size, self.size]
+        state, squares, loss, dropped, measuring, _, _, _, _, _, windows, divisors = vector.split(sizes)
         differs = (divisors != divisors[0]).any() | (windows != windows[0]).any()
         for flag in (State.FOUND_INF, State.POISONED):
             state[flag] = ((state[flag] > 0) | differs).double()
@@ -250,6 +250,7 @@ class Reduction(Alone):
             touched=None,
             dropped=None,
             weight=None,
+            loss=torch.where(dropped > 0, 0.0, loss),
         )
 
         # What the host concludes, where it may look.
@@ -258,7 +259,7 @@ class Reduction(Alone):
         learning = self._agreements <= _LEARNING
         if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
             return agreement
-        host_state, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, windows, given = (
+        host_state, _, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, windows, given = (
             part.tolist() for part in vector.cpu().split(sizes)
         )
         if len(set(layouts)) > 1:

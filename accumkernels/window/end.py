@@ -14,9 +14,10 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import clip_coefficient
 from ..buffers.store import Store, has_accumulator
-from ..ops.schema import Judged
+from ..ops.schema import Judged, State
 from ..ranks.alone import Alone, Report
 from .handout import Handout
+from .loss import WindowLoss
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
@@ -29,6 +30,7 @@ from .optimizers import (
 )
 from .plan import StepPlan
 from .scaling import LossScaler
+from .selection import Part
 from .state import Phase, Window
 from .verdict import Verdict
 
@@ -42,13 +44,22 @@ class End:
         scaler: Gets the verdict.
         overflow: As FusedAccumulator's argument.
         noise: Is told of every window.
+        loss: Has the losses of a window's micro-batches.
 
     Attributes:
         last_norm: The last norm that was computed.
         metrics: Of the last window that ended.
     """
 
-    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Alone,
+        scaler: LossScaler,
+        overflow: str | None,
+        noise: NoiseMeter,
+        loss: WindowLoss,
+    ) -> None:
         self.last_norm: Tensor | None = None
         self.metrics = Metrics(store.device)
         self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
@@ -58,7 +69,9 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._plan: StepPlan | None = None
+        self._ignored: Set[int] = frozenset()
         self._limit: tuple[tuple[float, torch.device], Tensor] | None = None
         self.open_window()
 
@@ -66,6 +79,7 @@ class End:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
         self._noise_sums: Tensor | None = None
+        self._loss_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped, read from the device at most once.
@@ -82,12 +96,13 @@ class End:
             self._skipped = skipped
         return skipped
 
-    def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
+    def check(self, caller: str, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
         """Refuse to end a window whose gradients would be wrong or lost, or which no optimizer would step.
 
         Args:
             caller: The method's name, for messages.
             optimizers: All optimizers that step this window; none for `finalize` and an update by hand.
+            ignored: `id`s of parameters that need no optimizer.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -103,6 +118,7 @@ class End:
         self._scaler.check_not_stepped(optimizers)
         if any(entry.param.grad is not None for entry in self._store.named):
             self._refuse_uncounted(caller)
+        self._ignored = ignored
         for p in self._plan_step(optimizers).strangers:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
@@ -123,8 +139,8 @@ class End:
         )
 
     def _plan_step(self, optimizers: Sequence[Optimizer]) -> StepPlan:
-        if self._plan is None or not self._plan.fits(self._store, optimizers):
-            self._plan = StepPlan(self._store, optimizers)
+        if self._plan is None or not self._plan.fits(self._store, optimizers, self._ignored):
+            self._plan = StepPlan(self._store, optimizers, self._ignored)
         return self._plan
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
@@ -176,14 +192,21 @@ class End:
         self.metrics.see_norm(self.last_norm)
         return self.last_norm
 
+    def results(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        """Norms of parts as the user gets them; the last norm is that of all of them together."""
+        if norms:
+            self.result(torch.linalg.vector_norm(torch.stack(list(norms))))
+        return [norm.to(self._store.result_dtype) for norm in norms]
+
     def step(
         self,
         window: Window,
         optimizers: Sequence[Optimizer],
         divisor: Tensor | None,
         max_norm: Tensor | None,
-    ) -> Tensor | None:
-        """Average, clip, step all optimizers or none, update the scale; the norm where `max_norm` is given."""
+        parts: Sequence[Part] = (),
+    ) -> Sequence[Tensor]:
+        """Average, clip, step all optimizers or none, update the scale; the norms of parts, or that of all."""
         fused = [o for o in optimizers if steps_scaled_gradients(o)]
         folded = [o for o in fused if self._can_fold(o)]
         # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
@@ -191,13 +214,18 @@ class End:
         averages = not folded and (max_norm is None or self._store.rounds)
         verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm)
         divide_by = verdict.divide_by
+        norms, coefficients = self._measure(parts, None if divided else verdict.divisor)
 
         # Folded optimizers get the sums as they are; the others get averages.
         if averages:
             verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
             if max_norm is not None:
                 self._handout.multiply(verdict.coefficient)
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
         else:
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
             some = len(folded) < len(optimizers)
             sums = {id(p) for p in owned(folded)} if some else frozenset()
             verdict = self._finish(window, optimizers, verdict, divide_by if some else None, sums)
@@ -221,7 +249,14 @@ class End:
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
         may_be_empty = window.may_be_empty or self._ranks.sharded
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
-        return None if max_norm is None else verdict.norm
+        return norms if parts else [verdict.norm]
+
+    def _measure(self, parts: Sequence[Part], divisor: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The norm of each part's average, and what clips it; `divisor` where sums are not divided yet."""
+        norms = [self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, part.ids) for part in parts]
+        if divisor is not None:
+            norms = [norm / divisor for norm in norms]
+        return norms, [clip_coefficient(norm, part.max_norm) for norm, part in zip(norms, parts, strict=True)]
 
     def _judge(
         self,
@@ -249,6 +284,11 @@ class End:
         if ranks.reduces_sums:
             window.phase = Phase.REDUCING
 
+        norm = None
+        if not ranks.reduces_sums and any(buffer.unchecked for buffer in self._store.buffers):
+            norm = None if max_norm is None else self.norm(2.0)
+            self.check_sums(window, norm)
+
         # Every rank reports, and all know the same afterwards.
         sums = self._noise.sums(self._store.device)
         touched = self._store.touched_bytes()
@@ -262,8 +302,10 @@ class End:
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,
             window=window.number,
+            loss=self._loss.sums(),
         )
         agreement = ranks.agree(report)
+        self._loss_sums = agreement.loss
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
@@ -271,7 +313,8 @@ class End:
                 window.agreed(agreement)
                 self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
-            norm = None if max_norm is None else self.norm(2.0)
+            if norm is None and max_norm is not None:
+                norm = self.norm(2.0)
             return Verdict(self._store.ops, agreement.state, agreement.divisor, norm, max_norm), False
         verdict = Verdict(self._store.ops, agreement.state, agreement.divisor)
         window.agreed(agreement)
@@ -281,6 +324,7 @@ class End:
         measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
         by = verdict.divisor if divides else None
         of_sum = self._reduce(by, measures)
+        self.check_sums(window, of_sum if measures else None)
         if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
             verdict = verdict.with_overflow((~torch.isfinite(of_sum)).double())
         if max_norm is not None:
@@ -294,6 +338,34 @@ class End:
         self._plan_step(optimizers)  # also for what other ranks touched
         window.phase = Phase.OPEN
         return verdict, divides
+
+    def check_sums(self, window: Window, norm: Tensor | None = None) -> None:
+        """Look for an overflow in sums that were added to without a look.
+
+        In which micro-batch it was is not known: it counts as the last, and with it all that were found before.
+
+        Args:
+            window: The sums are its.
+            norm: Of the sums, or its square, where it is known: what the host can read spares a pass over them.
+        """
+        unchecked = [buffer for buffer in self._store.buffers if buffer.unchecked]
+        if not unchecked:
+            return
+        finite = norm is not None and norm.device.type == "cpu" and bool(torch.isfinite(norm))
+        if self._overflow is not None and not finite:
+            tag = max(max(buffer.unchecked.values()) for buffer in unchecked)
+            for buffer in unchecked:
+                found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+                segments = list(buffer.unchecked)
+                views = [buffer.views[index] for index in segments]
+                buffer.ops.check_finite_(views, segments, found, buffer.flags, tag=tag)
+                earlier = (found > 0) & (buffer.flags > tag - max(window.micro_batches, 1))
+                buffer.flags.masked_fill_(earlier, tag)
+                state = self._store.states[buffer.device]
+                for flag in (State.FOUND_INF, State.POISONED):
+                    state[flag].clamp_(min=found[0])
+        for buffer in unchecked:
+            buffer.unchecked.clear()
 
     def _reduce(self, divisor: Tensor | None, measures: bool) -> Tensor:
         """Reduce the flat buffers; the squared norm of the sums where it is measured, fp64 0-d, else 0."""
@@ -352,9 +424,10 @@ class End:
         window.finalize(verdict)
         skip = verdict.skip
         self._skipped, self._captured = skip, _is_capturing(skip)
-        self.metrics.end_window(window.micro_batches, verdict.exact)
+        self.metrics.end_window(window.micro_batches, verdict.exact, self._loss_sums)
         if not self._withhold(window, optimizers):
             self._handout.give()
+            window.handed_out = True
         for optimizer in optimizers:
             self._scaler.record(optimizer, skip, verdict.found_inf)
         self._noise.end_window(self._store.state(), skip, self._noise_sums)
@@ -388,6 +461,20 @@ class End:
         if norm is not None:
             norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
         self.last_norm = norm
+
+
+def check_sums(store: Store) -> None:
+    """Look for overflow in the sums that were added to without a look; it counts as one of the last micro-batch."""
+    for buffer in store.buffers:
+        if not buffer.unchecked:
+            continue
+        found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
+        segments = sorted(buffer.unchecked)
+        buffer.ops.check_finite_([buffer.views[i] for i in segments], segments, found, buffer.flags, tag=1)
+        state = store.states[buffer.device]
+        for flag in (State.FOUND_INF, State.POISONED):
+            torch.maximum(state[flag], found[0], out=state[flag])
+        buffer.unchecked.clear()
 
 
 def _is_capturing(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
 from ..capture.autocast_presence import AutocastPresence
 from ..capture.during_backward import Bucket, DuringBackward, default_bucket_bytes
+from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
 from ..ranks.alone import Alone
 from ..ranks.unit import backward_may_cross_ranks
+from .fusing import Fusing
+from .loss import WindowLoss
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
@@ -36,15 +39,17 @@ class Intake:
     """Takes the micro-batches of one accumulator.
 
     Args:
-        module: Its forward may be changed by the autocast route; None for no route.
+        module: Its forward may be changed by the autocast route and for fused weights; None: nothing is.
         store: Flat buffers and states.
         ranks: They are told of segments that are complete before the window ends.
         scaler: Scales losses.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
+        loss: Gets the losses of micro-batches.
         release: As FusedAccumulator's argument; "auto" only where `overflow` allows buckets.
         bucket_bytes: As FusedAccumulator's argument.
-        always_route: Whether the autocast route takes gradients of every backward.
+        autocast_route: As FusedAccumulator's argument.
+        fuse_weight_gradients: As FusedAccumulator's argument.
 
     Attributes:
         hooks: What takes gradients while backward runs; None with `release="microbatch"`.
@@ -59,10 +64,12 @@ class Intake:
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
+        loss: WindowLoss,
         *,
         release: str,
         bucket_bytes: int | None,
-        always_route: bool,
+        autocast_route: str | bool,
+        fuse_weight_gradients: str | bool,
     ) -> None:
         self.serial = 0
         self._store = store
@@ -70,10 +77,13 @@ class Intake:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._sums = Sums(store, ranks, overflow, noise)
         self._weigher = Weigher()
         self._window = Window()
         self._warned = False
+        self._counted_by_backward = False
+        self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self._release = release
         self._bucket_bytes = default_bucket_bytes(store.device) if bucket_bytes is None else bucket_bytes
         self.hooks: DuringBackward | None = None
@@ -82,7 +92,15 @@ class Intake:
             sink = Hook(self, functools.partial(Intake._add_bucket, weight=Weight(1.0)), in_graphs=True)
             self.hooks = DuringBackward(self._bucket_bytes, sink, always=release == "backward")
             self._listen_to(store.buffers)
-        self._autocast = None if module is None else AutocastPresence(module, store, self.hooks, always_route)
+        in_buckets = self.hooks is not None and self.hooks.listens
+        self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, adds_in_backward=in_buckets)
+        self.fused: FusedWeights | None = None
+        if module is not None and self._fusing.smallest is not None:
+            check = Hook(self, Intake._check_segment_not_sent)
+            self.fused = FusedWeights(module, store, self.hooks, check, self._fusing.smallest)
+        self._autocast: AutocastPresence | None = None
+        if module is not None and autocast_route is not False:
+            self._autocast = AutocastPresence(module, store, self.hooks, autocast_route is True, self.fused)
 
     # ---- the life of a window
 
@@ -93,6 +111,9 @@ class Intake:
             self.hooks.reset()
         if self._autocast is not None:
             self._autocast.open_window(keeps_whole=self._noise.on)
+        if self.fused is not None:
+            self.fused.reset()
+        self._leaves_ran.clear()
         self.listen(True)
 
     @property
@@ -130,14 +151,15 @@ class Intake:
 
     def listen(self, listening: bool) -> None:
         """Whether what backward makes is taken; else it is left to torch."""
-        for capture in (self.hooks, self.route):
+        for capture in (self.hooks, self.fused, self.route):
             if capture is not None:
                 capture.set_listening(listening)
 
     def settle(self) -> None:
         """Put back what an interrupted forward has left in modules."""
-        if self.route is not None:
-            self.route.settle()
+        for swapper in (self.fused, self.route):
+            if swapper is not None:
+                swapper.settle()
 
     @property
     def interrupted(self) -> bool:
@@ -147,7 +169,8 @@ class Intake:
     @property
     def added_in_backward(self) -> bool:
         """Whether gradients of the micro-batch that is under way were taken while its backward ran."""
-        return self.hooks is not None and self.hooks.has_taken
+        fused = self.fused is not None and bool(self.fused.taken)
+        return fused or (self.hooks is not None and self.hooks.has_taken)
 
     @property
     def uncounted(self) -> bool:
@@ -160,6 +183,10 @@ class Intake:
             if self.hooks.handed_over or self.hooks.interrupted:
                 self._window.phase = Phase.BROKEN
             self.hooks.reset()
+        if self.fused is not None:
+            if self.fused.taken:
+                self._window.phase = Phase.BROKEN
+            self.fused.reset()
         if self.route is not None:
             self.route.clear()
         self._store.drop_grads()
@@ -170,9 +197,17 @@ class Intake:
 
     def remove(self) -> None:
         """Take off every hook."""
-        for capture in (self.hooks, self._autocast):
+        for capture in (self.hooks, self.fused, self._autocast):
             if capture is not None:
                 capture.remove()
+
+    def ways(self) -> dict[str, int]:
+        """How many trainable elements go which way: fused, routed, and the ordinary one."""
+        fused = set() if self.fused is None else self.fused.parameters
+        routed = (set() if self.route is None else self.route.parameters) - fused
+        numel = {id(s.param): s.numel for buffer in self._store.buffers for s in buffer.segments}
+        counts = {"fused": sum(map(numel.__getitem__, fused)), "routed": sum(map(numel.__getitem__, routed))}
+        return {**counts, "ordinary": sum(numel.values()) - sum(counts.values())}
 
     # ---- a micro-batch
 
@@ -188,26 +223,64 @@ class Intake:
         else:  # gradients of an earlier backward of this micro-batch do not have the weight yet
             weighed = Weight(weight)
         self._window.check_kept(weighed)
-        run = functools.partial(self._scaler.scale(loss).backward, **kwargs)
+        self._run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
+        return weighed
+
+    def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], weight: Weight, last: bool) -> None:
+        """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part.
+
+        Where gradients wait for `accumulate`, they are summed in `.grad` as in torch: on the autocast route, those of
+        every part would be kept.
+        """
+        run = functools.partial(torch.autograd.backward, tensors, grads)
+        if self._adds_in_backward:
+            self._run(run, tensors[0], weight, last)
+        else:
+            run()
+
+    @property
+    def _adds_in_backward(self) -> bool:
+        return self.fused is not None or (self.hooks is not None and self.hooks.listens)
+
+    def _run(self, run: Callable[[], None], root: Tensor, weight: Weight, last: bool) -> None:
+        """Run a backward whose graph begins at `root`; some gradients may be added while it runs."""
+        if self._adds_in_backward and self._window.micro_batches == 0:
+            with torch.no_grad():
+                self.prepare_window()
+        # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
+        sends = last and self.hooks is not None and not self.hooks.has_taken
         if self.hooks is not None and self.hooks.listens:
-            run = functools.partial(self._run_adding, self.hooks, run, weighed, last)
+            run = functools.partial(self._run_adding, self.hooks, run, weight, sends)
+        if self.fused is not None:
+            run = functools.partial(self._run_fused, self.fused, run, weight, sends)
         if self._autocast is None:
             run()
         else:
-            with self._autocast.around(loss):
+            with self._autocast.around(root):
                 run()
-        return weighed
 
     def _has_gradients(self) -> bool:
         return self.uncounted or any(p.grad is not None for buffer in self._store.buffers for p in buffer.params)
 
-    def _run_adding(self, hooks: DuringBackward, run: Any, weight: Weight, last: bool) -> None:
+    def _run_fused(self, fused: FusedWeights, run: Any, weight: Weight, sends: bool) -> None:
+        """Run a backward that adds gradients of weights itself."""
+        complete = self._send_leaf if sends and self._ranks.reduces_sums else None
+        try:
+            with fused.adding(self._fusing.permission(weight.multiplier, self.serial + 1), complete):
+                run()
+        except BaseException:
+            if fused.taken:
+                self._window.phase = Phase.BROKEN
+            raise
+
+    def _send_leaf(self, buffer: FlatBuffer, index: int) -> None:
+        """Nothing more comes to a segment that weights are fused into; a part of it may still be in a bucket."""
+        self._leaves_ran.add((id(buffer), index))
+        if self.hooks is None or not self.hooks.is_pending((buffer, index)):
+            self._ranks.send_complete(buffer, [index])
+
+    def _run_adding(self, hooks: DuringBackward, run: Any, weight: Weight, sends: bool) -> None:
         """Run a backward whose gradients are added, with their weight, while it runs."""
-        if self._window.micro_batches == 0:
-            with torch.no_grad():
-                self.prepare_window()
-        # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
-        sends = last and not hooks.has_taken
         try:
             with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends)):
                 run()
@@ -219,8 +292,17 @@ class Intake:
             raise
 
     @profiled
-    def accumulate(self, weight: Weight, last: bool) -> None:
-        """Add what there is of a micro-batch, and count it."""
+    def accumulate(
+        self, weight: Weight, last: bool, loss: Tensor | None = None, *, after_backward: bool = False
+    ) -> None:
+        """Add what there is of a micro-batch, and count it.
+
+        Args:
+            weight: Of the micro-batch.
+            last: Whether it is the window's last, whose sums may be sent to other ranks.
+            loss: Its plain loss, for the window's metrics.
+            after_backward: Whether a backward has just run; else, where there is nothing, there was no micro-batch.
+        """
         window = self._window
         if window.micro_batches == 0:
             self.prepare_window()
@@ -232,12 +314,18 @@ class Intake:
         stash = {} if self.route is None else self.route.taken()
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
-        loss_scale = self._scaler.loss_scale() if has_grads else None
+        loss_scale = self._scaler.loss_scale(lazily=self._ranks.sharded) if has_grads else None
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
+                self._loss.add(self._scaler.undivided(loss), weight.total, None)
                 return
-            self._warn_of_nothing()
+            self._warn_of_nothing(after_backward)
+            if not after_backward:
+                window.found_nothing += 1
+                if last:
+                    self._ranks.end_last()
+                return
         window.check_kept(weight)
 
         # Check the whole micro-batch first, where it may be dropped.
@@ -254,6 +342,7 @@ class Intake:
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
         if self.hooks is not None and self.added_in_backward:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
+        self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
         weight = window.with_kept(weight)
         self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
@@ -261,13 +350,29 @@ class Intake:
         window.count(weight.total)
         if self.hooks is not None and self.hooks.has_taken:
             self.hooks.reset()
+        self._counted_by_backward = after_backward
         if last:
             self._ranks.end_last()
 
-    def _warn_of_nothing(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
+    def _warn_of_nothing(self, after_backward: bool) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        if after_backward:
+            _log.warning(
+                "backward() found no gradient: the loss reaches none of the accumulator's parameters. It counts as a "
+                "micro-batch whose gradient is zero"
+            )
+        elif self._window.micro_batches and self._counted_by_backward:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: acc.backward() has accumulated what it computed, "
+                "and no backward ran since. Delete acc.accumulate()"
+            )
+        else:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: if a backward ran before it, zero_grad() must "
+                "not come between the two; if none did, delete this accumulate()"
+            )
 
     def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.
@@ -278,18 +383,25 @@ class Intake:
             sends: Whether these gradients complete their segments, which other ranks may then have.
         """
         self._store.allocate()
-        self._check_not_sent(bucket)
+        self._check_not_sent((buffer, segments) for buffer, (segments, _) in bucket)
         parts = dict(bucket)
         captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
+        if self.fused is not None:
+            for buffer in parts:
+                self.fused.take_turn(buffer)
         self._sums.add(captured, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
         if sends:
-            route = self.route
             for buffer, (segments, _) in bucket:
-                whole = segments if route is None else [i for i in segments if not route.in_parts(buffer, i)]
-                self._ranks.send_complete(buffer, whole)
+                self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])
 
-    def _check_not_sent(self, bucket: Sequence[tuple[FlatBuffer, Captured]]) -> None:
-        for buffer, (segments, _) in bucket:
+    def _is_complete(self, buffer: FlatBuffer, index: int) -> bool:
+        """Whether no more gradients of the window's last micro-batch come to a segment that got one."""
+        if self.fused is not None and self.fused.watches(buffer.params[index]):
+            return (id(buffer), index) in self._leaves_ran
+        return self.route is None or not self.route.in_parts(buffer, index)
+
+    def _check_not_sent(self, parts: Iterable[tuple[FlatBuffer, Sequence[int]]]) -> None:
+        for buffer, segments in parts:
             late = self._ranks.already_sent(buffer, segments)
             if late is not None:
                 self._window.phase = Phase.BROKEN
@@ -297,6 +409,9 @@ class Intake:
                     f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a parameter "
                     "may get one only (reentrant checkpointing makes more)"
                 )
+
+    def _check_segment_not_sent(self, buffer: FlatBuffer, index: int) -> None:
+        self._check_not_sent([(buffer, [index])])
 
     def _raise_overflow(self) -> None:
         last, names = self._store.flagged()
@@ -314,3 +429,5 @@ class Intake:
             drop(buffer, taken)
         if self.route is not None:
             self.route.clear()
+        if self.fused is not None:
+            self.fused.reset()

@@ -44,6 +44,8 @@ class Window:
         weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
         dropped: By `discard`: it ends as if it were empty, on all ranks where there are several.
+        found_nothing: `accumulate` calls that found no gradient, and counted nothing.
+        handed_out: Whether optimizers have got `.grad`s.
         verdict: Set when the phase becomes FINALIZED.
     """
 
@@ -56,6 +58,8 @@ class Window:
     weighed_after: bool = False
     decided_on_device: bool = False
     dropped: bool = False
+    found_nothing: int = 0
+    handed_out: bool = False
     verdict: Verdict | None = None
 
     @property
@@ -109,7 +113,7 @@ class Window:
         if isinstance(kept, Tensor) and not isinstance(given, Tensor):
             return  # both went into their losses
         # What a 16-bit loss loses of its weight is less than 1 part in 128.
-        if isinstance(given, Tensor) or abs(given / kept - 1) > 1 / 128:
+        if isinstance(given, Tensor) or isinstance(kept, Tensor) or abs(given / kept - 1) > 1 / 128:
             raise RuntimeError(
                 f"accumulate(weight={given}) after {self.kept} micro-batches that were multiplied by {kept}, whose "
                 "gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "

@@ -55,7 +55,7 @@ def _labelled(*shape: int) -> Callable[[int], Batch]:
 
 
 def _words(n: int) -> Batch:
-    return {"inputs": torch.randint(20_000, (n, 32)), "targets": torch.randint(10, (n,))}
+    return {"inputs": torch.randint(4_000, (n, 32)), "targets": torch.randint(10, (n,))}
 
 
 def _text(n: int) -> Batch:
@@ -78,7 +78,7 @@ CASES = {
     ),
     "GPT, 2 samples, AdamW, noise scale 64": Case(GPT, _text, _adam, 2, 32, noise_scale=64.0),
     "bag of words, 32 samples, AdamW": Case(
-        lambda: Classifier(nn.EmbeddingBag(20_000, 64), nn.Linear(64, 10)), _words, _adam, 32, 256
+        lambda: Classifier(nn.EmbeddingBag(4_000, 64), nn.Linear(64, 10)), _words, _adam, 32, 256
     ),
     "MLP, 32 samples, SGD, 2 ranks": Case(lambda: _mlp(512), _labelled(512), _sgd, 32, 512, ranks=2),
 }

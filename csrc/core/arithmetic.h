@@ -9,7 +9,7 @@
 namespace accumkernels {
 
 AK_HOST_DEVICE static inline float multiply(float a, float b) {
-#ifdef __CUDA_ARCH__
+#ifdef AK_DEVICE_CODE
   return __fmul_rn(a, b);
 #else
   return a * b;
@@ -17,7 +17,7 @@ AK_HOST_DEVICE static inline float multiply(float a, float b) {
 }
 
 AK_HOST_DEVICE static inline double multiply(double a, double b) {
-#ifdef __CUDA_ARCH__
+#ifdef AK_DEVICE_CODE
   return __dmul_rn(a, b);
 #else
   return a * b;
@@ -25,7 +25,7 @@ AK_HOST_DEVICE static inline double multiply(double a, double b) {
 }
 
 AK_HOST_DEVICE static inline float add(float a, float b) {
-#ifdef __CUDA_ARCH__
+#ifdef AK_DEVICE_CODE
   return __fadd_rn(a, b);
 #else
   return a + b;
@@ -33,7 +33,7 @@ AK_HOST_DEVICE static inline float add(float a, float b) {
 }
 
 AK_HOST_DEVICE static inline double add(double a, double b) {
-#ifdef __CUDA_ARCH__
+#ifdef AK_DEVICE_CODE
   return __dadd_rn(a, b);
 #else
   return a + b;
@@ -42,7 +42,7 @@ AK_HOST_DEVICE static inline double add(double a, double b) {
 
 // IEEE division, whatever -prec-div says.
 AK_HOST_DEVICE static inline float divide(float a, float b) {
-#ifdef __CUDA_ARCH__
+#ifdef AK_DEVICE_CODE
   return __fdiv_rn(a, b);
 #else
   return a / b;
@@ -50,7 +50,7 @@ AK_HOST_DEVICE static inline float divide(float a, float b) {
 }
 
 AK_HOST_DEVICE static inline double divide(double a, double b) {
-#ifdef __CUDA_ARCH__
+#ifdef AK_DEVICE_CODE
   return __ddiv_rn(a, b);
 #else
   return a / b;

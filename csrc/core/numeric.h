@@ -10,10 +10,16 @@
 #include <cstdint>
 #include <type_traits>
 
-#ifdef __CUDACC__
+// AK_EMULATED: the code for a GPU, compiled for the host by tests that stand in for CUDA's headers.
+#if defined(__CUDACC__) || defined(AK_EMULATED)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #define AK_HOST_DEVICE __host__ __device__
 #else
 #define AK_HOST_DEVICE
+#endif
+#if defined(__CUDA_ARCH__) || defined(AK_EMULATED)
+#define AK_DEVICE_CODE
 #endif
 
 namespace accumkernels {
@@ -40,10 +46,8 @@ AK_HOST_DEVICE static inline float bits_to_float(uint32_t bits) {
 
 // Widening is exact.
 AK_HOST_DEVICE static inline float widen(Float16 value) {
-#ifdef __CUDA_ARCH__
-  float result;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
-  return result;
+#ifdef AK_DEVICE_CODE
+  return __half2float(__ushort_as_half(value.bits));
 #else
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = value.bits & 0x7fffu;
@@ -65,8 +69,8 @@ AK_HOST_DEVICE static inline float widen(BFloat16 value) {
 
 // Narrowing rounds to nearest, ties to even; NaN stays NaN (its payload is not kept).
 AK_HOST_DEVICE static inline void narrow(float value, Float16* result) {
-#ifdef __CUDA_ARCH__
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result->bits) : "f"(value));
+#ifdef AK_DEVICE_CODE
+  result->bits = __half_as_ushort(__float2half_rn(value));
 #else
   const uint32_t bits = float_to_bits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -86,8 +90,8 @@ AK_HOST_DEVICE static inline void narrow(float value, Float16* result) {
 }
 
 AK_HOST_DEVICE static inline void narrow(float value, BFloat16* result) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result->bits) : "f"(value));
+#ifdef AK_DEVICE_CODE
+  result->bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 #else
   const uint32_t bits = float_to_bits(value);
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;

@@ -1,5 +1,6 @@
 // Can this device run the library at all?
 #include <cstdio>
+#include <thread>
 
 #include "launch.h"
 #include "table.h"
@@ -14,16 +15,16 @@ __global__ void probe_kernel() {}
 constexpr int kMinDriver = CUDART_VERSION >= 13000 ? 13000 : CUDART_VERSION >= 12010 ? 12010 : 12000;
 constexpr const char* kMinDriverName = CUDART_VERSION >= 13000 ? "R580" : CUDART_VERSION >= 12010 ? "R530" : "R525";
 
+// In a thread of its own, since making a device the current one creates a context on it: to go back to the device that
+// was current would take memory on a GPU that nobody may be using.
 cudaError_t find_image(int device) {
-  int previous = 0;
-  cudaError_t error = cudaGetDevice(&previous);
-  if (error != cudaSuccess) return error;
-  error = cudaSetDevice(device);
-  if (error == cudaSuccess) {
+  cudaError_t error = cudaSuccess;
+  std::thread([&] {
+    error = cudaSetDevice(device);
     cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, probe_kernel);
-  }
-  if (previous != device) cudaSetDevice(previous);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, probe_kernel);
+    cudaGetLastError();  // the runtime would report it again at the thread's next launch
+  }).join();
   return error;
 }
 

@@ -1,4 +1,4 @@
-// The kernels' host entry points and probes of csrc/core for Python, over raw addresses.
+// The kernels' host entry points for Python, over raw addresses, and probes of csrc/core.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,6 +11,16 @@
 #include "../../csrc/cuda/launch.h"
 #include "../../csrc/cuda/table.h"
 #include "cuda_runtime.h"
+
+// probes.cpp, compiled as for a GPU and as for the host.
+namespace device {
+void convert_all(uintptr_t to, int to_dtype, uintptr_t from, int from_dtype, int64_t count);
+void is_finite_all(uintptr_t to, uintptr_t from, int dtype, int64_t count);
+}  // namespace device
+namespace host {
+void convert_all(uintptr_t to, int to_dtype, uintptr_t from, int from_dtype, int64_t count);
+void is_finite_all(uintptr_t to, uintptr_t from, int dtype, int64_t count);
+}  // namespace host
 
 namespace py = pybind11;
 using namespace accumkernels;
@@ -114,39 +124,6 @@ std::pair<int, std::string> probe(int device) {
   return {error, message};
 }
 
-template <class Function>
-void with_type(int dtype, Function function) {
-  switch (static_cast<DType>(dtype)) {
-    case DType::kFloat16:
-      return function(Float16());
-    case DType::kBFloat16:
-      return function(BFloat16());
-    case DType::kFloat32:
-      return function(float());
-    case DType::kFloat64:
-      return function(double());
-  }
-}
-
-void convert_all(uintptr_t to, int to_dtype, uintptr_t from, int from_dtype, int64_t count) {
-  with_type(to_dtype, [&](auto output) {
-    with_type(from_dtype, [&](auto input) {
-      using To = decltype(output);
-      using From = decltype(input);
-      for (int64_t i = 0; i < count; ++i) at<To>(to)[i] = convert<To>(at<const From>(from)[i]);
-    });
-  });
-}
-
-// One byte per element.
-void is_finite_all(uintptr_t to, uintptr_t from, int dtype, int64_t count) {
-  with_type(dtype, [&](auto input) {
-    using From = decltype(input);
-    using Wide = std::conditional_t<sizeof(From) == 8, double, float>;
-    for (int64_t i = 0; i < count; ++i) at<bool>(to)[i] = is_finite(convert<Wide>(at<const From>(from)[i]));
-  });
-}
-
 // What `visit(table, blocks)` gets for each launch over tensors of these sizes.
 template <class Visit>
 void visit_tables(const std::vector<int64_t>& numels, Visit visit) {
@@ -198,21 +175,24 @@ PYBIND11_MODULE(accumkernels_cuda_host, m) {
   m.def("judge", &judge);
   m.def("probe", &probe);
   m.def("workspace_size", &cuda::workspace_size);
-  m.def("convert", &convert_all);
-  m.def("is_finite", &is_finite_all);
+  m.def("convert", &device::convert_all);
+  m.def("is_finite", &device::is_finite_all);
+  m.def("convert_on_host", &host::convert_all);
+  m.def("is_finite_on_host", &host::is_finite_all);
   m.def("piece", &piece);
   m.def("blocks", &blocks);
   m.def("launches", [] { return cuda_host::launches; });
   m.def("largest_arguments", [] { return std::exchange(cuda_host::largest_arguments, 0); });
   py::class_<cuda_host::Settings>(m, "Settings")
-      .def_readwrite("reversed", &cuda_host::Settings::reversed)
+      .def_readwrite("seed", &cuda_host::Settings::seed)
       .def_readwrite("last_blocks", &cuda_host::Settings::last_blocks)
       .def_readwrite("driver_version", &cuda_host::Settings::driver_version)
       .def_readwrite("device_count", &cuda_host::Settings::device_count)
-      .def_readwrite("device", &cuda_host::Settings::device)
+      .def_readonly("contexts", &cuda_host::Settings::contexts)
       .def_property(
           "image_error", [](const cuda_host::Settings& settings) { return static_cast<int>(settings.image_error); },
           [](cuda_host::Settings& settings, int error) { settings.image_error = static_cast<cudaError_t>(error); });
   m.attr("settings") = py::cast(&cuda_host::settings, py::return_value_policy::reference);
   m.def("reset", [] { cuda_host::settings = {}; });
+  m.def("current_device", [] { return cuda_host::current_device; });
 }

@@ -1,7 +1,8 @@
-"""Compiles every .cu file under csrc for the host, against the `cuda_runtime.h` in this folder.
+"""Compiles every .cu file under csrc for the host, against the CUDA headers in this folder.
 
     python tests/cuda_host/build.py               # build with AddressSanitizer and UBSan
-    python tests/cuda_host/build.py --run [ARGS]  # and run pytest ARGS on tests/cuda_host under them
+    python tests/cuda_host/build.py --run [ARGS]  # and run pytest ARGS on tests/cuda_host under them, and all
+                                                  # kernels under ThreadSanitizer
 
 Ninja rebuilds what a changed source or header asks for. Output: build/cuda_host/.
 """
@@ -18,14 +19,17 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parents[1]
+ROOT = next(folder for folder in FOLDER.parents if (folder / "csrc").is_dir())
+BUILD = ROOT / "build" / "cuda_host"
 MODULE = "accumkernels_cuda_host"
 SANITIZED = "ACCUMKERNELS_SANITIZED"  # set in the environment of a pytest that runs under the sanitizers
 
 # Products and sums are rounded one by one, as on the device; kernels load any type as vectors of integers.
-FLAGS = "-std=c++17 -O1 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing"
+FLAGS = "-std=c++17 -g1 -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -DAK_EMULATED"
 FLAGS += " -Wall -Wextra -Wno-unknown-pragmas"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+_CHECK_FLAGS = f"{FLAGS} -O0 -fsanitize=thread -DCUDA_HOST_RACES -I{FOLDER}"
+_CHECK_LINK = "-fsanitize=thread -pthread"
 
 
 def compiler() -> str | None:
@@ -33,47 +37,83 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def sources() -> list[Path]:
-    """Every CUDA source of the library, then this folder's C++ files."""
-    return sorted((ROOT / "csrc").rglob("*.cu")) + sorted(FOLDER.glob("*.cpp"))
+def _runtime(name: str) -> str:
+    """Path of a sanitizer's runtime library, which has to be loaded before Python."""
+    command = [str(compiler()), f"-print-file-name={name}"]
+    return os.path.realpath(subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout.strip())
 
 
-def _write_if_changed(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+def has_thread_sanitizer() -> bool:
+    """Whether the compiler has ThreadSanitizer's runtime."""
+    return compiler() is not None and Path(_runtime("libtsan.so")).exists()
 
 
-def build(*, sanitize: bool) -> Path:
-    """Build the extension module and return its path; a failure raises with the compiler's words."""
-    import pybind11
-
-    out = ROOT / "build" / "cuda_host" / ("sanitized" if sanitize else "plain")
+def _ninja(out: Path, flags: str, link: str, objects: list[tuple[str, Path, str]], target: str) -> Path:
+    """Compile (object, source, further flags) and link them; a failure raises with the compiler's words."""
     out.mkdir(parents=True, exist_ok=True)
-    includes = [FOLDER, pybind11.get_include(), sysconfig.get_paths()["include"]]
-    flags = " ".join([FLAGS, SANITIZERS if sanitize else "", *(f"-I{path}" for path in includes)])
     lines = [
-        f"flags = {flags}",
         "rule compile",
-        f"  command = {compiler()} $flags -MMD -MF $out.d -x c++ -c $in -o $out",
+        f"  command = {compiler()} {flags} $more -MMD -MF $out.d -x c++ -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = {compiler()} -shared {SANITIZERS if sanitize else ''} $in -o $out",
+        f"  command = {compiler()} $in {link} -o $out",
     ]
-    objects = []
-    for source in sources():
-        objects.append(f"{source.name}.o")
-        lines.append(f"build {objects[-1]}: compile {source}")
-    library = f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    lines.append(f"build {library}: link {' '.join(objects)}")
-    _write_if_changed(out / "build.ninja", "\n".join(lines) + "\n")
-    jobs = os.environ.get("MAX_JOBS", "2")
-    done = subprocess.run(
-        [sys.executable, "-m", "ninja", "-C", str(out), "-j", jobs], text=True, stdout=subprocess.PIPE, check=False
-    )
+    for name, source, more in objects:
+        lines += [f"build {name}: compile {source}", f"  more = {more}"]
+    lines.append(f"build {target}: link {' '.join(name for name, _, _ in objects)}")
+    text, file = "\n".join(lines) + "\n", out / "build.ninja"
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+    command = [sys.executable, "-m", "ninja", "-C", str(out), "-j", os.environ.get("MAX_JOBS", "2")]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
         raise RuntimeError(done.stdout)
-    return out / library
+    return out / target
+
+
+def _kernels(csrc: Path) -> list[tuple[str, Path, str]]:
+    return [(f"{path.name}.o", path, "") for path in sorted((csrc / "cuda").glob("*.cu"))]
+
+
+def build(*, sanitize: bool) -> Path:
+    """Build the extension module and return its path."""
+    import pybind11
+
+    includes = [FOLDER, pybind11.get_include(), sysconfig.get_paths()["include"]]
+    sanitizers = SANITIZERS if sanitize else ""
+    flags = " ".join([FLAGS, "-O1 -fPIC", sanitizers, *(f"-I{path}" for path in includes)])
+    objects = [*_kernels(ROOT / "csrc")]
+    objects += [(f"{stem}.o", FOLDER / f"{stem}.cpp", "") for stem in ("bindings", "emulator", "probes")]
+    objects.append(("probes_host.o", FOLDER / "probes.cpp", "-UAK_EMULATED"))  # what csrc/core is for the CPU
+    library = f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return _ninja(BUILD / ("sanitized" if sanitize else "plain"), flags, f"-shared {sanitizers}", objects, library)
+
+
+def _check_objects() -> list[tuple[str, Path, str]]:
+    uninstrumented = "-O1 -fno-sanitize=thread"
+    objects = [("check.o", FOLDER / "check.cpp", ""), ("emulator.o", FOLDER / "emulator.cpp", uninstrumented)]
+    return [*_kernels(ROOT / "csrc"), *objects]
+
+
+def build_check() -> Path:
+    """Build check.cpp and the kernels as a program under ThreadSanitizer, and return its path."""
+    return _ninja(BUILD / "races", _CHECK_FLAGS, _CHECK_LINK, _check_objects(), "check")
+
+
+def build_faulty_check(csrc: Path, stem: str) -> Path:
+    """Build it with cuda/STEM.cu from another copy of csrc, beside which the program is put."""
+    folder = build_check().parent
+    others = [str(folder / name) for name, _, _ in _check_objects() if name != f"{stem}.cu.o"]
+    # Its own object comes first, since of an inline function the linker keeps the first.
+    objects = [("faulty.o", csrc / "cuda" / f"{stem}.cu", "")]
+    return _ninja(csrc.parent / "races", _CHECK_FLAGS, f"{' '.join(others)} {_CHECK_LINK}", objects, "check")
+
+
+def run_check(program: Path) -> subprocess.CompletedProcess[str]:
+    """Run what `build_check` built: it fails where a result is wrong and where threads race."""
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run([str(program)], env=environment, text=True, capture_output=True, check=False)
 
 
 def load(*, sanitize: bool) -> ModuleType:
@@ -85,14 +125,15 @@ def load(*, sanitize: bool) -> ModuleType:
     return module
 
 
-def _runtime(name: str) -> str:
-    """Path of a sanitizer's runtime library, which has to be loaded before Python."""
-    command = [str(compiler()), f"-print-file-name={name}"]
-    return os.path.realpath(subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout.strip())
-
-
 def run(arguments: list[str]) -> int:
-    """Run pytest under the sanitizers; returns its exit code."""
+    """Run all kernels under ThreadSanitizer, then pytest under the others; returns an exit code."""
+    if has_thread_sanitizer():
+        checked = run_check(build_check())
+        print("ThreadSanitizer:", checked.stderr or "no races", flush=True)
+        if checked.returncode != 0:
+            return checked.returncode
+    else:
+        print("ThreadSanitizer: left out, the compiler has no libtsan", flush=True)
     environment = dict(
         os.environ,
         LD_PRELOAD=f"{_runtime('libasan.so')} {_runtime('libubsan.so')}",

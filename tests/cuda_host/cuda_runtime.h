@@ -1,8 +1,9 @@
 // The part of the CUDA runtime that csrc/cuda uses, in plain C++, so that the very same .cu files compile with g++ and
 // run under the sanitizers. For tests only: found in place of the toolkit's header because its folder comes first.
 //
-// A launch runs at once, block after block on one thread of the host; the threads of a block are fibers that change
-// hands at barriers and shuffles (see emulator.cpp).
+// A launch runs at once; the threads of a block are fibers that change hands at barriers and shuffles (see
+// emulator.cpp). Blocks run one after the other, or with CUDA_HOST_RACES on two threads of the host, under
+// ThreadSanitizer, which sees what no barrier orders.
 #pragma once
 
 #include <cstddef>
@@ -19,13 +20,18 @@
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static
+#ifdef CUDA_HOST_RACES
+#define CUDA_HOST_LOCAL thread_local  // of one of the host's threads, which runs one block at a time
+#else
+#define CUDA_HOST_LOCAL
+#endif
+#define __shared__ static CUDA_HOST_LOCAL
 #define __launch_bounds__(...)
 #define __grid_constant__ &  // written behind the type: a launch's threads share one constant copy here too
 
 struct dim3 {
   unsigned x, y, z;
-  explicit dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  constexpr explicit dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
 struct alignas(8) uint2 {
@@ -36,7 +42,7 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+inline CUDA_HOST_LOCAL dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -58,22 +64,28 @@ namespace cuda_host {
 
 // What tests set, and what they read.
 struct Settings {
-  bool reversed = false;    // run blocks and threads in descending order: shows a missing barrier
+  uint64_t seed = 0;        // of the order in which blocks and threads run: shows a missing barrier; 0: ascending
   int64_t last_blocks = 0;  // run only this many blocks at the end of every grid; 0: all
   int driver_version = 13000;
   int device_count = 2;
-  int device = 0;
+  unsigned contexts = 0;                  // a bit for each device that has one
   cudaError_t image_error = cudaSuccess;  // what cudaFuncGetAttributes answers on device 1
 };
 inline Settings settings;
+inline thread_local int current_device = 0;
 inline int64_t launches = 0;
 inline int64_t largest_arguments = 0;  // bytes of the arguments of the largest launch so far
 
 void run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel);
 void block_barrier();
 
-// Every lane of a warp shows its bytes and takes those of one lane.
-void exchange(const void* mine, void* theirs, size_t size, int source_lane);
+// What a lane shows to others in a shuffle.
+struct alignas(16) Value {
+  char bytes[16];
+};
+
+// Every lane in `mask` shows a value and takes that of one lane.
+Value exchange(unsigned mask, const Value& mine, unsigned source_lane);
 
 template <class... Parameters, size_t... kIndex>
 void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<kIndex...>) {
@@ -96,12 +108,22 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
 inline void __syncthreads() { cuda_host::block_barrier(); }
 
 template <class T>
-T __shfl_down_sync(unsigned, T value, unsigned distance) {
+T __shfl_down_sync(unsigned mask, T value, unsigned distance) {
   const unsigned lane = threadIdx.x % 32;
-  T result;
-  cuda_host::exchange(&value, &result, sizeof(T), static_cast<int>(lane + distance < 32 ? lane + distance : lane));
-  return result;
+  cuda_host::Value shown{};
+  static_assert(sizeof(T) <= sizeof(shown));
+  memcpy(&shown, &value, sizeof(T));
+  shown = cuda_host::exchange(mask, shown, lane + distance < 32 ? lane + distance : lane);
+  memcpy(&value, &shown, sizeof(T));
+  return value;
 }
+
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
 
 template <class T>
 void __stwb(T* to, T value) {
@@ -114,20 +136,22 @@ inline cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = cuda_host::settings.device;
+  *device = cuda_host::current_device;
   return cuda_host::settings.device_count > 0 ? cudaSuccess : cudaErrorNoDevice;
 }
 
+// Since CUDA 12.0 it creates the device's context.
 inline cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= cuda_host::settings.device_count) return cudaErrorInvalidDevice;
-  cuda_host::settings.device = device;
+  cuda_host::current_device = device;
+  cuda_host::settings.contexts |= 1u << device;
   return cudaSuccess;
 }
 
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
   *attributes = {};
-  return cuda_host::settings.device == 1 ? cuda_host::settings.image_error : cudaSuccess;
+  return cuda_host::current_device == 1 ? cuda_host::settings.image_error : cudaSuccess;
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

@@ -34,17 +34,22 @@ def _default_machine() -> Iterator[None]:
     kernels.reset()
 
 
-def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+SIDES = pytest.mark.parametrize("side", ["", "_on_host"], ids=["device", "host"])  # csrc/core as compiled for either
+
+
+def converted(values: torch.Tensor, dtype: torch.dtype, side: str) -> torch.Tensor:
     """`values` as `dtype`, by csrc/core/numeric.h."""
+    convert = getattr(kernels, f"convert{side}")
     result = torch.empty(values.shape, dtype=dtype)
-    kernels.convert(result.data_ptr(), ops.code(dtype), values.data_ptr(), ops.code(values.dtype), values.numel())
+    convert(result.data_ptr(), ops.code(dtype), values.data_ptr(), ops.code(values.dtype), values.numel())
     return result
 
 
-def finite(values: torch.Tensor) -> torch.Tensor:
+def finite(values: torch.Tensor, side: str) -> torch.Tensor:
     """`torch.isfinite`, by csrc/core/numeric.h."""
+    is_finite = getattr(kernels, f"is_finite{side}")
     result = torch.empty(values.shape, dtype=torch.bool)
-    kernels.is_finite(result.data_ptr(), values.data_ptr(), ops.code(values.dtype), values.numel())
+    is_finite(result.data_ptr(), values.data_ptr(), ops.code(values.dtype), values.numel())
     return result
 
 
@@ -69,27 +74,30 @@ def awkward(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([around, noise])
 
 
+@SIDES
 @pytest.mark.parametrize("to", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
-def test_convert_all_16_bit_patterns(dtype, to):
+def test_convert_all_16_bit_patterns(dtype, to, side):
     """Every fp16 and bf16 value becomes what torch makes of it."""
     values = all_patterns(dtype)
-    assert_same_bits(converted(values, to), values.to(to))
+    assert_same_bits(converted(values, to, side), values.to(to))
 
 
+@SIDES
 @pytest.mark.parametrize("to", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
-def test_convert_rounds_as_torch(dtype, to):
+def test_convert_rounds_as_torch(dtype, to, side):
     """Ties, subnormals, the border to infinity, infinities, NaN and random bits, as torch rounds them."""
     values = awkward(dtype)
-    assert_same_bits(converted(values, to), values.to(to))
+    assert_same_bits(converted(values, to, side), values.to(to))
 
 
+@SIDES
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
-def test_is_finite(dtype):
+def test_is_finite(dtype, side):
     """All 16-bit patterns, or the awkward ones of a wider type, against torch."""
     values = all_patterns(dtype) if dtype in HALVES else awkward(dtype)
-    assert torch.equal(finite(values), torch.isfinite(values))
+    assert torch.equal(finite(values, side), torch.isfinite(values))
 
 
 @given(numels=st.lists(st.one_of(st.integers(1, 20_000), st.integers(1, 2**36)), min_size=1, max_size=20))
@@ -140,6 +148,13 @@ def test_probe_devices():
     kernels.settings.image_error = NO_IMAGE  # on device 1
     assert kernels.probe(0) == (0, "ok")
     assert kernels.probe(1) == (NO_IMAGE, "this build has no kernel image for sm_70 (cudaErrorNoKernelImageForDevice)")
-    assert kernels.settings.device == 0
+    assert kernels.current_device() == 0
     error, _ = kernels.probe(2)
     assert error != 0
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_probe_makes_no_context_elsewhere(device):
+    """A context takes some 500 MB of a GPU: only the device that was asked about gets one."""
+    assert kernels.probe(device) == (0, "ok")
+    assert kernels.settings.contexts == 1 << device

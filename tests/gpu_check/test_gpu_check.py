@@ -236,6 +236,17 @@ class TestCommit:
         assert "commit unknown" in text and "ACCUMKERNELS_COMMIT=" in text and "None" not in text
 
 
+@pytest.mark.parametrize(("code", "status"), [("pass", 0), ("raise SystemExit(3)", 1)])
+def test_exit_status(code, status, tmp_path, monkeypatch):
+    """Not 0 when a part failed: a rehearsal in CI is a check."""
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(machine, "describe", lambda python: {"gpus": 0, "torch": "2.0"})
+    monkeypatch.setattr(runner.Stop, "listen", lambda self: None)
+    monkeypatch.setitem(stages.STAGES, 1, lambda setting: [python("a", code), python("b", "pass")])
+    assert __main__.main(["--stage", "1", "--rehearse", "--folder", str(tmp_path)]) == status
+
+
 class TestArchive:
     """What comes home."""
 

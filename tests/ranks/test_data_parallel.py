@@ -26,6 +26,7 @@ from tests.support.rank_scenarios import (
     equals_one_process,
     errors,
     failures,
+    fused_weights,
     last_is_last,
     long_form,
     masters,
@@ -249,6 +250,18 @@ def test_autocast_route(found):
     results = of(found, autocast_route)
     assert_same([result[route][0] for result in results for route in (False, True)])
     assert "autocast route for 6 parameters" in results[0][True][1]
+
+
+def test_fused_weights(found):
+    """What backward adds is reduced once, chunk by chunk while it runs, a tied weight when both its parts are there."""
+    results = of(found, fused_weights)
+    for autocast, fused, wrapped in results[0]:
+        mine = [result[autocast, fused, wrapped] for result in results]
+        assert_same([values for values, _ in mine])
+        expected, _ = results[0][autocast, False, False]
+        # Three steps: sums in another order, and with autocast one rounding to 16 bit less.
+        assert relative_error(mine[0][0], expected) < (1e-2 if autocast else 1e-5)
+        assert mine[0][1][-1]  # sums were sent in the last window's backward
 
 
 def test_failures(found):

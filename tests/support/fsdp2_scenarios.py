@@ -427,7 +427,9 @@ def what_goes_wrong_without_gradient_sync(rank, size):
         model.set_requires_gradient_sync(sync)
         mse_loss(model(x), y).backward()
         if sync:
-            with pytest.raises(RuntimeError, match=r"weight=3\.0\) after 1 micro-batches .* by 2\.0, whose gradients FSDP2"):
+            with pytest.raises(
+                RuntimeError, match=r"weight=3\.0\) after 1 micro-batches .* by 2\.0, whose gradients FSDP2"
+            ):
                 acc.accumulate(weight)
         else:
             acc.accumulate(weight)
@@ -676,7 +678,9 @@ def plain_norms(rank, size):
     model, twin = Normed().double(), Normed().double()
     mesh = init_device_mesh("cpu", (size,))
     parallelize_module(
-        model, mesh, {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())}
+        model,
+        mesh,
+        {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())},
     )
     acc = ak.FusedAccumulator(model)
     optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
+from accumkernels.ranks import reduction
 from tests.support.models import batch, mlp
 from tests.support.ranks import message, parameters
 
@@ -333,6 +334,60 @@ def autocast_route(rank, size):
     return found
 
 
+class Language(nn.Module):
+    """A tied embedding, whose gradient comes in two parts, and layers between."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.watch = None  # called with the gradient of what the embedding returned, which comes last but one
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        if self.watch is not None:
+            x.register_hook(self.watch)
+        return self.head(self.body(x)).logsumexp(-1).mean()
+
+
+def fused_weights(rank, size):
+    """Fused weights in DistributedDataParallel and with a group, whose chunks the last backward sends, and without.
+
+    Returns, by (autocast, fused, with DistributedDataParallel), the parameters, and whether sums were sent in backward.
+    """
+    usual, reduction.CHUNK_BYTES = reduction.CHUNK_BYTES, 256
+    found = {}
+    for autocast, fused, wrapped in itertools.product((False, True), (False, True), (False, True)):
+        inner = Language(rank)
+        model = DistributedDataParallel(inner) if wrapped else inner
+        acc = ak.FusedAccumulator(
+            model,
+            process_group=None if wrapped else torch.distributed.group.WORLD,
+            release="backward",
+            bucket_bytes=100,
+            fuse_weight_gradients=fused,
+        )
+        optimizer = sgd(acc.parameters())
+        seen = []
+        for window in range(WINDOWS):
+            for i in range(3):
+                ids = torch.randint(
+                    11, (2, 4 + rank), generator=torch.Generator().manual_seed(9 * window + 3 * i + rank)
+                )
+                inner.watch = (lambda grad: seen.append(acc._ranks.begun)) if i == 2 else None
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    loss = model(ids)
+                acc.backward(loss, weight=ids.numel(), last=i == 2)
+            acc.step(optimizer, max_norm=MAX_NORM)
+        found[autocast, fused, wrapped] = parameters(inner), seen
+        acc.remove()
+    reduction.CHUNK_BYTES = usual
+    return found
+
+
 class Fails(torch.autograd.Function):
     """Raises in backward, in the middle of the model."""
 
@@ -513,6 +568,7 @@ SCENARIOS = [
     module_buffers,
     masters,
     autocast_route,
+    fused_weights,
     failures,
     noise,
     last_is_last,

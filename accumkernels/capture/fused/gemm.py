@@ -1,0 +1,87 @@
+"""A linear layer's weight gradient, added to its segment by one GEMM: `view = beta * view + alpha * grad.T @ input`.
+
+How, and whether at all, depends on shapes and dtypes alone, so that a run repeats bit for bit. The rule is made from
+`python -m benchmarks.weight_gradients`, which times each way whole against the GEMM whose result is added afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Up to this many tokens widening both operands to fp32 costs less than writing a 16-bit gradient and adding it.
+_FEW_TOKENS = 32
+_ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # of cblas
+
+Gemm = Callable[[Tensor, Tensor, Tensor, float, float], None]
+
+
+def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
+    """The way to add a weight's gradient, or None where making the gradient first is faster.
+
+    Args:
+        view: The weight's segment, `[out, in]`.
+        dtype: Of both operands, the output's gradient `[tokens, out]` and the input `[tokens, in]`.
+        tokens: Rows of the operands.
+
+    Returns:
+        To be called with the segment, both operands, alpha and beta (0 or 1).
+    """
+    if not view.is_contiguous() or view.numel() == 0:
+        return None
+    if dtype == view.dtype:
+        return _same_dtype
+    if dtype not in (torch.bfloat16, torch.float16) or view.dtype != torch.float32:
+        return None
+    if view.device.type == "cuda":
+        return None if torch.version.hip else _cuda
+    if view.device.type != "cpu":
+        return None
+    # MKL adds bf16 products faster at every shape, with AMX, AVX-512 or AVX2. It widens fp16, which oneDNN need not.
+    if tokens <= _FEW_TOKENS or (dtype == torch.bfloat16 and _mkl_gemm(dtype) is not None):
+        return _mkl
+    return None
+
+
+def _same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    torch.addmm(view, grad.t(), input, alpha=alpha, beta=beta, out=view)
+
+
+def _cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    torch.addmm(view, grad.t(), input, torch.float32, alpha=alpha, beta=beta, out=view)
+
+
+def _widened(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    _same_dtype(view, grad.float(), input.float(), alpha, beta)
+
+
+def _mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """16-bit operands, products and sums in fp32; widened where this build of torch has no MKL."""
+    gemm = _mkl_gemm(grad.dtype)
+    if gemm is None:
+        _widened(view, grad, input, alpha, beta)
+        return
+    grad, input = grad.contiguous(), input.contiguous()
+    (m, n), k = view.shape, grad.shape[0]
+    a, b, c = grad.data_ptr(), input.data_ptr(), view.data_ptr()
+    gemm(_ROW_MAJOR, _TRANS, _NO_TRANS, m, n, k, alpha, a, m, b, n, beta, c, n)
+
+
+@functools.cache
+def _mkl_gemm(dtype: torch.dtype) -> Callable[..., None] | None:
+    """The function of the MKL inside torch's own library, which torch's x86 wheels export."""
+    name = "cblas_gemm_bf16bf16f32" if dtype == torch.bfloat16 else "cblas_gemm_f16f16f32"
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        function = getattr(library, name)
+    except (OSError, AttributeError):
+        return None
+    integer, pointer, real = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
+    function.argtypes = [*[integer] * 6, real, pointer, integer, pointer, integer, real, pointer, integer]
+    function.restype = None
+    return function

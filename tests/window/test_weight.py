@@ -1,0 +1,73 @@
+"""Weights in losses: what goes into the loss and what is left to the accumulate pass are the weight together."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from accumkernels.window import weight as module
+from accumkernels.window.weight import Weigher, Weight
+
+
+@pytest.fixture
+def proposed(monkeypatch):
+    """Several ranks, whose unit is what the first proposes."""
+    asked = []
+
+    def agree(weight):
+        asked.append(weight)
+        exponent = 0 if isinstance(weight, torch.Tensor) or weight == 0 else math.frexp(weight)[1] - 1
+        return 2.0**exponent
+
+    monkeypatch.setattr(module, "agree_on_unit", agree)
+    return asked
+
+
+def weighed(weigher, weight, dtype):
+    """The gradient of `3 x`, weighted by both parts, and what the loss's was."""
+    x = torch.ones((), dtype=dtype, requires_grad=True)
+    loss, parts = weigher.weigh(3 * x, weight)
+    loss.backward()
+    multiplier = parts.multiplier
+    return float(multiplier) * x.grad.double().item(), x.grad.item(), parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
+def test_parts_are_the_weight(proposed, dtype, on_device):
+    """Exactly, whatever the loss's dtype rounds; the unit is agreed on once."""
+    weigher = Weigher()
+    for weight in (1001.0, 0.3, 7.0, 1e-3):
+        given = torch.tensor(weight, dtype=torch.float64) if on_device else weight
+        together, _, parts = weighed(weigher, given, dtype)
+        # A product of three and a 16-bit factor is rounded once more.
+        assert together == pytest.approx(3 * weight, rel=4 * torch.finfo(dtype).eps)
+        assert float(parts.total) == weight
+        assert float(parts.multiplier * parts.in_loss) == pytest.approx(weight, rel=1e-15)
+    assert len(proposed) == 1
+
+
+def test_the_loss_stays_as_large_as_it_is(proposed):
+    """Weighted by the unit's multiple between 1 and 2; a weight that is a power of two leaves it alone."""
+    for weight in (1.0, 4096.0, 0.25, 1000.0, 0.3):
+        _, grad, parts = weighed(Weigher(), weight, torch.float32)
+        assert 3 <= grad < 6.0001
+        assert (parts.in_loss == 1) is (math.frexp(weight)[0] == 0.5)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
+def test_zero_keeps_the_unit(proposed, on_device):
+    """What comes from other ranks' losses is still multiplied by the unit."""
+    weigher = Weigher()
+    weighed(weigher, 12.0, torch.float64)
+    zero = torch.zeros((), dtype=torch.float64) if on_device else 0.0
+    _, grad, parts = weighed(weigher, zero, torch.float64)
+    assert grad == 0
+    assert float(parts.multiplier) == 8
+
+
+def test_sums_have_one_multiplier():
+    """Gradients that were summed by FSDP2 are multiplied by what all were."""
+    assert Weight(6.0, 1.5, 4.0).plus(Weight(4.0, 1.0, 4.0)).multiplier == 4
