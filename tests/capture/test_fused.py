@@ -300,7 +300,9 @@ def test_inputs_of_any_shape(shape):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(i), requires_grad=True)
         acc.backward(model(x).sum())
         assert x.grad.shape == shape
-    x = sum(torch.randn(shape, generator=torch.Generator().manual_seed(i)).reshape(-1, 16).double().sum(0) for i in (0, 1))
+    x = sum(
+        torch.randn(shape, generator=torch.Generator().manual_seed(i)).reshape(-1, 16).double().sum(0) for i in (0, 1)
+    )
     torch.testing.assert_close(acc.main_grad(model.weight).double(), x.expand(4, 16), rtol=1e-6, atol=1e-6)
 
 

@@ -48,7 +48,9 @@ def test_equals_torchs_dense_gradient(options, dtype):
         for ids, weight in zip(IDS, WEIGHTS, strict=True):
             value = loss(embedding, ids)
             made = weight_gradients(embedding, lambda value=value, weight=weight: acc.backward(value, weight=weight))
-            assert made == set() or acc.micro_batches == 1  # numbers of rows in which they would be counted are no gradient
+            assert (
+                made == set() or acc.micro_batches == 1
+            )  # numbers of rows in which they would be counted are no gradient
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 2**-7)  # factors are rounded to 16 bit
         torch.testing.assert_close(acc.main_grad(embedding.weight).double(), expected, rtol=tolerance, atol=tolerance)
         acc.step(optimizer)

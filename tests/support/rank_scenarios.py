@@ -374,7 +374,9 @@ def fused_weights(rank, size):
         seen = []
         for window in range(WINDOWS):
             for i in range(3):
-                ids = torch.randint(11, (2, 4 + rank), generator=torch.Generator().manual_seed(9 * window + 3 * i + rank))
+                ids = torch.randint(
+                    11, (2, 4 + rank), generator=torch.Generator().manual_seed(9 * window + 3 * i + rank)
+                )
                 inner.watch = (lambda grad: seen.append(acc._ranks.begun)) if i == 2 else None
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     loss = model(ids)

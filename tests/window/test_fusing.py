@@ -105,7 +105,9 @@ def test_weights_and_loss_scales(scale, changes):
     expected = [torch.zeros_like(p) for p in twin.parameters()]
     for step, weight in enumerate((3.0, 0.25, torch.tensor(5.0))):
         acc.backward(loss_of(model, step + 1.0), weight=weight)
-        for total, g in zip(expected, torch.autograd.grad(loss_of(twin, step + 1.0), list(twin.parameters())), strict=True):
+        for total, g in zip(
+            expected, torch.autograd.grad(loss_of(twin, step + 1.0), list(twin.parameters())), strict=True
+        ):
             total += float(weight) * g
         if changes:
             scaler.update(scale * 2)

@@ -146,9 +146,7 @@ def _embedding(
         if -rows <= padding < rows:
             padding = padding + rows if padding_idx is not None and padding < 0 else padding
             return _Embedding.apply(input, weight.plain, padding, scale_grad_by_freq, weight.target)
-    return F.embedding(
-        plain_of(input), plain_of(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-    )
+    return F.embedding(plain_of(input), plain_of(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
