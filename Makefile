@@ -20,8 +20,8 @@ DOCS := $(VENV)/.docs
 TRAINERS := $(VENV)/.trainers
 CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-kernels test-integrations test-source-installs test-toolkits test-torch-matrix bench wheel check \
-	docs gpu-check build clean
+.PHONY: demo test test-kernels test-integrations trainers-on-ranks test-trainers-own test-source-installs test-toolkits \
+	test-torch-matrix bench wheel check docs gpu-check build clean
 
 demo: build  ## train a small GPT three ways
 	$(PY) -m accumkernels demo $(ARGS)
@@ -35,11 +35,19 @@ test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs
 	$(PY) -m pytest -m integrations $(ARGS)
 
-example-%: build $(TRAINERS)  ## examples/%.py, as make example-accelerate_loop
-	$(PY) examples/$*.py $(ARGS)
+trainers-on-ranks: build $(TRAINERS)  ## the trainers' examples on two ranks, or RANKS, held to one process
+	for trainer in accelerate_loop lightning_loop transformers_trainer; do \
+		$(PY) -m torch.distributed.run --nproc-per-node $(or $(RANKS),2) examples/$$trainer.py || exit 1; \
+	done
+
+example-%: build $(TRAINERS)  ## examples/%.py, as make example-accelerate_loop; RANKS=2 runs it on two ranks
+	$(PY) $(if $(RANKS),-m torch.distributed.run --nproc-per-node $(RANKS)) examples/$*.py $(ARGS)
 
 test-source-installs: build  ## pip install from a folder, an sdist and in place, from the package index
 	$(PY) -m pytest -s tests/network/test_source_installs.py $(ARGS)
+
+test-trainers-own: build $(TRAINERS)  ## accelerate's own tests, from the package index, with our Accelerator in them
+	$(PY) -m pytest -s tests/network/test_trainers_own.py $(ARGS)
 
 test-toolkits: build  ## wheels built with a CUDA toolkit from the package index: TOOLKIT=13.2
 	$(PY) -m pytest -s tests/network/test_toolkits.py $(ARGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,20 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .arguments import as_scalar, check_options
-from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
+from .batch_statistics import check_independent, synchronised_batchnorm, warn_of_batchnorm
 from .boundary import opaque, profiled
-from .buffers.parameters import check_group, named_parameters
+from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
+from .hooks import unfollow
 from .ops.schema import State
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import Stages, refuse_in_stages, stages_of
 from .ranks.unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
+from .window.coupled import FirstPass, RandomState, call_with
 from .window.end import End
+from .window.loss import WindowLoss
 from .window.micro_batch import Intake
+from .window.misuse import Watch
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
+from .window.selection import read_parts, select
 from .window.state import Phase, Window
 from .window.weight import Weight
 
@@ -137,7 +142,7 @@ class FusedAccumulator:
         # Where a micro-batch may be dropped, all of it has to be there before anything is added.
         self._release = "microbatch" if overflow in ("microbatch", "raise") else release
         chosen = choose_ranks(params, process_group)
-        named = named_parameters(chosen.params)
+        named = self._named(chosen.params)
         self._scaler = LossScaler(scaler)
         self._scaler.check_device(named)
         self._ranks = chosen.join(
@@ -158,20 +163,23 @@ class FusedAccumulator:
         self._overflow = overflow
         half_life = None if isinstance(noise_scale, bool) else noise_scale
         self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
-        module = chosen.params if isinstance(chosen.params, nn.Module) and not self._ranks.sharded else None
+        self._loss = WindowLoss(self._store.device)
+        self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
         self._intake = Intake(
-            module,
+            None if self._ranks.sharded else self._module,
             self._store,
             self._ranks,
             self._scaler,
             overflow,
             self._noise,
+            self._loss,
             release=self._release,
             bucket_bytes=bucket_bytes,
             autocast_route=autocast_route,
             fuse_weight_gradients=fuse_weight_gradients,
         )
-        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
+        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise, self._loss)
+        self._watch = Watch(self._store, self._ranks, self._scaler, self._intake)
         self._ended = 0  # windows
         self._in_last = False  # whether `window` has handed out its last batch
         self._open()
@@ -305,6 +313,8 @@ class FusedAccumulator:
 
         * `micro_batches`: `accumulate` calls; `micro_batches_used`: those not dropped, of positive weight;
         * `weight`: sum of their weights; `grad_norm`: the norm before clipping, where one was computed;
+        * `loss`: `sum w_i l_i / sum w_i` over the micro-batches used, of all ranks, where losses are known: `backward`
+          sees them, and `accumulate(loss=...)`;
         * `found_inf`, `step_skipped`: 1.0 where it was so, else 0.0;
         * `windows`, `windows_skipped`: how many have ended since construction, and how many of them without a step;
         * `loss_scale`: of the GradScaler, as it is now; `noise_scale`: the critical batch size, where it is measured.
@@ -346,14 +356,15 @@ class FusedAccumulator:
         """
         self._require_accumulating("backward()")
         last = self._check_last(last)
+        self._watch.see_loss(loss)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         weighed = self._intake.backward(loss, weight, last, kwargs)
         with torch.no_grad():
-            self._intake.accumulate(weighed, last)
+            self._intake.accumulate(weighed, last, loss, after_backward=True)
 
     @opaque
     @torch.no_grad()
-    def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False) -> None:
+    def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
         """Add the gradients in `.grad` to the window, multiplied by `weight / loss_scale`, and free them.
 
         Nothing waits for the device (except with `overflow="raise"`).
@@ -363,6 +374,7 @@ class FusedAccumulator:
                 samples or tokens that a mean-reduced loss averaged over. Non-negative and finite; int, float or 0-d
                 tensor. One on the device is checked there, and counts as overflow when it is not.
             last: As of `backward`; sums are sent now.
+            loss: The plain loss of this micro-batch, one element, for `metrics()`; it is copied, not read.
 
         Raises:
             TypeError, ValueError: `weight` is wrong.
@@ -384,7 +396,70 @@ class FusedAccumulator:
         if isinstance(scalar, Tensor) or scalar != 1:
             self._window.weighed_after = True
             self._warn_of_late_weights()
-        self._intake.accumulate(Weight(scalar), last)
+        self._intake.accumulate(Weight(scalar), last, loss)
+
+    @opaque
+    def backward_coupled(
+        self,
+        chunks: Iterable[Any],
+        encode: Callable[[Any], Any],
+        loss_fn: Callable[..., Tensor],
+        *,
+        weight: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Accumulate one micro-batch whose loss couples its samples (contrastive, for one), chunk by chunk.
+
+        The result is that of the whole micro-batch at once, with the activations of one chunk: the first pass encodes
+        all chunks without a graph, the loss of all encodings gives the gradient of each, and the second pass encodes
+        chunk by chunk with a graph, with the random numbers of the first, and runs backward from there (Gao et al.
+        2021, arXiv:2101.06983).
+
+            loss = acc.backward_coupled(zip(images.split(64), texts.split(64)), encode_pair, clip_loss)
+
+        Args:
+            chunks: Any number of parts of the micro-batch, kept until the end of the call.
+            encode: Is called with each chunk, twice; returns a tensor, or a tuple or dict of tensors, one row per
+                sample. It must do the same both times: with BatchNorm in training it would not.
+            loss_fn: Returns the loss of all encodings, concatenated over chunks: of a tensor, of a tuple as arguments
+                or of a dict as keyword arguments (as one argument where it takes only one). It may have parameters of
+                its own, and may gather encodings of other ranks by differentiable collectives.
+            weight: See `accumulate`.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; encodings are not tensors with one row per sample; a BatchNorm
+                is in training.
+            RuntimeError: as `accumulate`; or `encode` returned other shapes in its second pass. After an exception the
+                window is as it was, unless gradients were added in buckets: then it is broken.
+        """
+        self._require_accumulating("backward_coupled()")
+        last = self._check_last(False)
+        check_independent(self._module, "backward_coupled()")
+        scalar = as_scalar(weight, "weight", self._store.device)
+        parts = list(chunks)
+        if not parts:
+            raise ValueError("backward_coupled(): chunks must not be empty")
+        devices = list(self._store.states)
+        try:
+            first = FirstPass(parts, encode, devices)
+            loss = call_with(loss_fn, first.encodings)
+            weighed = self._intake.backward(loss, scalar, False, {})
+            after = RandomState(devices)
+            for index, chunk in enumerate(parts):
+                pairs = first.encode_again(index, chunk, encode)
+                if pairs:
+                    tensors, grads = zip(*pairs, strict=True)
+                    self._intake.backward_part(tensors, grads, weighed, last and index == len(parts) - 1)
+                torch.clear_autocast_cache()
+            after.restore()
+        except BaseException:
+            self._intake.discard()
+            raise
+        with torch.no_grad():
+            self._intake.accumulate(weighed, last, loss, after_backward=True)
+        return loss.detach()
 
     def _warn_of_late_weights(self) -> None:
         name, self._synchronised = self._synchronised, None
@@ -455,7 +530,9 @@ class FusedAccumulator:
     @opaque
     @torch.no_grad()
     @profiled
-    def finalize(self, *optimizers: Optimizer, divisor: float | Tensor | None = None) -> None:
+    def finalize(
+        self, *optimizers: Optimizer, divisor: float | Tensor | None = None, ignore: Iterable[Tensor] = ()
+    ) -> None:
         """Average the window and hand the result out as `.grad`.
 
         Afterwards `.grad` of every parameter that got a gradient is a view of its flat buffer (for 16-bit parameters, a
@@ -473,6 +550,8 @@ class FusedAccumulator:
                 where `step_was_skipped` is False.
             divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
                 several ranks that of them all, the same number on each.
+            ignore: Parameters that no optimizer needs to own, since they are to stay as they are. Their gradients
+                count in the norm all the same, as they do in stock's norm of `model.parameters()`.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -480,7 +559,7 @@ class FusedAccumulator:
             RuntimeError: finalized already; gradients that were never accumulated; an accumulated parameter that no
                 optimizer owns; a parameter that changed since construction; `scaler.unscale_` was called.
         """
-        self._check_end("finalize()", optimizers)
+        self._check_end("finalize()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
         self._prepare_empty_window()
         self._intake.listen(False)  # a backward from here on adds to what was handed out
@@ -518,14 +597,19 @@ class FusedAccumulator:
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
         self._end.clip(norm, max_norm)
+        self._watch.see_clip()
         return self._end.result(norm)
 
     @opaque
     @torch.no_grad()
     @profiled
     def step(
-        self, *optimizers: Optimizer, max_norm: float | Tensor | None = None, divisor: float | Tensor | None = None
-    ) -> Tensor | None:
+        self,
+        *optimizers: Optimizer,
+        max_norm: float | Tensor | Sequence[tuple[Tensor | Iterable[Tensor], float | Tensor]] | None = None,
+        divisor: float | Tensor | None = None,
+        ignore: Iterable[Tensor] = (),
+    ) -> Tensor | list[Tensor] | None:
         """End the window: average, clip, `scaler.step`, `scaler.update`, and open the next.
 
         With torch's fused optimizers over fp32 parameters, average and clip are folded into the optimizer's own pass
@@ -536,11 +620,15 @@ class FusedAccumulator:
 
         Args:
             *optimizers: Each accumulated parameter belongs to exactly one of them.
-            max_norm: Clip the averaged gradient to this 2-norm.
+            max_norm: Clip the averaged gradient to this 2-norm. Or a list of pairs (parameters, max_norm), as
+                `[(head.parameters(), 0.1), (body.parameters(), 1.0)]` or one for each param group: each is clipped by a
+                norm of its own, and parameters in none of them are not clipped. `math.inf` only measures.
             divisor: See `finalize`.
+            ignore: See `finalize`.
 
         Returns:
-            The norm before clipping (see `clip_grad_norm_`) when `max_norm` is given, else None.
+            The norm before clipping (see `clip_grad_norm_`) when `max_norm` is given, a list of norms when it is a
+            list, else None.
 
         Raises:
             TypeError: an optimizer's step needs a closure; and as `finalize`.
@@ -548,19 +636,22 @@ class FusedAccumulator:
         for optimizer in optimizers:
             check_optimizer(optimizer, "step()")
             check_no_closure(optimizer)
-        limit = self._end.limit(max_norm)
-        self._check_end("step()", optimizers)
+        parts = read_parts(max_norm, self._store)
+        limit = None if parts is not None else self._end.limit(max_norm)  # type: ignore[arg-type]
+        self._check_end("step()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
         if self.micro_batches == 0 and not self._ranks.ends_together:
-            norm = None if limit is None else torch.zeros((), dtype=torch.float64, device=self._store.device)
+            norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self._store.device))
             self._end.skip_empty()
         else:
             self._prepare_empty_window()
             self._intake.listen(False)
-            norm = self._end.step(self._window, optimizers, given, limit)
+            norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
         self._ended = self._window.number + 1
         self.zero_()
-        return None if norm is None else self._end.result(norm)
+        if parts is not None:
+            return self._end.results(norms[: len(parts)])
+        return None if max_norm is None else self._end.result(norms[0])
 
     @opaque
     def zero_(self) -> None:
@@ -618,7 +709,8 @@ class FusedAccumulator:
             )
         self._require_reduced("state_dict()")
         self._end.check_sums(self._window)
-        saved = save(self._store, self._ranks, self._window, self._intake.serial, reduced=reduced)
+        loss = self._loss.sums()
+        saved = save(self._store, self._ranks, self._window, self._intake.serial, loss, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
             **saved,
@@ -648,11 +740,13 @@ class FusedAccumulator:
         self._ended = self._window.number
         self._intake.resume(state["serial"])
         self._end.load_state_dict(state)
+        self._loss.resume(state["loss"])
         self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
         self._intake.remove()
+        unfollow(self._watch)
         if self._silence is not None:
             self._silence.remove()
         self._store.release_claim()
@@ -665,12 +759,18 @@ class FusedAccumulator:
 
     # ---- inside
 
+    def _named(self, params: Any) -> list[NamedParameter]:
+        """Which parameters to accumulate; a trainer's adapter leaves out those that nobody steps."""
+        return named_parameters(params)
+
     def _open(self) -> None:
         self._window = Window(number=self._ended)
         self._end.open_window()
         self._noise.open_window()
+        self._loss.open_window()
         self._ranks.open_window()
         self._intake.open_window(self._window)
+        self._watch.open_window(self._window)
 
     def _prepare_empty_window(self) -> None:
         """Do what the first micro-batch would have done: there was none here, but other ranks may have had one."""
@@ -704,17 +804,21 @@ class FusedAccumulator:
         if self._ranks.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
-    def _check_end(self, caller: str, optimizers: tuple[Optimizer, ...]) -> None:
+    def _check_end(
+        self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object, ignore: Iterable[Tensor]
+    ) -> None:
         self._require_accumulating(caller)
         if self._silence is not None:
             self._silence.check_end(caller)
         self._require_reduced(caller)
-        self._end.check(caller, optimizers)
+        nothing = isinstance(ignore, tuple) and not ignore
+        self._end.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
         if self._intake.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
+        self._watch.see_end(caller, divisor)
 
     def _require_reduced(self, caller: str) -> None:
         if self._window.kept:

@@ -98,6 +98,8 @@ def as_scalar(
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         if value.is_complex() or value.dtype is torch.bool:
             raise wrong_type(name, "a real number", value)
+        if value.requires_grad:
+            raise ValueError(f"{name} must not require a gradient, got a tensor that does; is it the loss?")
         if value.device.type != "cpu":
             return move(value.detach(), device, torch.float64)
         value = value.item()

@@ -55,3 +55,17 @@ def warn_of_batchnorm(params: object) -> None:
             "" if len(names) == 1 else "s",
             names[0],
         )
+
+
+def check_independent(module: nn.Module | None, caller: str) -> None:
+    """Refuse modules that see the batch as a whole, which a chunk of it is not.
+
+    Raises:
+        ValueError: names the first BatchNorm in training.
+    """
+    names = [] if module is None else uses_batch_statistics(module)
+    if names:
+        raise ValueError(
+            f"{caller}: {names[0]!r} is a BatchNorm in training, which normalizes over each chunk and would move its "
+            "running statistics twice. Use accumkernels.replace_batchnorm(model), or put the module into eval mode"
+        )

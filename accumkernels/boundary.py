@@ -38,8 +38,8 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     What the accumulator does depends on counts, names and `.grad`s, which Dynamo would guard on and compile anew in
     every micro-batch; there is nothing in it to fuse. `torch.compiler.disable` itself imports Dynamo, which takes a
-    second: therefore at the first call, when the constructor of the optimizer has done so already. Its wrapper takes five
-    microseconds, and is called only where Dynamo traces, or would compile the frames of this call.
+    second: therefore at the first call, when the constructor of the optimizer has done so already. Its wrapper takes
+    five microseconds, and is called only where Dynamo traces, or would compile the frames of this call.
     """
     disabled: Callable[_P, _R] | None = None
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 _Owner = TypeVar("_Owner")
 
@@ -28,7 +36,7 @@ class Hook(Generic[_Owner]):
 
     def __init__(self, owner: _Owner, method: Callable[..., Any], in_graphs: bool = False) -> None:
         self._owner = weakref.ref(owner)
-        self._method = method
+        self.method = method
         self._in_graphs = in_graphs
 
     def __call__(self, *args: Any) -> Any:
@@ -36,7 +44,7 @@ class Hook(Generic[_Owner]):
         if not self._in_graphs and torch.compiler.is_compiling():
             return None
         owner = self._owner()
-        return None if owner is None else self._method(owner, *args)
+        return None if owner is None else self.method(owner, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # sys.audit takes any arguments and does nothing that a program without audit hooks could see.
@@ -67,3 +75,83 @@ def _remove_all(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+# ---- what the rest of a loop does: steps of any optimizer, and torch's own clipping
+
+
+class Follower:
+    """Is told of every optimizer's step, and of gradients that torch clips, from `follow` on while it lives.
+
+    Torch has one hook of each kind for all followers, for the life of the process: taking one off while another
+    optimizer steps would break that step, and the garbage collector frees owners at any time.
+    """
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """An optimizer is about to step; not called where Dynamo traces the step."""
+
+    def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """An optimizer has stepped."""
+
+    def before_clip(self, params: list[Tensor]) -> None:
+        """`torch.nn.utils.clip_grad_norm_` or `clip_grad_value_` is about to change the `.grad`s of these tensors."""
+
+
+_followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+_installed = False
+
+
+def follow(follower: Follower) -> None:
+    """Tell `follower`, which is held weakly, from now on."""
+    global _installed
+    _followers.add(follower)
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        # clip_grad_norm_ finds this one in its module, however it was imported itself; the other has no inner part.
+        for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+            _watch_clipping(name)
+
+
+def unfollow(follower: Follower) -> None:
+    """Tell it nothing any more."""
+    _followers.discard(follower)
+
+
+def has_global_step_pre_hooks() -> bool:
+    """Whether any but ours is registered for all optimizers."""
+    return any(hook is not _before_step for hook in _global_optimizer_pre_hooks.values())
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        for follower in list(_followers):
+            follower.before_step(optimizer, _has_closure(args, kwargs))
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for follower in list(_followers):
+        follower.after_step(optimizer, _has_closure(args, kwargs))
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(callable(value) for value in (*args[1:], *kwargs.values()))  # the first is the optimizer
+
+
+def _watch_clipping(name: str) -> None:
+    original = getattr(clip_grad, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and _followers:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            for follower in list(_followers):
+                follower.before_clip(parameters)
+        return original(parameters, *args, **kwargs)
+
+    for module in (clip_grad, torch.nn.utils):
+        if getattr(module, name, None) is original:
+            setattr(module, name, clip)

@@ -1,6 +1,7 @@
 """accelerate's loop with FusedAccumulator: one import and one weight change. Compared with stock and the truth.
 
 make example-accelerate_loop        # or, with accumkernels[accelerate] installed: python examples/accelerate_loop.py
+make example-accelerate_loop RANKS=2        # the same on two ranks: torchrun --nproc-per-node 2 examples/...
 """
 
 from __future__ import annotations

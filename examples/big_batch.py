@@ -1,20 +1,24 @@
 """The parts that the trainers' examples share: samples of unequal length, a small GPT, training with the big batch.
 
-Ten micro-batches of four samples make three windows of four, four and two micro-batches.
+Ten micro-batches of four samples make three windows of four, four and two micro-batches; on two ranks, with five
+micro-batches each, two windows of eight and two.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from accumkernels.demo.data import IGNORE, TRAINING_FILES, Batch, read_samples
 from accumkernels.demo.model import GPT
 
 MICRO_BATCH_SIZE, STEPS, MICRO_BATCHES = 4, 4, 10
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # `torchrun` sets it
 CPU = torch.device("cpu")
 
 
@@ -48,9 +52,11 @@ def tokens(batch: dict[str, Any]) -> Tensor:
     return (batch["labels"] != IGNORE).sum()
 
 
-def make_loader() -> torch.utils.data.DataLoader:
-    """Return the micro-batches, always in the same order."""
-    return torch.utils.data.DataLoader(samples(), MICRO_BATCH_SIZE, collate_fn=collate)
+def make_loader(rank: int = 0, ranks: int = 1) -> torch.utils.data.DataLoader:
+    """Return the micro-batches of a rank, always in the same order."""
+    every = samples()
+    sampler = DistributedSampler(every, ranks, rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    return torch.utils.data.DataLoader(every, MICRO_BATCH_SIZE, sampler=sampler, collate_fn=collate)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -62,8 +68,9 @@ def train_with_big_batches() -> nn.Module:
     """Train with every window as one batch, the result that accumulation must reproduce."""
     model, every = LanguageModel(), samples()
     optimizer = make_optimizer(model)
-    for start in range(0, len(every), MICRO_BATCH_SIZE * STEPS):
-        model(**collate(every[start : start + MICRO_BATCH_SIZE * STEPS]))["loss"].backward()
+    window = MICRO_BATCH_SIZE * STEPS * RANKS
+    for start in range(0, len(every), window):
+        model(**collate(every[start : start + window]))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -76,8 +83,12 @@ def flat(model: nn.Module) -> Tensor:
 
 def report(trainer: str, stock: nn.Module, fused: nn.Module) -> None:
     """Print how far both models ended from the one that the big batches trained, relative to how far that one moved."""
+    if RANK != 0:
+        return
     truth, start = flat(train_with_big_batches()), flat(LanguageModel())
-    print(f"after 3 windows of {STEPS}, {STEPS} and {MICRO_BATCHES % STEPS} micro-batches, from the big batch:")
+    ends = [*range(STEPS * RANKS, MICRO_BATCHES, STEPS * RANKS), MICRO_BATCHES]
+    windows = ", ".join(str(end - begin) for begin, end in zip([0, *ends], ends, strict=False))
+    print(f"after windows of {windows} micro-batches on {RANKS} ranks, from the big batch:")
     for name, model in ((trainer, stock), (f"{trainer} with FusedAccumulator", fused)):
         distance = (flat(model) - truth).norm() / (truth - start).norm()
         print(f"  {name:<44} {distance:.1e} of the way it went")

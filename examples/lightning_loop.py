@@ -1,6 +1,7 @@
 """Lightning with FusedAccumulator as a callback, in automatic and manual optimization, against Lightning and the truth.
 
 make example-lightning_loop         # or, with accumkernels[lightning] installed: python examples/lightning_loop.py
+make example-lightning_loop RANKS=2         # the same on two ranks: torchrun --nproc-per-node 2 examples/...
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
-from big_batch import MICRO_BATCHES, STEPS, LanguageModel, make_loader, make_optimizer, report, tokens
+from big_batch import RANK, RANKS, STEPS, LanguageModel, make_loader, make_optimizer, report, tokens
 from torch import Tensor
 
 from accumkernels.integrations.lightning import FusedAccumulation
@@ -42,7 +43,7 @@ class Manual(Automatic):
     def training_step(self, batch: dict[str, Any], index: int) -> None:
         """Call backward for each micro-batch and step for each window."""
         self.manual_backward(self.model(**batch)["loss"])
-        if (index + 1) % STEPS == 0 or index + 1 == MICRO_BATCHES:
+        if (index + 1) % STEPS == 0 or index + 1 == self.trainer.num_training_batches:
             self.optimizers().step()
 
 
@@ -51,14 +52,16 @@ def train(module: pl.LightningModule, steps: int, callbacks: list[pl.Callback]) 
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=RANKS,
+        strategy="ddp" if RANKS > 1 else "auto",
         max_epochs=1,
         accumulate_grad_batches=steps,
         callbacks=callbacks,
         enable_model_summary=False,
+        use_distributed_sampler=False,  # Lightning's shuffles
         **quiet,
     )
-    trainer.fit(module, make_loader())
+    trainer.fit(module, make_loader(RANK, RANKS))
     return module.model
 
 

@@ -1,6 +1,7 @@
 """transformers' Trainer with FusedAccumulator: one import changes. Compared with the stock Trainer and the truth.
 
     make example-transformers_trainer   # or, with accumkernels[transformers]: python examples/transformers_trainer.py
+    make example-transformers_trainer RANKS=2   # the same on two ranks: torchrun --nproc-per-node 2 examples/...
 
 The forward of this model does not take `num_items_in_batch`, so the stock Trainer computes a mean of means.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from big_batch import MICRO_BATCH_SIZE, STEPS, LanguageModel, collate, make_optimizer, report, samples
+from big_batch import MICRO_BATCH_SIZE, RANKS, STEPS, LanguageModel, collate, make_optimizer, report, samples
 from torch import nn
 
 from accumkernels.integrations.transformers import Trainer
@@ -32,6 +33,7 @@ def train(trainer_class: type[Any]) -> nn.Module:
             save_strategy="no",
             report_to=[],
             use_cpu=True,
+            ddp_backend="gloo" if RANKS > 1 else None,
             disable_tqdm=True,
         )
         optimizer = make_optimizer(model)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .dtensors import is_dtensor, local
 from .layout import Segment, aligned
+from .pages import zeros
 from .parameters import NamedParameter
 
 
@@ -74,7 +75,7 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Make the tensor and its views, where `release` freed them."""
-        self.tensor = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self.tensor = zeros(self.numel, self.dtype, self.device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
 
     def release(self) -> None:

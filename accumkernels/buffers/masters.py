@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..hooks import Follower, follow, unfollow
 from .dtensors import local, shaped_like
 from .flat import FlatBuffer
 from .layout import Segment, aligned
+from .pages import zeros
 from .parameters import NamedParameter
 
 
-class Masters:
+class Masters(Follower):
     """The masters of one store. They are views of flat fp32 buffers, one for each flat buffer of gradients.
 
     After a step of any optimizer that owns masters, their values are rounded into the model's parameters.
@@ -37,8 +37,7 @@ class Masters:
             if p.dtype in (torch.float16, torch.bfloat16):
                 placeholder = torch.zeros((), dtype=torch.float32, device=p.device).expand(local(p).shape)
                 self._masters[id(p)] = nn.Parameter(shaped_like(placeholder, p), requires_grad=p.requires_grad)
-        self._handle = register_optimizer_step_post_hook(_after_step(self))
-        weakref.finalize(self, self._handle.remove).atexit = False
+        follow(self)
 
     def target(self, param: Tensor) -> Tensor:
         """What an optimizer steps for a parameter: its master, or itself."""
@@ -49,7 +48,7 @@ class Masters:
         for buffer in buffers:
             segments = [s for s in buffer.segments if id(s.param) in self._masters]
             sizes = [aligned(s.numel, torch.float32) for s in segments]
-            flat = torch.zeros(sum(sizes), dtype=torch.float32, device=buffer.device)
+            flat = zeros(sum(sizes), torch.float32, buffer.device)
             self.flat.append(flat)
             offset = 0
             for segment, size in zip(segments, sizes, strict=True):
@@ -90,6 +89,10 @@ class Masters:
         # Ops do not count as in-place changes of their own accord; a backward through old values must notice.
         torch.autograd.graph.increment_version([param for _, param, _ in pairs])
 
+    def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Round what the optimizer stepped."""
+        self.round(p for group in optimizer.param_groups for p in group["params"])
+
     def values(self) -> dict[int, Tensor]:
         """The masters that have memory, by id of their parameters."""
         return {id(param): master for master, param, _ in self._pairs.values()}
@@ -108,15 +111,4 @@ class Masters:
 
     def remove(self) -> None:
         """Stop following optimizers."""
-        self._handle.remove()
-
-
-def _after_step(masters: Masters) -> Callable[[Optimizer, Any, Any], None]:
-    this = weakref.ref(masters)
-
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        alive = this()
-        if alive is not None:
-            alive.round(p for group in optimizer.param_groups for p in group["params"])
-
-    return hook
+        unfollow(self)

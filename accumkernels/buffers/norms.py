@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -11,8 +11,12 @@ from .devices import move
 from .flat import FlatBuffer
 
 
-def total_norm(buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-    """The norm over all touched segments, 0-d fp64 on `device`, nothing read back.
+def total_norm(
+    buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+) -> Tensor:
+    """The norm over all touched segments, or `only` those of parameters with these `id`s; 0-d fp64 on `device`.
+
+    Nothing is read back.
 
     Orders 2 and inf take one deterministic pass of the `norm_` op; for other orders torch's own
     `torch.nn.utils.get_total_norm` is asked.
@@ -21,14 +25,20 @@ def total_norm(buffers: Sequence[FlatBuffer], norm_type: float, device: torch.de
         parts = []
         for buffer in buffers:
             part = torch.zeros((), dtype=torch.float64, device=buffer.device)
-            buffer.ops.norm_(part, buffer.touched_views(), ord=norm_type)
+            buffer.ops.norm_(part, _views(buffer, only), ord=norm_type)
             parts.append(move(part, device))
         if len(parts) == 1:
             return parts[0].sqrt() if norm_type == 2.0 else parts[0]
         joined = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
         return joined.sum().sqrt() if norm_type == 2.0 else joined.amax()
-    views = [view for buffer in buffers for view in buffer.touched_views()]
+    views = [view for buffer in buffers for view in _views(buffer, only)]
     return move(torch.nn.utils.get_total_norm(views, norm_type), device, torch.float64)
+
+
+def _views(buffer: FlatBuffer, only: Set[int] | None) -> list[Tensor]:
+    if only is None:
+        return buffer.touched_views()
+    return [buffer.views[s.index] for s in buffer.touched_segments() if id(s.param) in only]
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class Store:
         buffers: The flat buffers of those that were ever trainable.
         masters: fp32 masters of 16-bit parameters, or None.
         states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
+        has_claim: Whether the parameters are still this store's.
         rounds: Whether any sum is handed out in a narrower dtype.
     """
 
@@ -65,15 +66,11 @@ class Store:
                 )
         for entry in self.named:
             _stores[entry.param] = weakref.ref(self)
-
-    @property
-    def has_claim(self) -> bool:
-        """Whether the parameters are still this store's."""
-        claim = _stores.get(self.named[0].param)
-        return claim is not None and claim() is self
+        self.has_claim = True
 
     def release_claim(self) -> None:
         """Let another accumulator take the parameters."""
+        self.has_claim = False
         for entry in self.named:
             claim = _stores.get(entry.param)
             if claim is not None and claim() is self:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..buffers.flat import FlatBuffer
 from ..buffers.layout import Segment, aligned
+from ..buffers.pages import zeros
 from ..buffers.store import Store
 from ..hooks import Handles, Hook
 from .autocast_watch import Watch
@@ -408,7 +409,7 @@ class AutocastRoute:
         for (device, dtype), shadows in groups.items():
             sizes = [aligned(shadow.segment.numel, dtype) for shadow in shadows]
             with torch.inference_mode(False), torch.no_grad():
-                flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+                flat = zeros(sum(sizes), dtype, device)
                 for shadow, part in zip(shadows, flat.split(sizes), strict=True):
                     segment = shadow.segment
                     shadow.tensor = part.as_strided(segment.shape, segment.stride, part.storage_offset())

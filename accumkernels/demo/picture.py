@@ -1,4 +1,4 @@
-"""The demo's picture: loss curves, bars of gradient time and of memory."""
+"""The demo's picture: loss curves, and bars of the gradient's error, of its time and of memory."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ def _bars(axes: Axes, runs: Sequence[Run], values: Sequence[float], title: str, 
 
 
 def draw(path: Path, runs: Sequence[Run], title: str) -> None:
-    """Write the picture of the three `runs` as a PNG of 1560 x 520 pixels."""
-    figure = Figure(figsize=(13, 4.33), dpi=120, layout="constrained")
+    """Write the picture of the three `runs` as a PNG of 1920 x 520 pixels."""
+    figure = Figure(figsize=(16, 4.33), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=10)
-    losses, times, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    losses, errors, times, memory = figure.subplots(1, 4, width_ratios=(2, 1, 1, 1))
     _losses(losses, runs)
+    last = [100 * run.gradient_errors["last"] for run in runs]
+    _bars(errors, runs, last, "Gradient error, short last window", "% of the float64 gradient of the big batch")
     _bars(times, runs, [run.gradient_seconds * 1e3 for run in runs], "Time in gradient handling", "ms per window")
     _bars(memory, runs, [run.peak_bytes / 1e6 for run in runs], "Peak memory", "MB")
     figure.savefig(path, format="png")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import __version__, ops
+from ..buffers import pages
 from . import machine
 from .advice import advice
 from .allocator import allocator_advice
@@ -32,7 +33,8 @@ def examine() -> dict[str, Any]:
     """Everything the doctor knows, as `--json` prints it.
 
     `problems` is a list of {"problem", "advice", "serious"}; "serious" is what should work and does not, the others are
-    what could be better. `ok` says that none is serious. `memory` is advice on the allocator.
+    what could be better. `ok` says that none is serious. `memory` is advice on the allocator, and on the pages of CPU
+    tensors.
     """
     problems: list[dict[str, Any]] = []
 
@@ -67,8 +69,21 @@ def examine() -> dict[str, Any]:
         "library": library,
         "devices": devices,
         "problems": problems,
-        "memory": allocator_advice(),
+        "memory": [*allocator_advice(), *_huge_pages()],
     }
+
+
+def _huge_pages() -> list[str]:
+    """What the system's setting means for flat buffers, shadows and masters on the CPU."""
+    setting = pages.setting()
+    if setting is None:
+        return []
+    meaning = {
+        "always": "all large CPU tensors have them",
+        "madvise": "large flat buffers, masters and autocast's copies ask for them",
+        "never": 'CPU kernels take longer; "madvise" in /sys/kernel/mm/transparent_hugepage/enabled would do',
+    }
+    return [f"transparent huge pages: {setting} ({meaning.get(setting, 'unknown')})"]
 
 
 def _library() -> dict[str, Any]:

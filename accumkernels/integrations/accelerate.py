@@ -22,60 +22,78 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulator import FusedAccumulator
+from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
-from .window import TrainerWindow, missing
+from .window import TrainerWindow, backward_of_all, driven, missing
 
 try:
-    import accelerate
+    from accelerate import Accelerator as Stock
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
     raise missing("accelerate") from error
 
+_ONE_PROCESS_A_DEVICE = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA",
+                         "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")  # fmt: skip
+
 
 class FusedOptimizer(AcceleratedOptimizer):
-    """What `Accelerator.prepare` returns for an optimizer: steps windows of the accumulator."""
+    """What `Accelerator.prepare` returns for an optimizer: steps windows of its accumulator."""
 
-    window: TrainerWindow | None = None
+    window: TrainerWindow | None = None  # None while no model is prepared whose parameters it steps
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> None:
         """Step at the end of a window; nothing inside one.
 
+        Args:
+            closure: Is called once, before the step.
+
         Raises:
-            TypeError: a closure was given.
+            TypeError: the optimizer evaluates its closure a second time.
         """
-        if closure is not None:
-            raise TypeError("optimizer.step(closure): FusedAccumulator cannot drive optimizers that take a closure")
-        if self.gradient_state.sync_gradients:
-            _require(self.window).step()
+        if self.window is None:
+            super().step(closure)
+        elif self.gradient_state.sync_gradients:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            self.window.step_as_agreed(result)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the window that has ended, stepped or not; one that is open is kept."""
-        if self.window is not None and self.window.finalized:
-            self.window.close()
+        """Drop the window that has ended, stepped or not.
+
+        Inside `accumulate()`, with more than one step to a window, one that is open is kept.
+        """
+        if self.window is None:
+            super().zero_grad(set_to_none)
+        elif self.gradient_state.sync_gradients:
+            counted = self.window.micro_batch is not None and self.gradient_state.num_steps > 1
+            if self.window.finalized or not counted:
+                self.window.close()
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped: for overflow, of fused optimizers too, or because nothing was there."""
-        return self.window is not None and self.window.accumulator.step_was_skipped
+        """Whether the last step was skipped: for overflow, of fused optimizers too, or for a window without weight."""
+        return bool(super().step_was_skipped or (self.window is not None and self.window.step_was_skipped))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "window"}
 
 
-def _require(window: TrainerWindow | None) -> TrainerWindow:
-    if window is None:
-        raise RuntimeError(
-            "nothing to accumulate into: pass the model and its optimizer to accelerator.prepare(...) first"
-        )
-    return window
-
-
-class Accelerator(accelerate.Accelerator):
+class Accelerator(Stock):
     """`accelerate.Accelerator`, where FusedAccumulator accumulates.
 
-    `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `sync_gradients`, `optimizer_step_was_skipped` and the
-    prepared optimizer and scheduler mean what they do in accelerate. After the last backward of a window `.grad` is
-    the averaged, unscaled gradient; before, it is None. One model with one optimizer, in one process.
+    `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `sync_gradients`, `no_sync`, `optimizer_step_was_skipped`
+    and the prepared optimizers and schedulers mean what they do in accelerate, in one process or in several: under
+    DistributedDataParallel, where a window communicates once, and FSDP2. Each optimizer has an accumulator of its own.
+
+    Inside `accumulate()`, a window is the weighted mean over the micro-batches that ran, on all ranks, and `.grad` is
+    None before its last backward, then the averaged, unscaled gradient. Outside of it, a loop counts and scales its
+    losses itself; without weights they are added up as in accelerate, and averaged over ranks.
 
     Args:
         *args: Of `accelerate.Accelerator`.
@@ -83,11 +101,15 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Of `accelerate.Accelerator`.
 
     Attributes:
-        micro_batch_weight: Weight of micro-batches whose `backward` gives none; 1 unless set.
+        micro_batch_weight: Weight of micro-batches whose `backward` gives none; None unless set.
         loss_divided_by: What the losses given to `backward` were divided by before, by whoever calls it; 1 unless set.
+        reads_gradients: Whether the loop looks at `.grad` between backward and step. Set to False, averaging and
+            clipping are left to `optimizer.step()`, which folds them into the pass of a fused optimizer: `.grad` stays
+            None, and the norm that `clip_grad_norm_` returned has its value after the step.
+        counts_micro_batches: Whether whoever calls `backward` outside of `accumulate()` sets `sync_gradients`.
 
     Raises:
-        ValueError: accelerate runs several processes, or sharded.
+        ValueError: accelerate runs with FSDP1, DeepSpeed, Megatron-LM or on a TPU.
     """
 
     def __init__(self, *args: Any, accumulator_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -95,33 +117,67 @@ class Accelerator(accelerate.Accelerator):
         self._fuse(accumulator_options or {})
 
     def _fuse(self, options: Mapping[str, Any]) -> None:
-        if self.distributed_type != accelerate.DistributedType.NO:
-            raise ValueError(
-                f"accelerate runs as {self.distributed_type.value}, and this adapter drives one process: run one, or "
-                "accumulate with accumkernels.FusedAccumulator itself"
-            )
-        self.micro_batch_weight: float | Tensor = 1.0
+        if not self.is_fsdp2 and self.distributed_type.value not in _ONE_PROCESS_A_DEVICE:
+            instead = "use FullyShardedDataParallelPlugin(fsdp_version=2), or DistributedDataParallel"
+            name = self.distributed_type.value.replace("FSDP", "FSDP1")
+            raise ValueError(f"accelerate runs with {name}, which reduces gradients on terms of its own: {instead}")
+        self.micro_batch_weight: float | Tensor | None = None
         self.loss_divided_by: float | Tensor = 1
+        self.reads_gradients = True
+        self.counts_micro_batches = False
         self._accumulator_options = dict(options)
-        self._window: TrainerWindow | None = None
-        self._backwards: int | None = None  # inside accumulate()
+        self._preparing = False
+        self._wrapped: list[nn.Module] = []  # as prepared; accelerate's `_models` has what was passed
+
+    @property
+    def _windows(self) -> list[TrainerWindow]:
+        return [optimizer.window for optimizer in self._optimizers if getattr(optimizer, "window", None) is not None]
+
+    @property
+    def accumulators(self) -> list[FusedAccumulator]:
+        """The accumulators of the optimizers that were prepared, in their order."""
+        return [window.accumulator for window in self._windows]
 
     @property
     def accumulator(self) -> FusedAccumulator:
-        """The accumulator of the model that was prepared, with its metrics and its `state_dict`.
+        """The accumulator of the optimizer that was prepared, with its metrics and its `state_dict`.
 
         Raises:
-            RuntimeError: none was.
+            RuntimeError: none was, or several.
         """
-        return _require(self._window).accumulator
+        if len(self._windows) != 1:
+            raise RuntimeError(
+                f"{len(self._windows)} optimizers were prepared together with their models, and each has an "
+                "accumulator: see accelerator.accumulators"
+                if self._windows
+                else "no accumulator yet: pass the model and its optimizer to accelerator.prepare(...) first"
+            )
+        return self._windows[0].accumulator
 
     # ---- preparing
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate; once a model and its optimizer are prepared, together or not, there is an accumulator."""
-        prepared = super().prepare(*args, **kwargs)
-        if self._window is None and self._models and self._optimizers:
-            self._make_window()
+        """As in accelerate; an optimizer gets an accumulator when a model that it steps is prepared, too."""
+        self._preparing = True
+        try:
+            prepared = super().prepare(*args, **kwargs)
+        finally:
+            self._preparing = False
+        for item in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
+            if isinstance(item, nn.Module):
+                self._note(item)
+        self._make_windows()
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As in accelerate."""
+        prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        if not evaluation_mode:
+            self._note(prepared)
+            if not self._preparing:
+                self._make_windows()
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -130,42 +186,56 @@ class Accelerator(accelerate.Accelerator):
         prepared.__class__ = FusedOptimizer  # accelerate has no place to say which class wraps optimizers
         return prepared
 
-    def _make_window(self) -> None:
-        if len(self._optimizers) > 1:
-            raise ValueError(
-                f"{len(self._optimizers)} optimizers were prepared; the adapter drives one. Accumulate with "
-                "accumkernels.FusedAccumulator itself: acc.finalize(*optimizers)"
-            )
-        (optimizer,) = self._optimizers
-        stepped = {id(p) for p in owned((optimizer,))}
-        models = [model for model in self._models if any(id(p) in stepped for p in model.parameters())]
-        if not models:
-            return  # the one that the optimizer steps comes later
-        if len(models) > 1:
-            raise ValueError(
-                f"the optimizer steps parameters of {len(models)} prepared models; the adapter drives one. Put them "
-                "into one module, or accumulate with accumkernels.FusedAccumulator itself"
-            )
-        window = TrainerWindow(models[0], optimizer.optimizer, self.scaler, **self._accumulator_options)
-        optimizer.window = self._window = window
+    def adopt(self, model: nn.Module) -> None:
+        """Take a model that was prepared before `free_memory()`, wrapped as it is."""
+        self._note(model)
+        self._make_windows()
+
+    def _note(self, model: nn.Module) -> None:
+        if not any(model is other for other in self._wrapped):
+            self._wrapped.append(model)
+
+    def _make_windows(self) -> None:
+        """Give each optimizer a window of the models that it steps, if there are any yet."""
+        steps = [{id(p) for p in owned((optimizer,))} for optimizer in self._optimizers]
+        alike = driven([optimizer.optimizer for optimizer in self._optimizers])
+        for optimizer, stepped in zip(self._optimizers, steps, strict=True):
+            models = [model for model in self._wrapped if any(id(p) in stepped for p in model.parameters())]
+            models = models if any(optimizer.optimizer is other for other in alike) else []
+            others = set().union(*(other for other in steps if other is not stepped))
+            alone = not any(id(p) in others for model in models for p in model.parameters())
+            window = optimizer.window
+            if window is None and not models:
+                continue
+            if window is not None and len(window.modules) == len(models) and window.alone == alone:
+                continue
+            if window is not None:
+                window.release()
+                optimizer.window = None
+            if models:
+                window = TrainerWindow(
+                    models, optimizer.optimizer, self.scaler, alone=alone, **self._accumulator_options
+                )
+                optimizer.window = window
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in accelerate; the accumulator lets go of the model too."""
+        """As in accelerate; accumulators let go of their models too."""
         self.release_accumulator()
         return super().free_memory(*objects)
 
     def release_accumulator(self) -> None:
-        """Let go of model and optimizer, so that another accumulator may take them; `prepare` makes a new one."""
+        """Let go of models and optimizers, so that other accumulators may take them; `prepare` makes new ones."""
         for optimizer in self._optimizers:
-            optimizer.window = None
-        if self._window is not None:
-            self._window.release()
-            self._window = None
+            if getattr(optimizer, "window", None) is not None:
+                optimizer.window.release()
+                optimizer.window = None
+        self._wrapped = []
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As in accelerate. Registered for checkpointing, `accumulator` saves windows that are open, and masters."""
-        if self._window is not None and self._window.stepped:
-            self._window.close()
+        for window in self._windows:
+            if window.stepped:
+                window.close()
         return super().save_state(*args, **kwargs)
 
     # ---- a window
@@ -174,69 +244,201 @@ class Accelerator(accelerate.Accelerator):
         """Begin the next window where the last one was stepped; `accumulate` and `backward` do so by themselves.
 
         Raises:
-            RuntimeError: the last one was neither stepped nor dropped; nothing is prepared.
+            RuntimeError: the last one was neither stepped nor dropped.
         """
-        _require(self._window).open()
+        for window in self._ready():
+            window.open()
+
+    def _ready(self) -> list[TrainerWindow]:
+        """The windows that a backward may add to. One of several that has ended may wait for its `zero_grad()`."""
+        windows = self._windows
+        return [window for window in windows if len(windows) == 1 or not window.finalized or window.stepped]
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As in accelerate."""
-        self._backwards = 0
+        windows = self._windows
         self.open_window()
+        for window in windows:
+            window.micro_batch = 0
         try:
             with super().accumulate(*models):
                 yield
         finally:
-            self._backwards = None
+            for window in windows:
+                window.micro_batch = None
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As in accelerate; with FSDP2, whose micro-batches are reduced one by one, without effect."""
+        if self.is_fsdp2 and any(model is module for window in self._windows for module in window.modules):
+            yield
+        else:
+            with super().no_sync(model):
+                yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """As in accelerate; a model that was prepared together with its optimizer has nothing to trigger."""
+        if isinstance(model, DistributedDataParallel) and is_silent(model):
+            yield
+        else:
+            with Stock.trigger_sync_in_backward(model):
+                yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As in accelerate where batches are even.
+
+        Raises:
+            ValueError: they are not, and ranks would have unequal numbers of windows.
+        """
+        if self.multi_device and self._windows and not (self.even_batches if even_batches is None else even_batches):
+            raise ValueError(
+                "join_uneven_inputs with uneven batches: ranks end their windows together, and one that has no batches "
+                "left cannot stand in for the others' steps. Use even_batches=True, or leave join_uneven_inputs out "
+                "where ranks have equally many windows: micro-batches in them may differ"
+            )
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """`FusedAccumulator.backward`; with the last micro-batch of a window `.grad` becomes the averaged gradient.
 
         Args:
             loss: As in accelerate: the plain loss of a micro-batch.
-            weight: What it counts: the number of samples or tokens that the loss is the mean of.
+            weight: What it counts: the number of samples or tokens that the loss is the mean of. Without, 1 inside
+                `accumulate()`; outside, losses are added up as they are.
             **kwargs: Of `Tensor.backward`.
 
         Raises:
-            RuntimeError: a second backward of one micro-batch, or one after the end of a window; nothing is prepared.
+            RuntimeError: a second backward of one micro-batch, or one after the end of a window; a weight, and nothing
+                is prepared that could use it.
         """
-        window = _require(self._window)
-        if self._backwards is not None:
-            self._backwards += 1
-            if self._backwards > 1:
+        windows = self._windows
+        if not windows:  # as in accelerate: gradients go where autograd leaves them
+            if weight is not None:
+                raise RuntimeError(
+                    "accelerator.backward(loss, weight): nothing to accumulate into; pass the model and its optimizer "
+                    "to accelerator.prepare(...) first"
+                )
+            super().backward(loss, **kwargs)
+            return
+        weight = self.micro_batch_weight if weight is None else weight
+        inside = windows[0].micro_batch is not None
+        sums = weight is None and not inside
+        steps = self.gradient_accumulation_steps
+        for window in self._ready():
+            window.open()
+            window.divided_by = steps * self.loss_divided_by
+            window.begin(sums)
+        weight = 1.0 if weight is None else weight
+        if len(windows) == 1:
+            self._check_first(windows)
+            windows[0].backward(loss / steps, weight, **kwargs)
+            reached = windows
+        else:
+            reached = backward_of_all(windows, loss / steps, weight, self.scaler, **kwargs)
+            self._check_first(reached)
+        for window in reached:
+            window.folds = not self.reads_gradients
+            if window.micro_batch is not None:
+                window.micro_batch += 1
+            if not self.reads_gradients:
+                continue
+            if self._ends(window):
+                window.finalize()
+            elif not inside and not self.counts_micro_batches and not window.several_ranks:
+                window.show()
+
+    def _check_first(self, windows: list[TrainerWindow]) -> None:
+        for window in windows:
+            if window.micro_batch and window.accumulator.micro_batches:
                 raise RuntimeError(
                     "accelerator.backward() twice inside one accelerator.accumulate(): it would count as two "
-                    "micro-batches. Add up the losses and call it once"
+                    "micro-batches. Add up the losses and call it once; with several optimizers, keep the parameters "
+                    "of one out of the loss of another (requires_grad_(False), detach())"
                 )
-        self.open_window()
-        steps = self.gradient_accumulation_steps
-        window.divided_by = steps * self.loss_divided_by
-        weight = self.micro_batch_weight if weight is None else weight
-        window.accumulator.backward(loss / steps, weight, **kwargs)
-        if self.sync_gradients:
-            window.finalize()
+
+    def _ends(self, window: TrainerWindow) -> bool:
+        """Whether the backward that has run was the last one of its window."""
+        if window.micro_batch is not None or self.counts_micro_batches:
+            return bool(self.sync_gradients)
+        # Others count themselves. DistributedDataParallel would have averaged now; one process does nothing yet.
+        return window.several_ranks and not window.inside_no_sync
+
+    def _finalize(self, windows: Iterable[TrainerWindow]) -> None:
+        for window in windows:
+            if self.sync_gradients and not window.inside_no_sync:
+                window.finalize()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Does nothing: gradients are unscaled while they are accumulated."""
+        """Gradients are unscaled while they are accumulated; afterwards `.grad` is there to be looked at."""
+        if not self._windows:
+            super().unscale_gradients(optimizer)
+        asked = self._optimizers if optimizer is None else [optimizer]
+        asked = [one for item in asked for one in (item if isinstance(item, (list, tuple)) else (item,))]
+        self._finalize(o.window for o in self._optimizers if o.window is not None and any(o is one for one in asked))
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """As in accelerate. All of the model's parameters are clipped in flat fp32 buffers, some of them by torch."""
-        window, params = _require(self._window), _listed(parameters)
+        """As in accelerate. All of an optimizer's parameters are clipped in flat fp32 buffers, others by torch."""
+        params = _listed(parameters)
+        windows = self._windows_of(params)
+        if not windows:
+            return super().clip_grad_norm_(params, max_norm, norm_type)
         given = {id(p) for p in params}
-        if all(id(p) in given for p in window.model.parameters() if p.requires_grad) and self.sync_gradients:
-            return window.clip_grad_norm_(max_norm, norm_type)
-        return torch.nn.utils.clip_grad_norm_(window.targets(params), max_norm, norm_type)
+        whole = len(windows) == 1 and all(
+            id(entry.param) in given for entry in windows[0].accumulator._store.named if entry.param.requires_grad
+        )
+        if whole and self.sync_gradients and not windows[0].inside_no_sync:
+            if not self.reads_gradients and norm_type == 2:
+                return windows[0].clip_in_step(max_norm)
+            return windows[0].clip_grad_norm_(max_norm, norm_type)
+        self._finalize(windows)
+        return self._clip_grad_norm_dtensor_aware(_targets(windows, params), max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """As in accelerate."""
-        torch.nn.utils.clip_grad_value_(_require(self._window).targets(_listed(parameters)), clip_value)
+        params = _listed(parameters)
+        windows = self._windows_of(params)
+        if not windows or self.is_fsdp2:
+            super().clip_grad_value_(params, clip_value)
+            return
+        self._finalize(windows)
+        torch.nn.utils.clip_grad_value_(_targets(windows, params), clip_value)
+
+    def _windows_of(self, params: list[Tensor]) -> list[TrainerWindow]:
+        """Those that accumulate some of the parameters."""
+        given = {id(p) for p in params}
+        return [w for w in self._windows if any(id(entry.param) in given for entry in w.accumulator._store.named)]
+
+    def window_metrics(self, prefix: str = "accumulator/") -> dict[str, float]:
+        """The last window's numbers for `accelerator.log`: `FusedAccumulator.metrics` as floats; synchronises.
+
+        Args:
+            prefix: Of the names; with several optimizers, their places are put after it: "accumulator/1/weight".
+        """
+        several = len(self._windows) > 1
+        return {
+            f"{prefix}{f'{index}/' if several else ''}{name}": float(value)
+            for index, window in enumerate(self._windows)
+            for name, value in window.accumulator.metrics().items()
+        }
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def fuse(accelerator: accelerate.Accelerator, **options: Any) -> Accelerator:
+def _targets(windows: list[TrainerWindow], params: list[Tensor]) -> list[Tensor]:
+    """What optimizers step for parameters of the model."""
+    for window in windows:
+        params = window.targets(params)
+    return params
+
+
+def fuse(accelerator: Stock, **options: Any) -> Accelerator:
     """Turn an accelerator that somebody else has made, and that has prepared nothing yet, into ours.
 
     Args:
@@ -248,7 +450,7 @@ def fuse(accelerator: accelerate.Accelerator, **options: Any) -> Accelerator:
         RuntimeError: it has prepared a model or an optimizer.
         ValueError: as `Accelerator`.
     """
-    if type(accelerator) is not accelerate.Accelerator:
+    if type(accelerator) is not Stock:
         raise TypeError(f"fuse: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
     if accelerator._models or accelerator._optimizers:
         raise RuntimeError("fuse: this accelerator has prepared models or optimizers; call fuse(accelerator) before")

@@ -2,7 +2,7 @@
 
 from accumkernels.integrations.lightning import FusedAccumulation
 
-trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_clip_val=1.0,
+trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_clip_val=1.0, strategy="ddp",
                   callbacks=[FusedAccumulation(weight=lambda batch: len(batch[0]))])
 """
 
@@ -15,81 +15,138 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from .window import TrainerWindow, missing
+from ..ranks.unit import backward_may_cross_ranks
+from .window import TrainerWindow, driven, missing
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities import GradClipAlgorithmType
 except ImportError as error:
     raise missing("lightning") from error
 
+# Whoever overrides one of these may look at `.grad` between the last backward of a window and the next window.
+_READERS = (
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+
 
 class FusedAccumulation(pl.Callback):
-    """Accumulates in place of Lightning, in automatic and in manual optimization, with one optimizer in one process.
+    """Accumulates in place of Lightning, in automatic and in manual optimization.
 
     `accumulate_grad_batches`, `precision`, `gradient_clip_val` and the hooks of LightningModule mean what they do in
-    Lightning. `.grad` is the averaged, unscaled gradient from `on_before_optimizer_step` on, and None before. Fused
-    optimizers can be clipped in fp16 too.
+    Lightning, on one device, with `strategy="ddp"` in its variants, where a window communicates once, and with
+    ModelParallelStrategy (FSDP2). `.grad` is the averaged, unscaled gradient from `on_before_optimizer_step` on, and
+    None before. Fused optimizers can be clipped in fp16 too; averaging and clipping are folded into their pass where no
+    hook of the user's could look at `.grad`.
 
-    In manual optimization each `manual_backward` is a micro-batch, and `optimizer.step()` ends the window: no division
-    by the number of micro-batches, and no `zero_grad`.
+    In manual optimization each `manual_backward` is a micro-batch of the optimizers whose parameters it reaches, and
+    `optimizer.step()` ends the optimizer's window: no division by the number of micro-batches, and no `zero_grad`,
+    which drops the optimizer's window.
 
     Args:
         weight: From a batch the number of samples or tokens that its loss is the mean of; None: every batch counts 1.
+            The mean is over the batches of all ranks.
+        metrics: Whether to log the accumulator's metrics of each window, as `accumulator/grad_norm`.
         **options: Of FusedAccumulator, as `release="backward"` (then without `weight`).
     """
 
-    def __init__(self, weight: Callable[[Any], float | Tensor] | None = None, **options: Any) -> None:
+    def __init__(
+        self, weight: Callable[[Any], float | Tensor] | None = None, *, metrics: bool = False, **options: Any
+    ) -> None:
         self.weight = weight
-        self._options = {"autocast_route": True, **options}  # nobody looks for `.grad` inside a window
+        self.metrics = metrics
+        self._options = options
         self._batch_weight: float | Tensor = 1.0
-        self._window: TrainerWindow | None = None
+        self._windows: list[TrainerWindow] = []
+        self._stepped: list[int] = []  # places of windows that this batch has stepped
         self._precision: Precision | None = None
+        self._lightning_optimizers: list[Any] = []
         self._saved: dict[str, Any] | None = None
+
+    @property
+    def accumulators(self) -> list[FusedAccumulator]:
+        """The accumulators of the optimizers, in their order, while `fit()` runs."""
+        return [window.accumulator for window in self._windows]
 
     @property
     def accumulator(self) -> FusedAccumulator:
         """The accumulator, while `fit()` runs.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it does not; or there are several optimizers, each with an accumulator.
         """
-        if self._window is None:
-            raise RuntimeError("FusedAccumulation has an accumulator only while trainer.fit() runs")
-        return self._window.accumulator
+        if len(self._windows) != 1:
+            raise RuntimeError(
+                "several optimizers have an accumulator each: see accumulators"
+                if self._windows
+                else "FusedAccumulation has an accumulator only while trainer.fit() runs"
+            )
+        return self._windows[0].accumulator
 
     # ---- from the beginning to the end of fit()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the accumulator.
+        """Make the accumulators.
 
         Raises:
-            ValueError: several processes, a strategy that accumulates itself, or not exactly one optimizer.
+            ValueError: the strategy shards or accumulates by itself.
         """
-        if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        strategy = trainer.strategy
+        ddp = type(strategy) is DDPStrategy  # by type: DeepSpeedStrategy is one
+        if not ddp and not isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy)):
             raise ValueError(
-                f"FusedAccumulation with {type(trainer.strategy).__name__}: it drives one device. Use one, or "
-                "accumkernels.FusedAccumulator itself in manual optimization"
+                f"FusedAccumulation with {type(strategy).__name__}: use strategy='ddp', or ModelParallelStrategy to "
+                "shard the model (FSDP2)"
             )
-        if len(trainer.optimizers) != 1:
-            raise ValueError(
-                f"FusedAccumulation with {len(trainer.optimizers)} optimizers: it drives one. Accumulate with "
-                "accumkernels.FusedAccumulator itself in manual optimization"
-            )
+        saved = self._saved
         self._release()
-        precision = trainer.strategy.precision_plugin
+        self._saved = saved
+        precision = strategy.precision_plugin
         scaler = getattr(precision, "scaler", None)
-        self._window = TrainerWindow(pl_module, trainer.optimizers[0], scaler, **self._options)
-        if self._saved is not None:
-            self._window.accumulator.load_state_dict(self._saved)
-            self._saved = None
-        # The precision plugin would unscale again, refuses to clip what fused optimizers step, and does not skip an
-        # overflow in bf16. What was put there by others (its class, its scaler, its checkpoints) stays.
+        model = strategy.model if strategy.model is not None else pl_module
+        alone = len(trainer.optimizers) == 1
+        # Nobody looks for `.grad` inside a window. FSDP2 casts parameters itself.
+        routed = not isinstance(strategy, ModelParallelStrategy)
+        options = {"autocast_route": True, **self._options} if routed else self._options
+        for optimizer in driven(trainer.optimizers):
+            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **options))
+        if hasattr(strategy, "_pl_static_graph_delay_done"):
+            strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
+        self._load()
+        # Methods, not a plugin of our own: what was put there by others (its class, its scaler, its checkpoints) stays.
         self._precision = precision
         precision.optimizer_step = self._optimizer_step
         precision.clip_gradients = self._clip_gradients
         precision.clip_grad_by_norm = self._clip_grad_by_norm
+        if backward_may_cross_ranks() and self._windows:
+            precision.backward = self._backward
+        if not pl_module.automatic_optimization:
+            for optimizer in trainer.strategy._lightning_optimizers:
+                window = self._window_of(optimizer)
+                if window is not None:
+                    self._lightning_optimizers.append(optimizer)
+                    optimizer.zero_grad = optimizer.optimizer.zero_grad = _Drop(window)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the model's values into masters: Lightning may have loaded or reset them since `on_fit_start`."""
+        for window in self._windows:
+            window.close()
+            window.accumulator.refresh_masters()
+        self._load()
+
+    def _load(self) -> None:
+        if self._saved is None:
+            return
+        states = self._saved.get("windows", [self._saved])
+        for window, state in zip(self._windows, states, strict=True):
+            window.accumulator.load_state_dict(state)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go of the model."""
@@ -100,13 +157,17 @@ class FusedAccumulation(pl.Callback):
         self._release()
 
     def _release(self) -> None:
+        self._saved = None
         if self._precision is not None:
-            for name in ("optimizer_step", "clip_gradients", "clip_grad_by_norm"):
-                delattr(self._precision, name)
+            for name in ("optimizer_step", "clip_gradients", "clip_grad_by_norm", "backward"):
+                vars(self._precision).pop(name, None)
             self._precision = None
-        if self._window is not None:
-            self._window.release()
-            self._window = None
+        for optimizer in self._lightning_optimizers:
+            del optimizer.zero_grad, optimizer.optimizer.zero_grad
+        self._lightning_optimizers = []
+        for window in self._windows:
+            window.release()
+        self._windows = []
 
     # ---- a micro-batch
 
@@ -114,51 +175,115 @@ class FusedAccumulation(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Open the next window after a step, and ask for the batch's weight."""
-        assert self._window is not None
-        self._window.open()
-        self._batch_weight = 1.0 if self.weight is None else self.weight(batch)
+        for window in self._windows:
+            window.open()
+        self._stepped = []
+        # A step that takes an iterator has no batch yet.
+        self._batch_weight = 1.0 if self.weight is None or batch is None else self.weight(batch)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Open the next window after a step, which manual optimization may take inside a batch."""
-        assert self._window is not None
-        self._window.open()
-        self._window.divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        for window in self._windows:
+            window.open()
+            window.divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            window.begin()
+
+    def _backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The precision plugin's, of a loss that has its weight: backward may average over ranks, as FSDP2's does."""
+        assert self._precision is not None
+        tensor = self._windows[0].weighed(tensor, self._batch_weight)
+        for window in self._windows:
+            window.in_loss = self._windows[0].in_loss
+        type(self._precision).backward(self._precision, tensor, *args, **kwargs)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the gradients."""
-        self.accumulator.accumulate(self._batch_weight)
+        """Take the gradients, for the optimizers that they are of."""
+        for window in self._windows:
+            if window.alone or window.reached:
+                window.take(self._batch_weight)
 
     # ---- the end of a window, in place of the precision plugin's
+
+    def _window_of(self, optimizer: Any) -> TrainerWindow | None:
+        """None for an optimizer that is left to Lightning."""
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return next((window for window in self._windows if window.optimizer is optimizer), None)
 
     def _optimizer_step(
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        assert self._precision is not None and self._window is not None
+        assert self._precision is not None
+        window = self._window_of(optimizer)
+        if window is None:
+            kind = type(self._precision)
+            return kind.optimizer_step(self._precision, optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        self._window.finalize()
+        window.folds = self._nobody_reads_gradients(model)
+        if not window.folds:
+            window.finalize()
         self._precision._after_closure(model, optimizer)  # on_before_optimizer_step, and the Trainer's clipping
-        self._window.step(**kwargs)
+        window.step_as_agreed(result, **kwargs)
+        self._stepped.append(self._windows.index(window))
         return result
 
-    def _clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        assert self._precision is not None and self._window is not None
-        self._window.finalize()
-        Precision.clip_gradients(self._precision, optimizer, *args, **kwargs)
+    def _nobody_reads_gradients(self, model: pl.LightningModule) -> bool:
+        callbacks = [c for c in model.trainer.callbacks if not type(c).__module__.startswith("lightning.")]
+        hooks = [(type(c), pl.Callback) for c in callbacks if c is not self] + [(type(model), pl.LightningModule)]
+        return all(getattr(kind, name, None) is getattr(base, name, None) for kind, base in hooks for name in _READERS)
+
+    def _clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        assert self._precision is not None
+        window = self._window_of(optimizer)
+        if window is None:
+            type(self._precision).clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
+            return
+        if not window.folds or gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+            window.finalize()
+        Precision.clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self._window is not None
-        self._window.clip_grad_norm_(clip_val)
+        assert self._precision is not None
+        window = self._window_of(optimizer)
+        if window is None:
+            Precision.clip_grad_by_norm(self._precision, optimizer, clip_val)
+        elif window.folds and not window.finalized:
+            window.clip_in_step(clip_val)
+        else:
+            window.clip_grad_norm_(clip_val)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what the windows that this batch has ended were like; nothing is read back from the device."""
+        for index in self._stepped if self.metrics else ():
+            name = "accumulator/" if len(self._windows) == 1 else f"accumulator/{index}/"
+            values = self._windows[index].accumulator.metrics()
+            pl_module.log_dict({f"{name}{key}": value for key, value in values.items()})
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The accumulator's: masters, and what is in a window that is open."""
-        if self._window is None:
+        """The accumulators': masters, and what is in a window that is open; with FSDP2 nothing, between windows."""
+        if not self._windows or any(window.sharded for window in self._windows):
             return {}
-        if self._window.stepped:
-            self._window.close()
-        return self._window.accumulator.state_dict()
+        states = [window.state_dict() for window in self._windows]
+        return states[0] if len(states) == 1 else {"windows": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until `fit` makes the accumulator."""
+        """Kept until `fit` makes the accumulators."""
         self._saved = dict(state_dict) or None
+
+
+class _Drop:
+    """`zero_grad` of an optimizer in manual optimization: as in Lightning, what was accumulated is dropped."""
+
+    def __init__(self, window: TrainerWindow) -> None:
+        self._window = window
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._window.close()

@@ -41,16 +41,26 @@ class FusedAccumulationMixin(Base):
 
     Where the loss is normalized by `num_items_in_batch`, the gradient is the Trainer's own. Where the model or the loss
     function does not take `num_items_in_batch`, the Trainer averages the micro-batches' mean losses; here each counts
-    as many labels as its mean was taken over (`micro_batch_weight`). One process, one GPU.
+    as many labels as its mean was taken over (`micro_batch_weight`), on all ranks. One GPU per process, with
+    DistributedDataParallel or FSDP2 where there are several.
 
     Args:
         *args: Of the Trainer.
         accumulator_options: Of FusedAccumulator, as `{"release": "backward"}`.
+        log_windows: Whether what the Trainer logs has the accumulator's metrics of the last window, too, as
+            `accumulator/weight`.
         **kwargs: Of the Trainer.
     """
 
-    def __init__(self, *args: Any, accumulator_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        accumulator_options: Mapping[str, Any] | None = None,
+        log_windows: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self._accumulator_options = dict(accumulator_options or {})
+        self._log_windows = log_windows
         super().__init__(*args, **kwargs)
 
     @property
@@ -61,7 +71,7 @@ class FusedAccumulationMixin(Base):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; the accelerator gets an accumulator when the model and the optimizer are prepared."""
         super().create_accelerator_and_postprocess()
-        fuse(self.accelerator, **self._accumulator_options)
+        fuse(self.accelerator, **self._accumulator_options).counts_micro_batches = True
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; afterwards the model is free for another one.
@@ -101,14 +111,44 @@ class FusedAccumulationMixin(Base):
     ) -> Tensor:
         """As the Trainer's, which divides the loss by the number of micro-batches unless it is scaled already."""
         self.accelerator.open_window()
+        self.accelerator.reads_gradients = self._somebody_reads_gradients()
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
-        # Scaled losses add up to the window's, so that dividing by the number of micro-batches is to be undone.
-        self.accelerator.micro_batch_weight = 1.0 if scaled else self.micro_batch_weight(inputs)
+        # Scaled losses add up to the window's; means are weighted, and what they were divided by is undone.
+        self.accelerator.micro_batch_weight = None if scaled else self.micro_batch_weight(inputs)
         self.accelerator.loss_divided_by = self.current_gradient_accumulation_steps
+        takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self.args.average_tokens_across_devices and takes_number and num_items_in_batch is not None:
+            # compute_loss has multiplied by the number of ranks, for scaled losses and means alike.
+            self.accelerator.loss_divided_by /= self.accelerator.num_processes // self.get_tp_size()
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model_wrapped is not self.model:  # by an earlier train(), and the Trainer does not prepare it again
+            self.accelerator.adopt(self.model_wrapped)
+        elif self.is_distributed_loading_by_transformers:
+            self.accelerator.adopt(self.model)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _somebody_reads_gradients(self) -> bool:
+        """Whether anything of the user's runs between the last backward of a window and `zero_grad`."""
+        base = transformers.TrainerCallback
+        return any(
+            getattr(type(callback), hook) is not getattr(base, hook)
+            for callback in self.callback_handler.callbacks
+            for hook in ("on_pre_optimizer_step", "on_optimizer_step")
+        ) or any(
+            getattr(type(self), method) is not getattr(transformers.Trainer, method)
+            for method in ("_clip_grad_norm", "_get_grad_norm", "_run_epoch")
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; with `log_windows` beside the accumulator's metrics."""
+        if self._log_windows and "loss" in logs:
+            logs = {**logs, **self.accelerator.window_metrics()}
+        super().log(logs, *args, **kwargs)
 
     # ---- checkpoints: only masters outlive a window
 

@@ -1,15 +1,33 @@
-"""What the adapters share: a window between the calls of a trainer that divides its losses and steps when it likes."""
+"""What the adapters share: windows between the calls of a trainer that divides its losses and steps when it likes."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from ..window.optimizers import check_no_closure, check_optimizer
+from ..arguments import as_scalar
+from ..buffers.dtensors import local, shaped_like
+from ..buffers.flat import FlatBuffer
+from ..buffers.layout import Segment
+from ..buffers.parameters import NamedParameter
+from ..ranks.ddp import Silence, module_buffers
+from ..ranks.unit import backward_may_cross_ranks
+from ..window.optimizers import check_optimizer, owned
+from ..window.weight import Weight
+
+_log = logging.getLogger(__name__)
 
 
 def missing(package: str) -> ImportError:
@@ -19,54 +37,192 @@ def missing(package: str) -> ImportError:
     )
 
 
-class TrainerWindow:
-    """The windows of one model and one optimizer, driven by a trainer.
+def check_optimizer_once(optimizer: Optimizer) -> None:
+    """Refuse optimizers that are wrapped, and those that evaluate the loss more than once in a step.
 
-    The trainer divides each loss by a number of steps before it scales it. That is left so, since then 16-bit
-    intermediates, overflows and the loss scale are those of the trainer's own accumulation; `finalize` undoes it for
-    the micro-batches that really ran: the gradient is `sum_i w_i g_i / sum_i w_i` of the undivided losses.
+    Raises:
+        TypeError: names it, and what to use.
+    """
+    check_optimizer(optimizer, "accumkernels.integrations")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates the loss of a window several times in one step, which trainers with micro-batches cannot; "
+            "use it with accumkernels.FusedAccumulator itself, which FusedAccumulator.step(lbfgs) shows"
+        )
+
+
+def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers that can have windows of their own; others are left to the trainer.
+
+    Those are optimizers without parameters, and those that share some: a gradient that several step has no one window.
+
+    Raises:
+        ValueError: optimizers share parameters, and torch.distributed runs several ranks: accumulators keep
+            DistributedDataParallel silent, and nobody would reduce what is left to the trainer.
+    """
+    owners: dict[int, int] = {}
+    for p in owned(optimizers):
+        owners[id(p)] = owners.get(id(p), 0) + 1
+    shared = [o for o in optimizers if any(owners[id(p)] > 1 for p in owned((o,)))]
+    if shared:
+        names = ", ".join(type(o).__name__ for o in shared)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise ValueError(f"{names} step the same parameters, which is not accumulated over ranks: keep them apart")
+        _log.warning("%s step the same parameters: their gradients are left to the trainer", names)
+    return [o for o in optimizers if owned((o,)) and not any(o is other for other in shared)]
+
+
+class TrainerWindow:
+    """The windows of one optimizer, driven by a trainer. A trainer has one for each of its optimizers.
+
+    A trainer divides each loss by a number of steps before it scales it. That is left so, since then 16-bit
+    intermediates, overflows and the loss scale are those of the trainer's own accumulation, and undone in the pass that
+    adds the gradients: the gradient of a window is `sum_i w_i g_i / sum_i w_i` of the undivided losses, over the
+    micro-batches of all ranks. Losses that are to be added up as they are (`sums`) are averaged over ranks, as by
+    DistributedDataParallel, and divided by nothing else.
 
     Args:
-        model: Of one process.
-        optimizer: Steps all trainable parameters of the model. With `master_weights=True` it gets the masters in place
-            of 16-bit parameters, and its state goes with them.
+        modules: Those that have parameters which the optimizer steps, wrapped in DistributedDataParallel or sharded by
+            FSDP2 where there are several ranks.
+        optimizer: With `master_weights=True` it gets the masters in place of 16-bit parameters, and its state goes with
+            them. A parameter that is added to it later is accumulated from the next window on.
         scaler: The trainer's.
+        alone: Whether no other optimizer steps parameters of the modules.
         **options: Of FusedAccumulator.
 
     Attributes:
-        accumulator: Made here.
-        divided_by: What the losses of this window were divided by.
+        accumulator: Made here, anew where the optimizer gets other parameters.
+        divided_by: What the loss of the next micro-batch was divided by.
+        sums: Whether losses are added up as they are; the same for all micro-batches of a window.
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
+        folds: Whether nobody looks at `.grad` before the step or after it.
+        in_loss: The weight of the micro-batch under way, where it is in its loss.
+        micro_batch: Backwards in the micro-batch that the trainer says is under way; None where it says nothing.
     """
 
+    accumulator: FusedAccumulator
+
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None, **options: Any
+        self,
+        modules: Sequence[nn.Module],
+        optimizer: Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        alone: bool = True,
+        **options: Any,
     ) -> None:
-        check_optimizer(optimizer, "accumkernels.integrations")
-        check_no_closure(optimizer)
-        self.accumulator = FusedAccumulator(model, scaler=scaler, **options)
-        self.model = model
+        check_optimizer_once(optimizer)
+        self.modules = list(modules)
         self.optimizer = optimizer
         self.divided_by: float | Tensor = 1
+        self.sums = False
         self.finalized = False
         self.stepped = False
-        self._scaler = scaler
-        translated = self.accumulator.param_groups(optimizer.param_groups)
-        self._before = [list(group["params"]) for group in optimizer.param_groups]
-        self._set_params([group["params"] for group in translated])
+        self._options = options
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.alone = alone
+        self.micro_batch: int | None = None
+        self.folds = False
+        self._promised: tuple[float | Tensor, Tensor] | None = None
+        self._shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
+        self._idle = False
+        self.in_loss: Weight | None = None
+        self._cleanup = contextlib.ExitStack()
+        self._build()
 
-    def _set_params(self, params: list[list[Tensor]]) -> None:
+    # ---- the accumulator
+
+    def _build(self) -> None:
+        """Make the accumulator of the parameters that the optimizer steps, and let it step masters."""
+        self._owned = self._owners()
+        stepped = {id(p) for p in owned((self.optimizer,))}
+        wrapped = [ddp for ddp in map(_unwrapped, self.modules) if isinstance(ddp, DistributedDataParallel)]
+        if len(self.modules) == 1 and self.alone:
+            self.accumulator = _Stepped(self.modules[0], stepped, scaler=self._scaler, **self._options)
+        else:
+            named = [
+                (f"{index}.{name}" if len(self.modules) > 1 else name, p)
+                for index, module in enumerate(self.modules)
+                for name, p in module.named_parameters()
+                if id(p) in stepped
+            ]
+            options = {**self._options, "autocast_route": False}
+            for ddp in wrapped:
+                self._cleanup.enter_context(_silent(ddp))
+            if wrapped:
+                options["process_group"] = wrapped[0].process_group
+            self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
+            ranks: Any = self.accumulator._ranks
+            if wrapped:
+                ranks._group._shared = lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
+        self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
+        if self.sharded and self._options.get("master_weights"):
+            raise ValueError(
+                "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
+                "mixed precision policy (param_dtype)"
+            )
+        self._translate(self.accumulator._store.target)
+
+    def _owners(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def _translate(self, target: Callable[[Tensor], Tensor]) -> None:
         """Let the optimizer step other tensors, with the state that it has."""
-        for group, new in zip(self.optimizer.param_groups, params, strict=False):
-            for old, target in zip(group["params"], new, strict=False):
-                if old is not target and old in self.optimizer.state:
-                    self.optimizer.state[target] = self.optimizer.state.pop(old)
-            group["params"] = [*new, *group["params"][len(new) :]]
+        for group in self.optimizer.param_groups:
+            new = [target(p) for p in group["params"]]
+            for old, other in zip(group["params"], new, strict=True):
+                if old is not other and old in self.optimizer.state:
+                    self.optimizer.state[other] = self.optimizer.state.pop(old)
+            group["params"] = new
+        self._owned = self._owners()
+
+    def _let_go(self) -> dict[int, Tensor]:
+        """Give model and optimizer back as they were, but trained; the masters, by id of the parameter."""
+        store = self.accumulator._store
+        masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
+        params = {id(store.target(e.param)): e.param for e in store.named}
+        self.close()
+        self._translate(lambda tensor: params.get(id(tensor), tensor))
+        self.accumulator.remove()
+        self._cleanup.close()
+        return masters
+
+    def release(self) -> None:
+        """Give the model and the optimizer back as they were, but trained."""
+        self._let_go()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Between windows: accumulate parameters that were added to the optimizer."""
+        if self._owners() == self._owned:
+            return
+        masters = self._let_go()
+        self._build()
+        for entry in self.accumulator._store.named:
+            if id(entry.param) in masters and entry.param.requires_grad:
+                self.accumulator._store.target(entry.param).copy_(masters[id(entry.param)])
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 averages gradients over ranks inside backward."""
+        return self.accumulator._ranks.sharded
+
+    @property
+    def inside_no_sync(self) -> bool:
+        """Whether the loop is inside `no_sync` of a DistributedDataParallel module."""
+        return any(no_sync.depth > 0 for no_sync in self._no_syncs)
+
+    @property
+    def several_ranks(self) -> bool:
+        """Whether other ranks may have micro-batches in this window."""
+        return self.accumulator._ranks.ends_together
 
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """What the optimizer steps for some of the model's parameters."""
         return self.accumulator.param_groups([{"params": params}])[0]["params"]
+
+    # ---- micro-batches
 
     def open(self) -> None:
         """Before a forward or a backward: begin the next window where the last one has ended.
@@ -74,27 +230,115 @@ class TrainerWindow:
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
         """
-        if not self.finalized:
-            return
-        if not self.stepped and any(p.grad is not None for p in self.accumulator.parameters()):
+        if self.finalized:
+            if not self.stepped and any(p.grad is not None for p in self.accumulator.parameters()):
+                raise RuntimeError(
+                    "backward after the last one of its window: step the optimizer before, or drop the window with "
+                    "optimizer.zero_grad(). A micro-batch has one backward: add up its losses, and let the trainer "
+                    "count micro-batches (accelerate: `with accelerator.accumulate(model)`, or no_sync around all but "
+                    "the last backward of a window)"
+                )
+            self.close()
+        if self.accumulator.micro_batches == 0 and not self._shown:
+            self._follow()
+
+    def begin(self, sums: bool = False) -> None:
+        """Before a backward: what its gradients are multiplied by while they are added.
+
+        Raises:
+            RuntimeError: the window has micro-batches of the other kind.
+        """
+        self.take_back()
+        if self.accumulator.micro_batches == 0:
+            self.sums = sums
+        elif self.sums != sums:
             raise RuntimeError(
-                "backward after the last one of its window: step the optimizer before, or drop the window with "
-                "optimizer.zero_grad(). A micro-batch has one backward: add up its losses, and let the trainer count "
-                "micro-batches (accelerate: `with accelerator.accumulate(model)`)"
+                "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
+                "all of them a weight, or none"
             )
-        self.close()
+        self.accumulator._scaler.divided_by = 1 if sums else self.divided_by
+        self.in_loss = None
+
+    def backward(self, loss: Tensor, weight: float | Tensor, **kwargs: Any) -> None:
+        """A micro-batch, after `open` and `begin`."""
+        self.accumulator.backward(loss, 1.0 if self.sums else weight, **kwargs)
+
+    def weighed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """The loss to call backward on, before `take`: with its weight, where backward may cross ranks."""
+        if self.sums or not backward_may_cross_ranks():
+            return loss
+        scalar = as_scalar(weight, "weight", self.accumulator._store.device)
+        loss, self.in_loss = self.accumulator._intake._weigher.weigh(loss, scalar)
+        return loss
+
+    def take(self, weight: float | Tensor) -> None:
+        """Count a micro-batch whose backward somebody else has called."""
+        in_loss, self.in_loss = self.in_loss, None
+        if in_loss is None:
+            self.accumulator.accumulate(1.0 if self.sums else weight)
+            return
+        with torch.no_grad():
+            self.accumulator._intake.accumulate(in_loss, last=False)
+
+    @property
+    def reached(self) -> bool:
+        """Whether a backward has left gradients that were not counted."""
+        return self.accumulator._intake.uncounted or any(
+            entry.param.grad is not None for entry in self.accumulator._store.named
+        )
+
+    # ---- gradients to look at inside a window of sums, as autograd leaves them
+
+    def show(self) -> None:
+        """Let `.grad` be the sum so far. On one rank, and where sums are not to be divided: it is what stock has."""
+        for buffer, segment in self.accumulator._store.touched():
+            view = buffer.views[segment.index]
+            target = self.accumulator._store.target(segment.param)
+            grad = view if view.dtype == target.dtype else view.to(target.dtype)
+            target.grad = shaped_like(grad, target) if buffer.sharded else grad
+            self._shown.append((buffer, segment, target, grad, grad._version))
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Take `.grad` in again, as it was left: changed, replaced, or dropped by setting it to None."""
+        shown, self._shown = self._shown, []
+        if shown and all(target.grad is None for _, _, target, _, _ in shown):
+            self.close()
+            return
+        for buffer, segment, target, grad, version in shown:
+            if target.grad is None:
+                buffer.touched[segment.index] = False
+                continue
+            found, view = local(target.grad), buffer.views[segment.index]
+            replaced = found is not grad and found is not view
+            if replaced or (grad.dtype != view.dtype and grad._version != version):
+                view.copy_(found)
+            target.grad = None
+
+    # ---- the end of a window
 
     def finalize(self) -> None:
         """Average and hand the result out as `.grad`; nothing where that is done, or nothing was accumulated."""
-        if self.finalized or self.accumulator.micro_batches == 0:
+        if self.finalized:
             return
-        divisor = None
-        if isinstance(self.divided_by, Tensor) or self.divided_by != 1:
-            weight = self.accumulator.weight
-            # A window without weight is skipped, whatever it is divided by; 0 would count as overflow.
-            divisor = torch.where(weight > 0, weight / self.divided_by, 1.0)
-        self.accumulator.finalize(self.optimizer, divisor=divisor)
+        self._take_uncounted()
+        if self.accumulator.micro_batches == 0 and not self.several_ranks:
+            return
+        self.accumulator.finalize(self.optimizer, divisor=self._divisor())
         self.finalized = True
+
+    def _take_uncounted(self) -> None:
+        """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see."""
+        self.take_back()
+        if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
+            self.accumulator._scaler.divided_by = 1
+            self.take(1.0)
+
+    def _divisor(self) -> float | None:
+        """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
+        if not self.sums:
+            return None
+        return 1.0 if self.sharded else float(self.accumulator._ranks.size)
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; the answer is its norm before."""
@@ -103,31 +347,265 @@ class TrainerWindow:
             return torch.zeros(())
         return self.accumulator.clip_grad_norm_(max_norm, norm_type)
 
-    def step(self, **kwargs: Any) -> None:
+    def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
+        """Clip in `step_as_agreed`, which fills the norm that is returned now; nobody looks at `.grad` before."""
+        store = self.accumulator._store
+        self._promised = max_norm, torch.zeros((), dtype=store.result_dtype, device=store.device)
+        return self._promised[1]
+
+    def step_as_agreed(self, result: Any = None, **kwargs: Any) -> None:
+        """`step`, with what `folds` and `clip_in_step` have said."""
+        max_norm, norm = self._promised or (None, None)
+        self._promised = None
+        found = self.step(result, max_norm=max_norm, fold=self.folds, **kwargs)
+        if norm is not None and found is not None:
+            norm.copy_(found)
+
+    def step(
+        self, result: Any = None, *, max_norm: float | Tensor | None = None, fold: bool = False, **kwargs: Any
+    ) -> Any:
         """Step the optimizer and update the scale, as GradScaler does; a window with an overflow is skipped.
 
         `.grad` stays until the next window, as after any optimizer's step.
+
+        Args:
+            result: What a closure has returned; an optimizer that needs one gets it from there.
+            max_norm: Clip to this norm.
+            fold: Nobody looks at `.grad` any more: averaging and clipping are left to the optimizer's own pass where it
+                can do that. `.grad` is None afterwards.
+            **kwargs: Of the optimizer's `step`.
+
+        Returns:
+            The norm before clipping, with `max_norm`.
         """
-        self.finalize()
         if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
-        if not self.finalized:
-            self.accumulator.step(self.optimizer)  # empty: skips, and says so
-            return
-        if self._scaler is not None and self._scaler.is_enabled():
-            self._scaler.step(self.optimizer, **kwargs)
-            self._scaler.update()
-        elif not self.accumulator.step_was_skipped:
-            self.optimizer.step(**kwargs)
+        self._idle = False
+        needs_closure = _needs_closure(type(self.optimizer))  # type: ignore[arg-type]
+        with _alone(self._scaler, self.optimizer):
+            if not self.finalized:
+                self._take_uncounted()
+                empty = self.accumulator.micro_batches == 0 and not self.several_ranks
+                if empty:  # as in stock: nothing moves, and schedulers go on
+                    self._idle = True
+                    if self._scaler is None and not needs_closure:
+                        self.optimizer.step(**kwargs)
+                    return None
+                if fold and not kwargs and not needs_closure:
+                    norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
+                    self._reset()
+                    return norm
+                self.finalize()
+            norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
+            args = (_once(self.optimizer, result),) if needs_closure else ()
+            if self._scaler is not None:
+                self._rerecord()
+                self._scaler.step(self.optimizer, *args, **kwargs)
+                self._scaler.update()
+            elif not self.accumulator.step_was_skipped:
+                self.optimizer.step(*args, **kwargs)
         self.stepped = True
+        return norm
+
+    def _rerecord(self) -> None:
+        """Tell the scaler again that gradients are unscaled: another optimizer's update has made it forget."""
+        verdict = self.accumulator._window.verdict
+        assert verdict is not None
+        self.accumulator._scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, for overflow or weights that sum to zero; not for want of backwards."""
+        return not self._idle and self.accumulator.step_was_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accumulator's, for a checkpoint that one rank writes: collective where several are inside a window."""
+        if self.stepped:
+            self.close()
+        return self.accumulator.state_dict(reduced=self.several_ranks and self.accumulator.micro_batches > 0)
 
     def close(self) -> None:
         """Drop the window, stepped or not, and open the next."""
+        self._shown = []
         self.accumulator.zero_()
-        self.finalized = self.stepped = False
+        self._reset()
 
-    def release(self) -> None:
-        """Give the model and the optimizer back as they were, but trained."""
-        self.close()
-        self._set_params(self._before)
-        self.accumulator.remove()
+    def _reset(self) -> None:
+        self.finalized = self.stepped = False
+        self.micro_batch = None if self.micro_batch is None else 0
+
+
+def backward_of_all(
+    windows: Sequence[TrainerWindow],
+    loss: Tensor,
+    weight: float | Tensor,
+    scaler: torch.amp.GradScaler | None,
+    **kwargs: Any,
+) -> list[TrainerWindow]:
+    """A backward whose gradients may be those of several optimizers; it counts for those that it reaches.
+
+    Args:
+        windows: Those that are open have had `begin`.
+        loss: The trainer's.
+        weight: What it counts.
+        scaler: The trainer's.
+        **kwargs: Of `Tensor.backward`.
+
+    Returns:
+        The windows that it reached.
+
+    Raises:
+        RuntimeError: it reaches parameters of a window that has ended and was not stepped.
+    """
+    ended = [window for window in windows if window.finalized]
+    kept = [(p, p.grad) for window in ended for p in window.accumulator.parameters() if p.grad is not None]
+    for p, _ in kept:
+        p.grad = None
+    is_open = [window for window in windows if not window.finalized]
+    if is_open:
+        loss = is_open[0].weighed(loss, weight)
+        for window in is_open:
+            window.in_loss = is_open[0].in_loss
+    (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
+    reached = [window for window in windows if window.reached]
+    if any(window in ended for window in reached):
+        for window in reached:
+            window.accumulator._store.drop_grads()
+        raise RuntimeError(
+            "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or keep "
+            "its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"
+        )
+    for p, grad in kept:
+        p.grad = grad
+    for window in reached:
+        window.take(weight)
+    return reached
+
+
+class _Stepped(FusedAccumulator):
+    """Leaves out what the optimizer does not step, as trainers do: a frozen tower, or layers that are added later."""
+
+    def __init__(self, module: nn.Module, stepped: set[int], **options: Any) -> None:
+        self._stepped = stepped
+        super().__init__(module, **options)
+
+    def _named(self, params: Any) -> list[NamedParameter]:
+        named = super()._named(params)
+        ignored = [e.name for e in named if id(e.param) not in self._stepped and e.param.requires_grad]
+        if ignored:
+            _log.warning(
+                "no optimizer steps %s%s, so that no gradient of it is accumulated",
+                ", ".join(map(repr, ignored[:3])),
+                f" and {len(ignored) - 3} more" if len(ignored) > 3 else "",
+            )
+        return [e for e in named if id(e.param) in self._stepped]
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Without what torch.compile puts around it."""
+    while "_orig_mod" in module._modules:
+        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return module
+
+
+@functools.cache
+def _needs_closure(optimizer_class: type[Optimizer]) -> bool:
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
+    """A closure for an optimizer that needs one: its backward has run already."""
+    calls = iter([result])
+
+    def closure() -> Any:
+        try:
+            return next(calls)
+        except StopIteration:
+            raise TypeError(
+                f"{type(optimizer).__name__} evaluates its closure twice in one step, which FusedAccumulator cannot "
+                "drive inside a trainer: gradients of the first evaluation are those of a whole window"
+            ) from None
+
+    return closure
+
+
+@contextlib.contextmanager
+def _alone(scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> Iterator[None]:
+    """Keep what a GradScaler knows of other optimizers out of one's step and update, and let it know it afterwards."""
+    if scaler is None:
+        yield
+        return
+    records = scaler._per_optimizer_states
+    others = {key: records.pop(key) for key in list(records) if key != id(optimizer)}
+    try:
+        yield
+    finally:
+        scaler._per_optimizer_states.update(others)
+
+
+# ---- DistributedDataParallel modules, which several windows may share
+
+_silences: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+_no_syncs: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass
+class _Shared:
+    """What the windows of a module need once."""
+
+    held: Any
+    windows: int = 0
+
+
+@contextlib.contextmanager
+def _silent(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Keep the module silent until the last of its windows has gone."""
+    if ddp not in _silences:
+        _silences[ddp] = _Shared(Silence(ddp))
+    _silences[ddp].windows += 1
+    try:
+        yield
+    finally:
+        _silences[ddp].windows -= 1
+        if _silences[ddp].windows == 0:
+            _silences.pop(ddp).held.remove()
+
+
+@contextlib.contextmanager
+def _counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
+    """The module's `no_sync`, which from now on knows whether a loop is inside it."""
+    if ddp not in _no_syncs:
+        ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
+        _no_syncs[ddp] = _Shared(ddp.no_sync)
+    _no_syncs[ddp].windows += 1
+    try:
+        yield _no_syncs[ddp].held
+    finally:
+        _no_syncs[ddp].windows -= 1
+        if _no_syncs[ddp].windows == 0:
+            del _no_syncs[ddp]
+            del ddp.no_sync
+
+
+class _NoSync:
+    """Counts who is inside `no_sync`; a copy or a pickle of the module has one that does nothing."""
+
+    def __init__(self, kind: type[DistributedDataParallel], ddp: weakref.ref[DistributedDataParallel]) -> None:
+        self.depth = 0
+        self._kind = kind
+        self._ddp = ddp
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        ddp = self._ddp()
+        assert ddp is not None
+        with self._kind.no_sync(ddp):
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (contextlib.nullcontext,)

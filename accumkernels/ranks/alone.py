@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ class Report(NamedTuple):
             backward has reduced over ranks.
         micro_batches: How many this rank ran.
         window: The window's number.
+        loss: fp64 `[2]`, the weighted sum of losses and the sum of their weights; None where no loss is known.
     """
 
     state: Tensor
@@ -36,6 +37,12 @@ class Report(NamedTuple):
     weighed_after: bool = False
     micro_batches: int = 0
     window: int = 0
+    loss: Tensor | None = None
+
+    @property
+    def loss_sums(self) -> Tensor:
+        """`loss`, zeros where none is known: of the same length on every rank."""
+        return torch.zeros_like(self.state[:2]) if self.loss is None else self.loss
 
 
 class Agreement(NamedTuple):
@@ -49,6 +56,7 @@ class Agreement(NamedTuple):
         dropped: Whether any rank dropped it; None where only the device knows.
         weight: The sum of weights; None where only the device knows.
         error: What ranks disagree about; to be raised once nobody waits for this rank any more.
+        loss: As in `Report`, summed over ranks; None where no rank can know one.
     """
 
     state: Tensor
@@ -58,6 +66,7 @@ class Agreement(NamedTuple):
     dropped: bool | None
     weight: float | None
     error: str | None = None
+    loss: Tensor | None = None
 
 
 def different_windows(numbers: Sequence[float]) -> str | None:
@@ -127,7 +136,7 @@ class Alone:
     def agree(self, report: Report) -> Agreement:
         """Combine what all ranks report; collective."""
         state = torch.zeros_like(report.state) if report.dropped else report.state
-        return Agreement(state, report.divisor, report.squares, None, None, None)
+        return Agreement(state, report.divisor, report.squares, None, None, None, loss=report.loss)
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Reduce what was not reduced, and hand every part of a touched segment to `look` when it is there."""
@@ -140,9 +149,11 @@ class Alone:
         """The sum over ranks that hold different parts of the same gradients, in place."""
         return tensor
 
-    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-        """The norm over all touched segments of all ranks, 0-d fp64 on `device`."""
-        return total_norm(buffers, norm_type, device)
+    def total_norm(
+        self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+    ) -> Tensor:
+        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
+        return total_norm(buffers, norm_type, device, only)
 
     # ---- checkpoints
 

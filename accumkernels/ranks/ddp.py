@@ -16,7 +16,8 @@ from ..hooks import Handles, Hook
 def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
     """Refuse parameters whose gradients a DistributedDataParallel module averages in every backward.
 
-    Nothing at a parameter tells of the reducer, so all objects are looked through: a fraction of a second, once.
+    One that is kept silent averages nothing: several accumulators may share its parameters. Nothing at a parameter
+    tells of the reducer, so all objects are looked through: a fraction of a second, once.
 
     Raises:
         ValueError: names the first such parameter.
@@ -35,7 +36,7 @@ def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
 
 def _first_wrapped(names: dict[int, str]) -> str | None:
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), DistributedDataParallel):
+        if issubclass(type(candidate), DistributedDataParallel) and not is_silent(candidate):
             for param in candidate.parameters():
                 if id(param) in names:
                     return names[id(param)]
@@ -124,6 +125,12 @@ class Silence:
         for name, value in self._before.items() if ddp is not None else ():
             setattr(ddp, name, value)
         self._before = {}
+
+
+def is_silent(ddp: DistributedDataParallel) -> bool:
+    """Whether an accumulator keeps the module from communicating."""
+    hooks = ddp._forward_pre_hooks.values()
+    return any(isinstance(hook, Hook) and hook.method is Silence._be_silent for hook in hooks)
 
 
 def _inside_join(ddp: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -114,12 +114,12 @@ class Mesh(Alone):
         by_rank[2, self.rank] = report.window
         if report.divisor is not None:
             by_rank[1, self.rank] = report.divisor
-        vector = torch.cat([state, move(flags, device), by_rank.flatten()])
+        vector = torch.cat([state, report.loss_sums, move(flags, device), by_rank.flatten()])
         dist.all_reduce(vector, group=self._group)
 
         # What the device alone can conclude.
-        sizes = [len(State), 1, 1, self.size, self.size, self.size]
-        summed, dropped, after, weights, divisors, windows = vector.split(sizes)
+        sizes = [len(State), 2, 1, 1, self.size, self.size, self.size]
+        summed, loss, dropped, after, weights, divisors, windows = vector.split(sizes)
         wrong = (divisors != divisors[0]).any() | ((after[0] > 0) & (weights != weights[0]).any())
         wrong = wrong & (dropped[0] == 0) | (windows != windows[0]).any()
         together = state.clone()
@@ -133,13 +133,14 @@ class Mesh(Alone):
             touched=None,
             dropped=None,
             weight=None,
+            loss=torch.where(dropped > 0, 0.0, loss),
         )
 
         # What the host concludes, where it may look.
         if device.type != "cpu" and self._compared and report.divisor is None and not report.weighed_after:
             return agreement
         self._compared = True
-        host_state, (any_dropped,), (any_after,), weights, given, windows = (
+        host_state, _, (any_dropped,), (any_after,), weights, given, windows = (
             part.tolist() for part in vector.cpu().split(sizes)
         )
         error = different_windows(windows)
@@ -149,12 +150,15 @@ class Mesh(Alone):
 
     # ---- sums over shards
 
-    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
-        """The norm over all touched segments of all ranks, 0-d fp64 on `device`."""
+    def total_norm(
+        self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+    ) -> Tensor:
+        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
         parts = [
             (buffer, segment, self._replicas[id(segment.param)])
             for buffer in buffers
             for segment in buffer.touched_segments()
+            if only is None or id(segment.param) in only
         ]
         if norm_type in (2.0, math.inf):
             total = torch.zeros(1, dtype=torch.float64, device=device)

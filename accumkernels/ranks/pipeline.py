@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -48,9 +48,11 @@ class Stages(Mesh):
     def check_noise_scale(self) -> None:
         """See `Alone`: squares of stages add up."""
 
-    def total_norm(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
+    def total_norm(
+        self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
+    ) -> Tensor:
         """See `Alone`; not of orders 0 and less, which torch defines by whole tensors."""
-        norm = total_norm(buffers, norm_type, device)
+        norm = total_norm(buffers, norm_type, device, only)
         if math.isinf(norm_type) and norm_type > 0:
             return self.maximum(norm)
         if norm_type <= 0:

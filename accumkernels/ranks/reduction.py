@@ -125,10 +125,12 @@ class Reduction(Alone):
         self._parameters = parameters
         self._early = early
         self._buffers: Sequence[FlatBuffer] = ()
+        self._known = 0
         self._placed = 0  # segments at the last agreement
         self._agreements = 0  # since the layout last grew
         self._chunks: list[_Chunk] = []
         self._chunked = 0  # buffers that have chunks
+        self._agreed = 0  # of the chunks, the first ones: all ranks are known to have them
         self._came: Sequence[float] = ()  # see `_as_they_come`; empty while that is not known
         self.open_window()
 
@@ -140,6 +142,7 @@ class Reduction(Alone):
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
         """See `Alone`."""
         self._buffers = buffers
+        self._known = len(buffers)  # of the buffers, the first ones: ranks have compared their parameters
 
     def open_window(self) -> None:
         """See `Alone`."""
@@ -164,7 +167,7 @@ class Reduction(Alone):
         self._list_chunks()
         for index in segments:
             self._complete.setdefault((buffer, index), len(self._complete) + 1)
-        while self._group.own and self._sent < len(self._chunks):
+        while self._group.own and self._sent < self._agreed:
             chunk = self._chunks[self._sent]
             if not all((chunk.buffer, index) in self._complete for index in chunk.segments):
                 break
@@ -178,7 +181,7 @@ class Reduction(Alone):
 
     def _send_all(self) -> None:
         self._clear_untouched()
-        while self._sent < len(self._chunks):
+        while self._sent < self._agreed:
             self._send()
 
     def _clear_untouched(self) -> None:
@@ -192,7 +195,10 @@ class Reduction(Alone):
         """The layout only grows, between windows."""
         if self._chunked < len(self._buffers):
             self._agreements, self._came = 0, ()
-            self._chunks = [c for buffer in self._buffers for c in _chunks(buffer, self._group.comm_dtype)]
+            chunks = [_chunks(buffer, self._group.comm_dtype) for buffer in self._buffers]
+            self._chunks = [chunk for of_buffer in chunks for chunk in of_buffer]
+            # What was unfrozen here, other ranks may not have: that goes out only when the vector has said so.
+            self._agreed = sum(map(len, chunks[: self._known]))
             self._chunked = len(self._buffers)
 
     # ---- at its end
@@ -227,13 +233,13 @@ class Reduction(Alone):
         if report.divisor is not None:
             divisors[self.rank] = report.divisor
         squares = torch.zeros_like(report.state[:1]) if report.squares is None else report.squares.reshape(1)
-        vector = torch.cat([report.state, squares, move(host, device), divisors])
+        vector = torch.cat([report.state, squares, report.loss_sums, move(host, device), divisors])
         self._group.sum(vector)
 
         # What the device alone can conclude: a window that any rank dropped is empty; divisors, or windows, that differ
         # overflow.
-        sizes = [len(State), 1, 1, 1, 1, 1, self._parameters, self._parameters, self.size, self.size, self.size]
-        state, squares, dropped, measuring, _, _, _, _, _, windows, divisors = vector.split(sizes)
+        sizes = [len(State), 1, 2, 1, 1, 1, 1, self._parameters, self._parameters, self.size, self.size, self.size]
+        state, squares, loss, dropped, measuring, _, _, _, _, _, windows, divisors = vector.split(sizes)
         differs = (divisors != divisors[0]).any() | (windows != windows[0]).any()
         for flag in (State.FOUND_INF, State.POISONED):
             state[flag] = ((state[flag] > 0) | differs).double()
@@ -244,6 +250,7 @@ class Reduction(Alone):
             touched=None,
             dropped=None,
             weight=None,
+            loss=torch.where(dropped > 0, 0.0, loss),
         )
 
         # What the host concludes, where it may look.
@@ -252,13 +259,14 @@ class Reduction(Alone):
         learning = self._agreements <= _LEARNING
         if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
             return agreement
-        host_state, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, windows, given = (
+        host_state, _, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, windows, given = (
             part.tolist() for part in vector.cpu().split(sizes)
         )
         if len(set(layouts)) > 1:
             raise RuntimeError(
                 f"parameters were unfrozen on some ranks only: by rank, {[int(n) for n in layouts]} are accumulated"
             )
+        self._known, self._agreed = len(self._buffers), len(self._chunks)
         if learning and any(came) and not self._came:
             self._came = came[:placed]
         return agreement._replace(

@@ -36,6 +36,7 @@ _FORM: dict[str, Any] = {
     "window": {"number": int, "micro_batches": int, "host_weight": _NUMBER, "decided_on_device": bool,
                "averaged": bool, "dropped": bool},
     "serial": int,
+    "loss": list,
     "state": Tensor,
     "touched": list,
     "sums": Mapping,
@@ -47,7 +48,9 @@ _FORM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(store: Store, ranks: Alone, window: Window, serial: int, *, reduced: bool) -> dict[str, Any]:
+def save(
+    store: Store, ranks: Alone, window: Window, serial: int, loss: Tensor | None, *, reduced: bool
+) -> dict[str, Any]:
     """The window, its sums, the masters, and which gradients were not finite; synchronises.
 
     Args:
@@ -55,11 +58,13 @@ def save(store: Store, ranks: Alone, window: Window, serial: int, *, reduced: bo
         ranks: They join their sums.
         window: What is open.
         serial: Micro-batches ever accumulated.
+        loss: See `WindowLoss.sums`.
         reduced: Whether the state is to be that of all ranks; it always is for DTensors. Collective then.
     """
     masters = {} if store.masters is None else store.masters.values()
     of_all = reduced or ranks.sharded
     state, flags, of_window = store.state().clone(), [b.flags.clone() for b in store.buffers], window.state_dict()
+    losses = torch.zeros_like(state[:2]) if loss is None else loss
     touched = [buffer.touched for buffer in store.buffers]
     tensors = [buffer.tensor for buffer in store.buffers]
 
@@ -69,7 +74,7 @@ def save(store: Store, ranks: Alone, window: Window, serial: int, *, reduced: bo
         done, dropped, serial = ranks.joined(counts, largest=True).tolist()
         of_window |= {"micro_batches": done, "dropped": bool(dropped)}
     if of_all and not of_window["averaged"]:
-        state = ranks.joined(state)
+        state, losses = ranks.joined(state), ranks.joined(losses)
         both = [State.FOUND_INF, State.POISONED]
         state[both] = (state[both] > 0).double()
         of_window |= {"host_weight": state[State.WEIGHT].item(), "decided_on_device": False}
@@ -83,6 +88,7 @@ def save(store: Store, ranks: Alone, window: Window, serial: int, *, reduced: bo
         "world_size": ranks.size,
         "window": of_window,
         "serial": serial,
+        "loss": losses.tolist(),
         "state": state,
         "touched": [
             s.name
@@ -241,6 +247,7 @@ def share(ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any]:
             **state,
             "sums": {name: sum_ * factor for name, sum_ in state["sums"].items()},
             "state": counts,
+            "loss": [sum_ * factor for sum_ in state["loss"]],
             "window": {**window, "host_weight": window["host_weight"] * factor},
             "noise_scale": {**state["noise_scale"], "measuring": False},
         }
@@ -252,6 +259,7 @@ def share(ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any]:
         "touched": [],
         "sums": {},
         "state": torch.zeros_like(state["state"]),
+        "loss": [0.0, 0.0],
         "window": {**state["window"], "host_weight": 0.0},
         "noise_scale": {**state["noise_scale"], "squares": squares and [[0.0] * len(row) for row in squares]},
     }

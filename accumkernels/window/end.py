@@ -17,6 +17,7 @@ from ..buffers.store import Store, has_accumulator
 from ..ops.schema import Judged, State
 from ..ranks.alone import Alone, Report
 from .handout import Handout
+from .loss import WindowLoss
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
@@ -29,6 +30,7 @@ from .optimizers import (
 )
 from .plan import StepPlan
 from .scaling import LossScaler
+from .selection import Part
 from .state import Phase, Window
 from .verdict import Verdict
 
@@ -42,13 +44,22 @@ class End:
         scaler: Gets the verdict.
         overflow: As FusedAccumulator's argument.
         noise: Is told of every window.
+        loss: Has the losses of a window's micro-batches.
 
     Attributes:
         last_norm: The last norm that was computed.
         metrics: Of the last window that ended.
     """
 
-    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Alone,
+        scaler: LossScaler,
+        overflow: str | None,
+        noise: NoiseMeter,
+        loss: WindowLoss,
+    ) -> None:
         self.last_norm: Tensor | None = None
         self.metrics = Metrics(store.device)
         self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
@@ -58,7 +69,9 @@ class End:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._plan: StepPlan | None = None
+        self._ignored: Set[int] = frozenset()
         self._limit: tuple[tuple[float, torch.device], Tensor] | None = None
         self.open_window()
 
@@ -66,6 +79,7 @@ class End:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
         self._noise_sums: Tensor | None = None
+        self._loss_sums: Tensor | None = None
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped, read from the device at most once.
@@ -82,12 +96,13 @@ class End:
             self._skipped = skipped
         return skipped
 
-    def check(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
+    def check(self, caller: str, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
         """Refuse to end a window whose gradients would be wrong or lost, or which no optimizer would step.
 
         Args:
             caller: The method's name, for messages.
             optimizers: All optimizers that step this window; none for `finalize` and an update by hand.
+            ignored: `id`s of parameters that need no optimizer.
 
         Raises:
             TypeError: an optimizer is none, or wrapped by a trainer.
@@ -103,6 +118,7 @@ class End:
         self._scaler.check_not_stepped(optimizers)
         if any(entry.param.grad is not None for entry in self._store.named):
             self._refuse_uncounted(caller)
+        self._ignored = ignored
         for p in self._plan_step(optimizers).strangers:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
@@ -123,8 +139,8 @@ class End:
         )
 
     def _plan_step(self, optimizers: Sequence[Optimizer]) -> StepPlan:
-        if self._plan is None or not self._plan.fits(self._store, optimizers):
-            self._plan = StepPlan(self._store, optimizers)
+        if self._plan is None or not self._plan.fits(self._store, optimizers, self._ignored):
+            self._plan = StepPlan(self._store, optimizers, self._ignored)
         return self._plan
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
@@ -176,14 +192,21 @@ class End:
         self.metrics.see_norm(self.last_norm)
         return self.last_norm
 
+    def results(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        """Norms of parts as the user gets them; the last norm is that of all of them together."""
+        if norms:
+            self.result(torch.linalg.vector_norm(torch.stack(list(norms))))
+        return [norm.to(self._store.result_dtype) for norm in norms]
+
     def step(
         self,
         window: Window,
         optimizers: Sequence[Optimizer],
         divisor: Tensor | None,
         max_norm: Tensor | None,
-    ) -> Tensor | None:
-        """Average, clip, step all optimizers or none, update the scale; the norm where `max_norm` is given."""
+        parts: Sequence[Part] = (),
+    ) -> Sequence[Tensor]:
+        """Average, clip, step all optimizers or none, update the scale; the norms of parts, or that of all."""
         fused = [o for o in optimizers if steps_scaled_gradients(o)]
         folded = [o for o in fused if self._can_fold(o)]
         # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
@@ -191,13 +214,18 @@ class End:
         averages = not folded and (max_norm is None or self._store.rounds)
         verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm)
         divide_by = verdict.divide_by
+        norms, coefficients = self._measure(parts, None if divided else verdict.divisor)
 
         # Folded optimizers get the sums as they are; the others get averages.
         if averages:
             verdict = self._finish(window, optimizers, verdict, None if divided else verdict.divisor)
             if max_norm is not None:
                 self._handout.multiply(verdict.coefficient)
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
         else:
+            for part, coefficient in zip(parts, coefficients, strict=True):
+                self._handout.multiply(coefficient, part.ids)
             some = len(folded) < len(optimizers)
             sums = {id(p) for p in owned(folded)} if some else frozenset()
             verdict = self._finish(window, optimizers, verdict, divide_by if some else None, sums)
@@ -221,7 +249,14 @@ class End:
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
         may_be_empty = window.may_be_empty or self._ranks.sharded
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
-        return None if max_norm is None else verdict.norm
+        return norms if parts else [verdict.norm]
+
+    def _measure(self, parts: Sequence[Part], divisor: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The norm of each part's average, and what clips it; `divisor` where sums are not divided yet."""
+        norms = [self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, part.ids) for part in parts]
+        if divisor is not None:
+            norms = [norm / divisor for norm in norms]
+        return norms, [clip_coefficient(norm, part.max_norm) for norm, part in zip(norms, parts, strict=True)]
 
     def _judge(
         self,
@@ -267,8 +302,10 @@ class End:
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,
             window=window.number,
+            loss=self._loss.sums(),
         )
         agreement = ranks.agree(report)
+        self._loss_sums = agreement.loss
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
@@ -387,9 +424,10 @@ class End:
         window.finalize(verdict)
         skip = verdict.skip
         self._skipped, self._captured = skip, _is_capturing(skip)
-        self.metrics.end_window(window.micro_batches, verdict.exact)
+        self.metrics.end_window(window.micro_batches, verdict.exact, self._loss_sums)
         if not self._withhold(window, optimizers):
             self._handout.give()
+            window.handed_out = True
         for optimizer in optimizers:
             self._scaler.record(optimizer, skip, verdict.found_inf)
         self._noise.end_window(self._store.state(), skip, self._noise_sums)

@@ -41,11 +41,14 @@ class Handout:
             for piece in buffer.ranges(segments):
                 piece.div_(by)
 
-    def multiply(self, coefficient: Tensor) -> None:
-        """Multiply what was handed out."""
+    def multiply(self, coefficient: Tensor, only: Set[int] | None = None) -> None:
+        """Multiply what was handed out; `only` what has these ids, None for all."""
         for buffer in self._store.buffers:
+            segments = buffer.touched_segments()
+            if only is not None:
+                segments = [s for s in segments if id(s.param) in only]
             scale = move(coefficient, buffer.device, buffer.dtype)
-            for piece in buffer.ranges(buffer.touched_segments()):
+            for piece in buffer.ranges(segments):
                 piece.mul_(scale)
         self.round()
 

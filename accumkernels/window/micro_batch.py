@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..hooks import Hook
 from ..ranks.alone import Alone
 from ..ranks.unit import backward_may_cross_ranks
 from .fusing import Fusing
+from .loss import WindowLoss
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
@@ -44,6 +45,7 @@ class Intake:
         scaler: Scales losses.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
+        loss: Gets the losses of micro-batches.
         release: As FusedAccumulator's argument; "auto" only where `overflow` allows buckets.
         bucket_bytes: As FusedAccumulator's argument.
         autocast_route: As FusedAccumulator's argument.
@@ -62,6 +64,7 @@ class Intake:
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
+        loss: WindowLoss,
         *,
         release: str,
         bucket_bytes: int | None,
@@ -74,10 +77,12 @@ class Intake:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
+        self._loss = loss
         self._sums = Sums(store, ranks, overflow, noise)
         self._weigher = Weigher()
         self._window = Window()
         self._warned = False
+        self._counted_by_backward = False
         self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self._release = release
         self._bucket_bytes = default_bucket_bytes(store.device) if bucket_bytes is None else bucket_bytes
@@ -218,23 +223,41 @@ class Intake:
         else:  # gradients of an earlier backward of this micro-batch do not have the weight yet
             weighed = Weight(weight)
         self._window.check_kept(weighed)
-        run = functools.partial(self._scaler.scale(loss).backward, **kwargs)
-        in_buckets = self.hooks is not None and self.hooks.listens
-        if (in_buckets or self.fused is not None) and self._window.micro_batches == 0:
+        self._run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
+        return weighed
+
+    def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], weight: Weight, last: bool) -> None:
+        """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part.
+
+        Where gradients wait for `accumulate`, they are summed in `.grad` as in torch: on the autocast route, those of
+        every part would be kept.
+        """
+        run = functools.partial(torch.autograd.backward, tensors, grads)
+        if self._adds_in_backward:
+            self._run(run, tensors[0], weight, last)
+        else:
+            run()
+
+    @property
+    def _adds_in_backward(self) -> bool:
+        return self.fused is not None or (self.hooks is not None and self.hooks.listens)
+
+    def _run(self, run: Callable[[], None], root: Tensor, weight: Weight, last: bool) -> None:
+        """Run a backward whose graph begins at `root`; some gradients may be added while it runs."""
+        if self._adds_in_backward and self._window.micro_batches == 0:
             with torch.no_grad():
                 self.prepare_window()
         # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
         sends = last and self.hooks is not None and not self.hooks.has_taken
         if self.hooks is not None and self.hooks.listens:
-            run = functools.partial(self._run_adding, self.hooks, run, weighed, sends)
+            run = functools.partial(self._run_adding, self.hooks, run, weight, sends)
         if self.fused is not None:
-            run = functools.partial(self._run_fused, self.fused, run, weighed, sends)
+            run = functools.partial(self._run_fused, self.fused, run, weight, sends)
         if self._autocast is None:
             run()
         else:
-            with self._autocast.around(loss):
+            with self._autocast.around(root):
                 run()
-        return weighed
 
     def _has_gradients(self) -> bool:
         return self.uncounted or any(p.grad is not None for buffer in self._store.buffers for p in buffer.params)
@@ -269,8 +292,17 @@ class Intake:
             raise
 
     @profiled
-    def accumulate(self, weight: Weight, last: bool) -> None:
-        """Add what there is of a micro-batch, and count it."""
+    def accumulate(
+        self, weight: Weight, last: bool, loss: Tensor | None = None, *, after_backward: bool = False
+    ) -> None:
+        """Add what there is of a micro-batch, and count it.
+
+        Args:
+            weight: Of the micro-batch.
+            last: Whether it is the window's last, whose sums may be sent to other ranks.
+            loss: Its plain loss, for the window's metrics.
+            after_backward: Whether a backward has just run; else, where there is nothing, there was no micro-batch.
+        """
         window = self._window
         if window.micro_batches == 0:
             self.prepare_window()
@@ -286,8 +318,14 @@ class Intake:
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
+                self._loss.add(self._scaler.undivided(loss), weight.total, None)
                 return
-            self._warn_of_nothing()
+            self._warn_of_nothing(after_backward)
+            if not after_backward:
+                window.found_nothing += 1
+                if last:
+                    self._ranks.end_last()
+                return
         window.check_kept(weight)
 
         # Check the whole micro-batch first, where it may be dropped.
@@ -304,6 +342,7 @@ class Intake:
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
         if self.hooks is not None and self.added_in_backward:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
+        self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
         weight = window.with_kept(weight)
         self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
@@ -311,13 +350,29 @@ class Intake:
         window.count(weight.total)
         if self.hooks is not None and self.hooks.has_taken:
             self.hooks.reset()
+        self._counted_by_backward = after_backward
         if last:
             self._ranks.end_last()
 
-    def _warn_of_nothing(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("accumulate() found no gradient; acc.backward() has already accumulated what it computed")
+    def _warn_of_nothing(self, after_backward: bool) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        if after_backward:
+            _log.warning(
+                "backward() found no gradient: the loss reaches none of the accumulator's parameters. It counts as a "
+                "micro-batch whose gradient is zero"
+            )
+        elif self._window.micro_batches and self._counted_by_backward:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: acc.backward() has accumulated what it computed, "
+                "and no backward ran since. Delete acc.accumulate()"
+            )
+        else:
+            _log.warning(
+                "accumulate() found no gradient, and counted nothing: if a backward ran before it, zero_grad() must "
+                "not come between the two; if none did, delete this accumulate()"
+            )
 
     def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..errors import wrong_type
+from ..hooks import has_global_step_pre_hooks
 
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
 # Wrappers that step on their own terms: name of the package, what to do instead.
@@ -73,12 +73,15 @@ def owned(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
-def check_ownership(optimizers: Sequence[Optimizer], targets: Iterable[tuple[str, Tensor]]) -> None:
+def check_ownership(
+    optimizers: Sequence[Optimizer], targets: Iterable[tuple[str, Tensor]], ignored: Set[int] = frozenset()
+) -> None:
     """Check that every accumulated parameter is stepped by exactly one of the optimizers.
 
     Args:
         optimizers: Those named in `finalize` or `step`.
         targets: Name and tensor of what must be owned, for every parameter accumulated in this window.
+        ignored: `id`s of those that may be owned by none.
 
     Raises:
         RuntimeError: names the first parameter that none, or more than one, owns.
@@ -88,11 +91,12 @@ def check_ownership(optimizers: Sequence[Optimizer], targets: Iterable[tuple[str
         owners[id(p)] = owners.get(id(p), 0) + 1
     for name, target in targets:
         n = owners.get(id(target), 0)
-        if n != 1:
+        if n > 1 or (n == 0 and id(target) not in ignored):
             how = "no optimizer" if n == 0 else "more than one optimizer"
             raise RuntimeError(
                 f"{how} named in finalize() or step() owns {name!r}, whose gradient was accumulated; build the "
                 "optimizers over acc.parameters() and name all of them together"
+                + (", or name what is meant to stay as it is: ignore=[parameter]" if n == 0 else "")
             )
 
 
@@ -107,7 +111,7 @@ def steps_scaled_gradients(optimizer: Optimizer) -> bool:
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether code of the user's looks at gradients right before the step."""
-    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+    return bool(optimizer._optimizer_step_pre_hooks) or has_global_step_pre_hooks()
 
 
 def is_fused_sgd(optimizer: Optimizer) -> bool:

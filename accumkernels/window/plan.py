@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import is_
 
 import torch
@@ -18,6 +18,7 @@ class StepPlan:
     Args:
         store: Flat buffers and masters.
         optimizers: All optimizers that step the window; none for an update by hand.
+        ignored: `id`s of parameters that need no optimizer.
 
     Attributes:
         strangers: Tensors of the optimizers that are not accumulated here.
@@ -26,29 +27,31 @@ class StepPlan:
         RuntimeError: names the first parameter that was accumulated and that none of them, or more than one, owns.
     """
 
-    def __init__(self, store: Store, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = tuple(optimizers)
+    def __init__(self, store: Store, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
+        self._named = tuple(optimizers)
+        self._ignored = ignored
         self._owned = owned(optimizers)
         self._touched = store.touched_bytes()
         if optimizers:  # else, whoever asked for that updates parameters by hand
             touched = {id(s.param) for _, s in store.touched()}
             named = ((e.name, store.target(e.param)) for e in store.named if id(e.param) in touched)
-            check_ownership(optimizers, named)
+            check_ownership(optimizers, named, ignored)
         self.strangers = [p for p in self._owned if store.place(p) is None]
         self._narrow = {
             id(o) for o in optimizers if any(p.dtype != torch.float32 for p in owned((o,)) if store.place(p))
         }
         self._strangers_of = {id(o): [p for p in owned((o,)) if store.place(p) is None] for o in optimizers}
 
-    def fits(self, store: Store, optimizers: Sequence[Optimizer]) -> bool:
+    def fits(self, store: Store, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> bool:
         """Whether the same optimizers own the same tensors, and the same segments hold sums."""
         found = owned(optimizers)
         return (
-            len(optimizers) == len(self._optimizers)
-            and all(map(is_, optimizers, self._optimizers))
+            len(optimizers) == len(self._named)
+            and all(map(is_, optimizers, self._named))
             and len(found) == len(self._owned)
             and all(map(is_, found, self._owned))
             and store.touched_bytes() == self._touched
+            and ignored == self._ignored
         )
 
     def all_sums(self, optimizer: Optimizer) -> bool:

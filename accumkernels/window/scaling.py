@@ -43,10 +43,16 @@ class _Verdict(dict[torch.device, Tensor]):
 
 
 class LossScaler:
-    """What FusedAccumulator needs of a GradScaler; without an enabled one, every method does nothing."""
+    """What FusedAccumulator needs of a GradScaler; without an enabled one, every method does nothing.
+
+    Attributes:
+        divided_by: What a trainer divides its losses by before they are scaled. Gradients are multiplied by it in the
+            pass that adds them, so that sums, norms and divisors are those of the undivided losses.
+    """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.divided_by: float | Tensor = 1
         self._unscaled: set[int] = set()  # ids of optimizers that were refused for it
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
@@ -69,8 +75,16 @@ class LossScaler:
         """The loss times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def undivided(self, loss: Tensor | None) -> Tensor | None:
+        """A loss as it was before a trainer divided it."""
+        return loss if loss is None or self._undivided else loss.detach() * self.divided_by
+
+    @property
+    def _undivided(self) -> bool:
+        return not isinstance(self.divided_by, Tensor) and self.divided_by == 1
+
     def loss_scale(self, lazily: bool = False) -> Tensor | None:
-        """The scale that gradients carry now, fp32 on the scaler's device; None when they carry none.
+        """The scale that gradients carry now, fp32 0-d; None when they carry none.
 
         Args:
             lazily: Whether losses may have been scaled on another rank alone, the last of a pipeline.
@@ -79,7 +93,7 @@ class LossScaler:
             RuntimeError: the scaler has not scaled any loss yet.
         """
         if self.scaler is None:
-            return None
+            return None if self._undivided else 1 / torch.as_tensor(self.divided_by, dtype=torch.float32)
         if self.scaler._scale is None and lazily:
             self.scaler.scale(torch.zeros((), device=self.scaler._device))
         if self.scaler._scale is None:
@@ -87,7 +101,7 @@ class LossScaler:
                 "accumulate() with a GradScaler that has never scaled a loss: call acc.backward(loss), or "
                 "scaler.scale(loss).backward() before acc.accumulate()"
             )
-        return self.scaler._scale
+        return self.scaler._scale if self._undivided else self.scaler._scale / self.divided_by
 
     def current_scale(self) -> Tensor | None:
         """A copy of the scale, fp32 0-d; None where there is none yet."""

@@ -44,6 +44,8 @@ class Window:
         weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
         dropped: By `discard`: it ends as if it were empty, on all ranks where there are several.
+        found_nothing: `accumulate` calls that found no gradient, and counted nothing.
+        handed_out: Whether optimizers have got `.grad`s.
         verdict: Set when the phase becomes FINALIZED.
     """
 
@@ -56,6 +58,8 @@ class Window:
     weighed_after: bool = False
     decided_on_device: bool = False
     dropped: bool = False
+    found_nothing: int = 0
+    handed_out: bool = False
     verdict: Verdict | None = None
 
     @property

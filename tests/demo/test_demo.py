@@ -371,3 +371,20 @@ def test_default_device():
     """Without `--device` a GPU is taken where there is one."""
     assert command.choose_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert command.choose_device("cpu") == CPU
+
+
+def test_picture_shows_the_error_in_the_last_window(tmp_path, monkeypatch):
+    """One bar per method, in percent, as in the table."""
+    from matplotlib.figure import Figure
+
+    from accumkernels.demo import picture
+    from accumkernels.demo.report import Run
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    runs = [
+        Run(name, [1.0, 0.5], gradient_errors={"last": e}) for name, e in zip(NAMES, (0.004, 0.61, 0.005), strict=True)
+    ]
+    picture.draw(tmp_path / "picture.png", runs, "title")
+    (panel,) = [axes for axes in figures[0].axes if "short last window" in axes.get_title()]
+    assert [bar.get_height() for bar in panel.patches] == pytest.approx([0.4, 61.0, 0.5])

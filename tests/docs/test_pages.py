@@ -142,3 +142,31 @@ def test_messages_of_troubleshooting():
     sources = messages()
     missing = [heading for heading in headings if not any(text.startswith(heading) for text in sources)]
     assert not missing, "\n".join(missing)
+
+
+# Rooms that a training loop meets; planning and trainers' adapters explain themselves in one sentence.
+ROOMS = ("accumulator.py", "batch_statistics.py", "buffers", "capture", "ranks", "window")
+
+
+def raised(room):
+    """Errors of order and drift, and warnings, as (where, text); what names a wrong argument needs no page."""
+    folder = ROOT / "accumkernels" / room
+    for path in [folder] if folder.suffix else sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node.func, "id", getattr(node.func, "attr", None)) if isinstance(node, ast.Call) else None
+            if name in ("RuntimeError", "FloatingPointError", "warning") and node.args:
+                yield f"{path.name}:{node.lineno}", literals(node.args[0])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_message_is_explained(room):
+    """Each has an entry in troubleshooting, where ellipses stand for what differs."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    headings = [
+        re.compile(re.escape(heading).replace(ELLIPSIS, ".*"), re.DOTALL)
+        for heading in re.findall(r"^#{3,} `(.+)`", page, re.MULTILINE)
+    ]
+    # What begins with another message is found by that one.
+    found = [(where, text) for where, text in raised(room) if text is not None and text[:2] != f"{ELLIPSIS};"]
+    missing = [f"{where} {text}" for where, text in found if not any(h.match(text) for h in headings)]
+    assert not missing, "\n".join(missing)

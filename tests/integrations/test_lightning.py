@@ -293,7 +293,7 @@ def test_a_window_is_open_before_its_first_forward():
     """Or autocast would cast the weights of that micro-batch, and its gradients come widened."""
     callback = FusedAccumulation()
     model, open_windows = Regression(), []
-    model.net.register_forward_pre_hook(lambda *_: open_windows.append(not callback._window.finalized))
+    model.net.register_forward_pre_hook(lambda *_: open_windows.append(not callback._windows[0].finalized))
     fit(model, 8 * SIZE, callback, precision="bf16-mixed")
     assert open_windows == [True] * 8
 
@@ -324,15 +324,10 @@ def test_what_fit_leaves():
 
 def test_errors():
     """What it does not drive is refused before training."""
-
-    class Two(Manual):
-        def configure_optimizers(self):
-            return [torch.optim.SGD(self.net[:2].parameters(), 0.1), torch.optim.SGD(self.net[2:].parameters(), 0.1)]
-
-    with pytest.raises(ValueError, match="DDPStrategy.*one device"):
-        FusedAccumulation().on_fit_start(trainer(strategy="ddp"), Regression())
-    with pytest.raises(ValueError, match=r"2 optimizers.*FusedAccumulator"):
-        fit(Two(False), 4 * SIZE, FusedAccumulation(), steps=1)
+    one = trainer()
+    one.strategy.__class__ = type("FSDPStrategy", (pl.strategies.Strategy,), {"model": None})
+    with pytest.raises(ValueError, match="FSDPStrategy.*ModelParallelStrategy"):
+        FusedAccumulation().on_fit_start(one, Regression())
     with pytest.raises(TypeError, match="LBFGS"):
         fit(Regression(torch.optim.LBFGS, lr=0.1), 4 * SIZE, FusedAccumulation())
     with pytest.raises(RuntimeError, match="release='backward'"):  # the weight comes too late

@@ -343,7 +343,7 @@ def test_a_window_is_open_before_its_first_forward(tmp_path):
 
     class Watched(Trainer):
         def compute_loss(self, *args, **kwargs):
-            open_windows.append(not self.accelerator._window.finalized)
+            open_windows.append(not self.accelerator._windows[0].finalized)
             return super().compute_loss(*args, **kwargs)
 
     train(Watched, tmp_path, 16, bf16=True)
@@ -356,3 +356,56 @@ def test_several_gpus_are_refused(tmp_path):
     trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="2 GPUs in one process"):
         trainer.train()
+
+
+def test_metrics_are_logged(tmp_path):
+    """Of the last window, beside what the Trainer logs."""
+    trainer = build(Trainer, tmp_path, 16, Plain())
+    trainer._log_windows = True
+    trainer.train()
+    labels = sum(int((sample["labels"] != -100).sum()) for sample in Samples(16).samples)
+    assert sum(logged(trainer, "accumulator/weight")) == labels
+    assert logged(trainer, "accumulator/grad_norm") == pytest.approx(logged(trainer, "grad_norm"))
+    assert logged(trainer, "accumulator/step_skipped") == [0, 0]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_left_to_the_optimizers_pass(tmp_path, clip, monkeypatch):
+    """Nothing is averaged before the step where no callback could see it; the result is the same."""
+    finalized, trainers = [], []
+    original = ak.FusedAccumulator.finalize
+    monkeypatch.setattr(ak.FusedAccumulator, "finalize", lambda *a, **k: (finalized.append(1), original(*a, **k))[1])
+
+    class Look(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            pass
+
+    for callbacks in ([], [Look()]):
+        finalized.clear()
+        trainer = build(Trainer, tmp_path, 16, max_grad_norm=clip)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        trainer.train()
+        assert bool(finalized) == bool(callbacks)
+        trainers.append(trainer)
+    for a, b in zip(trainers[0].model.parameters(), trainers[1].model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # a key's bias has no gradient but rounding errors
+    assert logged(trainers[0], "grad_norm") == pytest.approx(logged(trainers[1], "grad_norm"), rel=1e-6)
+
+
+def test_auto_find_batch_size(tmp_path):
+    """The Trainer runs its loop anew after an out-of-memory error, with smaller batches."""
+    trainer = build(Trainer, tmp_path, 16, per_device_train_batch_size=8, auto_find_batch_size=True)
+    compute, sizes = trainer.compute_loss, []
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        sizes.append(len(inputs["labels"]))
+        if sizes[-1] > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1 EiB")
+        return compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    assert sizes[0] == 8
+    assert sizes[-1] <= 2
+    assert trainer.state.global_step > 0

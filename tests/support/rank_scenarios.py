@@ -471,7 +471,7 @@ def last_is_last(rank, size):
     acc.step(optimizer)
     dropped = acc.step_was_skipped
     acc.remove()
-    microbatch = ak.FusedAccumulator(model, process_group=group)
+    microbatch = ak.FusedAccumulator(model, process_group=group, release="microbatch")
     found.append(message(microbatch.backward, model(torch.ones(2, 5)).sum(), last=True))
     return found, dropped, acc.__repr__()
 

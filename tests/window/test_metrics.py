@@ -39,13 +39,15 @@ def test_of_the_last_window():
     """What was put in and what came out; the window that is open does not show."""
     model, acc, optimizer = setup()
     assert values(acc) == {"windows": 0, "windows_skipped": 0}
-    norm = run_window(acc, model, optimizer)
     x, y = batch(4)
+    expected = mse_loss(model(x), y)
+    norm = run_window(acc, model, optimizer)
     acc.backward(mse_loss(model(x), y), weight=7)
     assert values(acc) == {
         "micro_batches": 2,
         "micro_batches_used": 2,
         "weight": 5,
+        "loss": pytest.approx(expected.item(), rel=1e-6),  # fp32 losses of two micro-batches
         "grad_norm": norm.item(),
         "found_inf": 0,
         "step_skipped": 0,

@@ -21,7 +21,6 @@ def proposed(monkeypatch):
         exponent = 0 if isinstance(weight, torch.Tensor) or weight == 0 else math.frexp(weight)[1] - 1
         return 2.0**exponent
 
-    monkeypatch.setattr(module, "backward_may_cross_ranks", lambda: True)
     monkeypatch.setattr(module, "agree_on_unit", agree)
     return asked
 
@@ -67,14 +66,6 @@ def test_zero_keeps_the_unit(proposed, on_device):
     _, grad, parts = weighed(weigher, zero, torch.float64)
     assert grad == 0
     assert float(parts.multiplier) == 8
-
-
-def test_one_process_leaves_losses_alone():
-    """The weight waits for the accumulate pass, as its bits require."""
-    loss = torch.ones((), requires_grad=True)
-    found, parts = Weigher().weigh(loss, 5.0)
-    assert found is loss
-    assert parts == Weight(5.0, 1.0)
 
 
 def test_sums_have_one_multiplier():

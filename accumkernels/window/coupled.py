@@ -1,0 +1,144 @@
+"""A loss that couples samples (contrastive, for one), computed chunk by chunk as if the batch were one.
+
+A loss over all samples at once needs all encodings, but not all activations. The first pass encodes every chunk without
+a graph; the loss of all encodings gives the gradient of each; the second pass encodes every chunk again, with a graph
+and the random numbers of the first, and runs backward from those gradients. By the chain rule the sum over chunks is
+the gradient of the big batch (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited
+Setup", arXiv:2101.06983).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Encodings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+
+
+class RandomState:
+    """The random state of torch on the CPU and on some GPUs, at the moment this is made.
+
+    Args:
+        devices: Those that are not CUDA devices are left out.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+
+    def restore(self) -> None:
+        """Go on from that moment."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+def leaves(encodings: Any, chunk: int) -> list[Tensor]:
+    """The tensors that `encode` returned for a chunk, in a fixed order.
+
+    Raises:
+        TypeError: it returned something else.
+        ValueError: a tensor has no dimension for samples, or they have different numbers of samples.
+    """
+    if isinstance(encodings, Tensor):
+        found = [encodings]
+    elif isinstance(encodings, tuple):
+        found = list(encodings)
+    elif isinstance(encodings, Mapping):
+        found = [encodings[key] for key in sorted(encodings)]
+    else:
+        found = []
+    if not found or not all(isinstance(tensor, Tensor) for tensor in found):
+        raise TypeError(
+            "encode must return a tensor, or a tuple or dict of tensors, got "
+            f"{type(encodings).__name__} for chunk {chunk}"
+        )
+    shapes = [tuple(tensor.shape) for tensor in found]
+    if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+        raise ValueError(f"encode must return tensors with one row per sample, got shapes {shapes} for chunk {chunk}")
+    return found
+
+
+def like(encodings: Any, tensors: Sequence[Tensor]) -> Encodings:
+    """`tensors`, ordered as `leaves` orders them, in the structure of `encodings`."""
+    if isinstance(encodings, Tensor):
+        return tensors[0]
+    if isinstance(encodings, tuple):
+        return tuple(tensors)
+    return dict(zip(sorted(encodings), tensors, strict=True))
+
+
+def call_with(loss_fn: Callable[..., Tensor], encodings: Encodings) -> Tensor:
+    """Call `loss_fn` with a tensor; with a tuple or dict as arguments where it takes so many, else as one argument."""
+    if isinstance(encodings, Tensor):
+        return loss_fn(encodings)
+    args, kwargs = ((), encodings) if isinstance(encodings, dict) else (encodings, {})
+    try:
+        inspect.signature(loss_fn).bind(*args, **kwargs)
+    except TypeError:
+        return loss_fn(encodings)
+    except ValueError:  # a builtin without a signature
+        pass
+    return loss_fn(*args, **kwargs)
+
+
+class FirstPass:
+    """Encodings of all chunks without a graph, and the random state before each.
+
+    Args:
+        chunks: Each is given to `encode`.
+        encode: Gives a tensor, or a tuple or dict of tensors, one row per sample.
+        devices: Whose random state matters besides the CPU's.
+
+    Raises:
+        TypeError, ValueError: there are no chunks, or encodings are not tensors of one structure.
+    """
+
+    def __init__(self, chunks: Sequence[Any], encode: Callable[[Any], Any], devices: Sequence[torch.device]) -> None:
+        self._states = []
+        parts = []
+        with torch.no_grad():
+            for index, chunk in enumerate(chunks):
+                self._states.append(RandomState(devices))
+                structure = encode(chunk)
+                parts.append(leaves(structure, index))
+                if len(parts[-1]) != len(parts[0]):
+                    raise ValueError(
+                        f"encode returned {len(parts[0])} tensors for chunk 0 and {len(parts[-1])} for chunk {index}"
+                    )
+        # Autocast keeps 16-bit copies of weights that it made here without a graph, and would hand them out again.
+        torch.clear_autocast_cache()
+        self._rows = [part[0].shape[0] for part in parts]
+        self._joined = [torch.cat(tensors).detach() for tensors in zip(*parts, strict=True)]
+        for tensor in self._joined:
+            tensor.requires_grad_(tensor.is_floating_point())
+        self.encodings = like(structure, self._joined)
+
+    def encode_again(self, index: int, chunk: Any, encode: Callable[[Any], Any]) -> list[tuple[Tensor, Tensor]]:
+        """Encode a chunk with a graph, and with the random numbers of the first pass.
+
+        Returns:
+            Encodings, each with the gradient that the backward of the loss found for it; without those that have none.
+
+        Raises:
+            RuntimeError: it has another shape than in the first pass.
+        """
+        self._states[index].restore()
+        found = leaves(encode(chunk), index)
+        shapes = [tuple(tensor.shape) for tensor in found]
+        expected = [(self._rows[index], *tensor.shape[1:]) for tensor in self._joined]
+        if shapes != expected:
+            raise RuntimeError(
+                f"encode returned shapes {shapes} for chunk {index} in the second pass, and {expected} in the first"
+            )
+        start = sum(self._rows[:index])
+        rows = slice(start, start + self._rows[index])
+        return [
+            (tensor, joined.grad[rows])
+            for tensor, joined in zip(found, self._joined, strict=True)
+            if tensor.requires_grad and joined.grad is not None
+        ]

@@ -1,0 +1,62 @@
+"""The loss of a window: the mean over its micro-batches, weighted as their gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..buffers.devices import move
+
+
+class WindowLoss:
+    """Keeps the losses of a window's micro-batches on the device, and reads none of them.
+
+    Args:
+        device: Where they are summed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._loaded: Tensor | None = None  # sums of a window that was saved
+        self.open_window()
+
+    def open_window(self) -> None:
+        """Forget the losses of the window that ended."""
+        self._loaded = None
+        self._losses: list[Tensor] = []
+        self._weights: list[float | Tensor] = []
+
+    def add(self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None) -> None:
+        """Take in a micro-batch.
+
+        Args:
+            loss: One element, as the user computed it, on any device; None or larger ones do not count.
+            weight: Of the micro-batch; fp64 0-d where a tensor.
+            drop: fp64 `[1]`, not 0 where the micro-batch is dropped; None where it is not.
+        """
+        if loss is None or loss.numel() != 1:
+            return
+        # A copy: loops like to change a loss in place afterwards, and it may be a view of much more.
+        self._losses.append(loss.detach().reshape(()).to(self._device, torch.float64, copy=True))
+        self._weights.append(weight if drop is None else torch.where(drop.reshape(()) != 0, 0.0, weight))
+
+    def sums(self) -> Tensor | None:
+        """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none."""
+        if not self._losses:
+            return self._loaded
+        losses = torch.stack(self._losses)
+        if any(isinstance(weight, Tensor) for weight in self._weights):
+            weights = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=self._device) for w in self._weights])
+        else:
+            weights = move(torch.tensor(self._weights, dtype=torch.float64, device="cpu"), self._device)
+        # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.
+        used = torch.stack([torch.where(weights != 0, weights * losses, 0.0), weights]).sum(1)
+        return used if self._loaded is None else used + self._loaded
+
+    def resume(self, sums: Sequence[float]) -> None:
+        """Go on from a checkpoint: the two numbers of `sums`, zeros where there were none."""
+        self.open_window()
+        if any(sums):
+            self._loaded = torch.tensor(sums, dtype=torch.float64, device=self._device)

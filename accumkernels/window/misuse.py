@@ -1,0 +1,271 @@
+"""What a half-swapped loop does, and what to change in it: errors, and warnings where somebody may mean it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ..buffers.store import Store
+from ..errors import wrong_type
+from ..hooks import Follower, follow
+from ..ranks.alone import Alone
+from .micro_batch import Intake
+from .optimizers import owned
+from .scaling import LossScaler
+from .state import Phase, Window
+
+_log = logging.getLogger(__name__)
+
+
+class Watch(Follower):
+    """Looks at what a loop does beside its calls of one accumulator. Nothing here reads from a device in every window.
+
+    Args:
+        store: Whose parameters.
+        ranks: Where other ranks take part in a window, only all of them together know that it is empty.
+        scaler: The one that the accumulator was built with.
+        intake: Knows of gradients that were taken and not counted.
+    """
+
+    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, intake: Intake) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._scaler = scaler
+        self._intake = intake
+        self._warned: set[str] = set()
+        self._looked_for_scalers = False
+        self._looked_for_unscaling = False
+        self._own_backwards = 0  # windows of a loop's own backward, stepped without a scaler
+        self._drops = 0  # windows that zero_() dropped since the last step that needed none
+        self._window = Window()
+        self.open_window(self._window)
+        follow(self)
+
+    def open_window(self, window: Window) -> None:
+        """A new window, which replaces the last one, ended or dropped."""
+        last = self._window
+        self._dropped_one = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
+        self._drops += self._dropped_one
+        self._window = window
+        self._losses = 0  # that acc.backward got
+        self._divided_by: float | None = None  # what all of them were divided by
+        self._clipped = False
+        self._stepped: set[int] = set()
+
+    # ---- a loss
+
+    def see_loss(self, loss: object) -> None:
+        """Look at the last node of the loss's graph, before its backward.
+
+        Raises:
+            TypeError: it is no tensor.
+            RuntimeError: a GradScaler scaled it already.
+        """
+        if not isinstance(loss, Tensor):
+            raise wrong_type("backward(): loss", "a tensor", loss)
+        node, divided_by = loss.grad_fn, None
+        name = None if node is None else node.name()
+        if name == "MulBackward0":
+            factor = _other(node)
+            if factor is not None:
+                self._check_not_scaled(factor)
+                number = _number(factor)
+                divided_by = 1 / number if number else None
+        elif name == "DivBackward0":
+            divided_by = _number(_other(node))
+        by_trainer = getattr(self._scaler, "divided_by", 1)
+        if isinstance(by_trainer, Tensor) or by_trainer != 1:
+            divided_by = None  # a trainer divides losses, and its adapter makes up for it
+        if self._losses == 0:
+            self._divided_by = divided_by
+        elif divided_by != self._divided_by:
+            self._divided_by = None
+        self._losses += 1
+
+    def _check_not_scaled(self, factor: Tensor) -> None:
+        scaler = self._scaler.scaler
+        if scaler is not None and _is_scale_of(scaler, factor):
+            raise RuntimeError(
+                "backward(): this loss was scaled already, and would be scaled twice: pass the plain loss, "
+                "acc.backward(loss), not acc.backward(scaler.scale(loss))"
+            )
+        if self._looked_for_scalers or factor.dim() != 0 or factor.dtype is not torch.float32:
+            return
+        self._looked_for_scalers = True
+        if any(_is_scale_of(other, factor) for other in _scalers()):
+            self._looked_for_scalers = False
+            raise RuntimeError(
+                "backward(): a GradScaler that the accumulator was not built with has scaled this loss: build it with "
+                "FusedAccumulator(..., scaler=scaler), and pass the plain loss, acc.backward(loss)"
+            )
+
+    # ---- the end of a window
+
+    def see_end(self, caller: str, divisor: object) -> None:
+        """Look at a window before it ends.
+
+        Raises:
+            RuntimeError: none of its micro-batches had any gradient.
+        """
+        window = self._window
+        calls = window.micro_batches + window.found_nothing
+        alone = not (self._ranks.ends_together or self._ranks.sharded)
+        if calls and alone and not window.dropped and next(self._store.touched(), None) is None:
+            raise RuntimeError(
+                f"{caller}: no gradient was found in any of this window's {calls} micro-batches. zero_grad() between "
+                "backward and accumulate() throws gradients away; a loss that reaches none of the accumulator's "
+                "parameters makes none. acc.zero_() drops the window"
+            )
+        self._warn_of_division(divisor)
+        self._warn_of_drops()
+        if caller == "step()" and window.micro_batches > self._losses and self._scaler.scaler is None:
+            self._own_backwards += 1
+            if self._own_backwards == 2:  # by now, a scaler of another model has been updated
+                self._warn_of_scaler()
+
+    def _warn_of_division(self, divisor: object) -> None:
+        count, by = self._window.micro_batches, self._divided_by
+        if divisor is not None or by is None or count < 2 or self._losses != count or abs(by / count - 1) > 1e-6:
+            return
+        self._warn(
+            "division",
+            "each loss of this window was divided by %d, the number of its micro-batches, and acc divides by the sum "
+            "of weights once more: pass the plain loss, acc.backward(loss), or divide by nothing, "
+            "acc.step(optimizer, divisor=1). A loss that is the mean over %d samples of its own is right as it is",
+            count,
+            count,
+        )
+
+    def _warn_of_drops(self) -> None:
+        if self._drops > 1 and (self._dropped_one or self._window.micro_batches == 0):
+            self._warn(
+                "drops",
+                "zero_() has dropped %d windows with micro-batches that no step has used: step() opens the next "
+                "window itself; delete zero_() before backward and before step()",
+                self._drops,
+            )
+        if not self._dropped_one:
+            self._drops = 0
+
+    def _warn_of_scaler(self) -> None:
+        """Look for a GradScaler that has scaled losses and was never updated: no step of its own has used it."""
+        for scaler in _scalers():
+            if scaler._per_optimizer_states or scaler.get_scale() != scaler._init_scale:
+                continue
+            if scaler._growth_tracker is not None and scaler._growth_tracker.item() == 0:
+                _log.warning(
+                    "a GradScaler has scaled losses, and the accumulator was built without one: where these are its "
+                    "losses, gradients stay scaled. Build it with FusedAccumulator(..., scaler=scaler)"
+                )
+                return
+
+    def _warn(self, what: str, message: str, *values: Any) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            _log.warning(message, *values)
+
+    def see_clip(self) -> None:
+        """`acc.clip_grad_norm_` is done."""
+        self._clipped = True
+
+    # ---- what others do
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Refuse a step that would train with no gradient, or with gradients that are not what `finalize` made."""
+        if self._window.phase is not Phase.FINALIZED:
+            if not has_closure:  # else the gradients are still to come
+                self._check_closed(optimizer)
+        elif self._window.handed_out and id(optimizer) not in self._stepped:
+            self._check_handed_out(optimizer)
+            if self._clipped and self._scaler.scaler is None and not self._looked_for_unscaling:
+                self._check_not_unscaled_late(optimizer)
+
+    def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """What a closure has computed must be finalized by now."""
+        self._stepped.add(id(optimizer))
+        if has_closure and self._window.phase is not Phase.FINALIZED and not torch.compiler.is_compiling():
+            self._check_closed(optimizer)
+
+    def _check_closed(self, optimizer: Optimizer) -> None:
+        count = self._window.micro_batches
+        if (count or self._intake.uncounted) and self._holds(owned((optimizer,))):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() inside a window: the gradients of {count} micro-batches are in the "
+                "accumulator, and this step would not see them. Call acc.step(optimizer) instead, or, in the long "
+                "form, acc.finalize(optimizer) before; acc.zero_() drops the window"
+            )
+
+    def _check_handed_out(self, optimizer: Optimizer) -> None:
+        params = owned((optimizer,))
+        if all(p.grad is None for p in params) and self._holds(params):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() finds no .grad of those that finalize() handed out: delete "
+                "zero_grad() between finalize() and the step; acc.zero_() comes after it"
+            )
+
+    def _check_not_unscaled_late(self, optimizer: Optimizer) -> None:
+        """Without a scaler of its own, the accumulator clips what it was given; a scaler must not divide that.
+
+        The first step shows it, as each does: a fused optimizer has got a scale, for others the scaler keeps a record.
+        """
+        if getattr(optimizer, "grad_scale", None) is not None or any(
+            scaler._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
+            for scaler in _scalers()
+        ):
+            raise RuntimeError(
+                "scaler.step(optimizer) unscales gradients after acc.clip_grad_norm_() has clipped them: build the "
+                "accumulator with the scaler, FusedAccumulator(..., scaler=scaler)"
+            )
+        self._looked_for_unscaling = True
+
+    def before_clip(self, params: list[Tensor]) -> None:
+        """Refuse torch's clipping where every gradient is in the accumulator."""
+        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._intake.uncounted):
+            return
+        if all(p.grad is None for p in params) and self._holds(params):
+            raise RuntimeError(
+                "torch.nn.utils.clip_grad_norm_ (or clip_grad_value_) inside a window finds no .grad, since the "
+                "gradients are in the accumulator: delete it and call acc.step(optimizer, max_norm=...), or clip "
+                "between acc.finalize(optimizer) and the step"
+            )
+
+    def _holds(self, params: list[Tensor]) -> bool:
+        """Whether a sum of this window is of one of these parameters or masters."""
+        if self._intake.uncounted:  # the autocast route has gradients of parameters that are not touched yet
+            return any(self._store.place(p) is not None for p in params)
+        touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
+        return any(id(p) in touched for p in params)
+
+
+def _other(node: Any) -> Tensor | None:
+    """What a product's or quotient's first factor was multiplied or divided by, if no gradient goes there."""
+    if node.next_functions[1][0] is not None:
+        return None
+    other = node._saved_other
+    return other if type(other) is Tensor else None  # not a FakeTensor
+
+
+def _number(other: Any) -> float | None:
+    """Its value, where the host knows that."""
+    if other is None or other.dim() != 0 or other.device.type != "cpu" or other.is_complex():
+        return None
+    return float(other.tolist())  # not item(): tolist() is no op, which a dispatch mode would see
+
+
+def _is_scale_of(scaler: torch.amp.GradScaler, factor: Tensor) -> bool:
+    scale = scaler._scale
+    return scale is not None and factor.device == scale.device and factor.data_ptr() == scale.data_ptr()
+
+
+def _scalers() -> Iterator[torch.amp.GradScaler]:
+    """All GradScalers that have scaled a loss. Torch keeps no list of them, so this is slow, and not for every step."""
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.amp.GradScaler) and found.is_enabled() and found._scale is not None:
+            yield found

@@ -1,0 +1,73 @@
+"""Some of an accumulator's parameters, as a user names them: to be clipped together, or owned by no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..arguments import as_scalar
+from ..buffers.store import Store
+from ..errors import wrong_type
+
+
+class Part(NamedTuple):
+    """What is clipped together.
+
+    Attributes:
+        ids: `id`s of the parameters and of their masters.
+        max_norm: Largest 2-norm of their averaged gradient.
+    """
+
+    ids: Set[int]
+    max_norm: float | Tensor
+
+
+def read_parts(max_norm: Any, store: Store) -> list[Part] | None:
+    """Read `max_norm` of `step` where it is a list of (parameters, number); None where it is anything else.
+
+    Raises:
+        TypeError, ValueError: names the entry that is wrong.
+    """
+    if not isinstance(max_norm, list | tuple):
+        return None
+    parts: list[Part] = []
+    taken: set[int] = set()
+    for index, entry in enumerate(max_norm):
+        name = f"max_norm[{index}]"
+        if not isinstance(entry, list | tuple) or len(entry) != 2:
+            raise wrong_type(name, "a pair (parameters, max_norm)", entry)
+        ids = select(entry[0], name, store)
+        for named in store.named if taken & ids else ():
+            if id(named.param) in taken & ids:
+                raise ValueError(f"{name}: {named.name!r} is in an entry before it; a gradient is clipped once")
+        taken |= ids
+        parts.append(Part(ids, as_scalar(entry[1], name, store.device, allow_inf=True)))
+    return parts
+
+
+def select(params: Tensor | Iterable[Tensor], name: str, store: Store) -> Set[int]:
+    """`id`s of parameters and of their masters; either may be given.
+
+    Args:
+        params: One, or any number.
+        name: Of the argument, for messages.
+        store: That of the accumulator.
+
+    Raises:
+        TypeError: it is neither, or holds something else.
+        ValueError: it is not of this accumulator.
+    """
+    if not isinstance(params, Iterable):
+        raise wrong_type(name, "an iterable of parameters", params)
+    known = {id(t): entry.param for entry in store.named for t in (entry.param, store.target(entry.param))}
+    found: set[int] = set()
+    for p in [params] if isinstance(params, Tensor) else params:
+        if not isinstance(p, Tensor):
+            raise wrong_type(f"{name}: a parameter", "a tensor", p)
+        if id(p) not in known:
+            raise ValueError(f"{name}: a tensor of shape {tuple(p.shape)} is not one of the accumulator's parameters")
+        param = known[id(p)]
+        found |= {id(param), id(store.target(param))}
+    return found

@@ -1,0 +1,118 @@
+"""Data parallel windows over an emulated link: what is hidden behind backward, against DistributedDataParallel.
+
+    python -m benchmarks.link [--micro-batches 1,2,4] [--reduction 0.5,1] [--csv FILE]
+
+Computing and the link are sleeps (methods/link.py), so that two ranks on one machine behave as two devices with a slow
+link between them. `reduction` is what a reduction takes on the link, as a share of a micro-batch's backward. Methods
+take turns, window by window, and a window takes as long as its slowest rank. It is the schedule that is measured, not a
+device: bytes moved by the host are real, but few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ..harness.machine import environment
+from ..harness.measure import median_and_spread
+from ..harness.results import Row, groups, write_csv
+from ..harness.tables import Table
+from ..methods.link import BACKWARD, BYTES, LAYERS, METHODS, NO_SYNC, Link
+
+COLUMNS = (
+    *("method", "ranks", "micro_batches", "reduction", "ms_median", "ms_p10", "ms_p90", "ratio_to_no_sync", "windows"),
+    *("device", "instruction_set", "torch", "python", "commit", "date"),
+)
+RANKS = 2
+
+
+def _rank(rank: int, port: int, path: str, counts: list[int], reduction: float, windows: int) -> None:
+    """One process: every method, in turns; rank 0 writes what was measured."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", address, timedelta(minutes=5), world_size=RANKS, rank=rank)
+    link = Link(BYTES / (reduction * BACKWARD * LAYERS))
+    built = {name: method(link) for name, method in METHODS.items()}
+    for window in built.values():
+        for count in (2, 2, 2):  # both reducers learn the order of gradients in the first
+            window(count)
+    seconds: dict[tuple[int, str], list[float]] = {(count, name): [] for count in counts for name in built}
+    for _ in range(windows):
+        for (count, name), measured in seconds.items():
+            dist.barrier()
+            start = time.perf_counter()
+            built[name](count)
+            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            measured.append(slowest.item())
+    if rank == 0:
+        Path(path).write_bytes(pickle.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(counts: list[int], reduction: float, windows: int, about: Row) -> list[Row]:
+    """A row per method and number of micro-batches."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "measured")
+        mp.spawn(_rank, (port, str(path), counts, reduction, windows), nprocs=RANKS)
+        seconds = pickle.loads(path.read_bytes())
+    found = []
+    for (count, name), samples in seconds.items():
+        median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))
+        no_sync = median_and_spread(seconds[count, NO_SYNC])[0]
+        row: Row = {
+            **about,
+            **{"method": name, "ranks": RANKS, "micro_batches": count, "reduction": reduction},
+            **{"ms_median": median, "ms_p10": p10, "ms_p90": p90, "windows": len(samples)},
+            "ratio_to_no_sync": float(f"{median / 1e3 / no_sync:.3f}"),
+        }
+        found.append({column: row.get(column) for column in COLUMNS})
+    return found
+
+
+def show(rows: Sequence[Row]) -> None:
+    """A table per speed of the link and number of micro-batches."""
+    for group in groups(rows, "reduction", "micro_batches").values():
+        first = group[0]
+        title = (
+            f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, a reduction takes {first['reduction']} "
+        )
+        table = Table(title + "of a backward (emulated)", ("method", "ms a window", "p10 to p90", "to no_sync"))
+        for r in group:
+            spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
+            table.add(str(r["method"]), f"{r['ms_median']:g}", spread, f"{r['ratio_to_no_sync']:g}")
+        table.print()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--micro-batches", default="1,2,4", help="per window, comma-separated (default: 1,2,4)")
+    parser.add_argument("--reduction", default="0.5,1", help="shares of a backward, comma-separated (default: 0.5,1)")
+    parser.add_argument("--windows", type=int, default=15, help="timed, per method")
+    parser.add_argument("--csv", type=Path, help="write the rows here")
+    arguments = parser.parse_args(argv)
+    counts = [int(count) for count in arguments.micro_batches.split(",")]
+    about = environment(torch.device("cpu"))
+    found: list[Row] = []
+    for reduction in map(float, arguments.reduction.split(",")):
+        added = measure(counts, reduction, arguments.windows, about)
+        show(added)
+        found += added
+        if arguments.csv:
+            write_csv(arguments.csv, found)
+    return 0

@@ -1,0 +1,149 @@
+"""A slow link between ranks, and a device that computes, both of sleep: how much of a reduction a loop hides.
+
+Real all-reduces of gloo follow the wait for the link, so the results are right. What the host does between sleeps is
+the methods' own work, in chunks and buckets that are smaller than usual by one factor, as the model is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accumkernels as ak
+from accumkernels.ranks import group, reduction
+
+LAYERS, ELEMENTS = 32, 2**16
+BYTES = LAYERS * ELEMENTS * 4
+SHRINK = 32  # of chunks and buckets
+FORWARD, BACKWARD = 0.002, 0.004  # seconds in a layer
+
+Window = Callable[[int], None]  # of so many micro-batches
+
+
+class Link:
+    """Carries one tensor at a time.
+
+    Args:
+        rate: Bytes of gradients per second.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._group = dist.new_group()
+        self._free = 0.0
+        self._waiting: queue.SimpleQueue[tuple[Tensor, Any, float]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            tensor, sent, asked = self._waiting.get()
+            self._free = max(self._free, asked) + tensor.nbytes / self._rate
+            time.sleep(max(0.0, self._free - time.monotonic()))
+            dist.all_reduce(tensor, group=self._group)
+            sent.set_result(tensor)
+
+    def send(self, tensor: Tensor) -> Any:
+        """Begin to sum a tensor over ranks."""
+        sent: Any = torch.futures.Future()
+        self._waiting.put((tensor, sent, time.monotonic()))
+        return sent
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        time.sleep(FORWARD)
+        ctx.save_for_backward(weight)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(BACKWARD)
+        return grad, torch.full_like(ctx.saved_tensors[0], 1e-3)
+
+
+class Layer(nn.Module):
+    """Takes its time, and has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(ELEMENTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As it is."""
+        return _Compute.apply(x, self.weight)
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, fused=True)
+
+
+def _loss(model: nn.Module) -> Tensor:
+    return model(torch.ones(4, requires_grad=True)).sum()
+
+
+def stock(link: Link) -> Window:
+    """DistributedDataParallel, silent but in the last micro-batch."""
+    size = dist.get_world_size()
+    ddp = DistributedDataParallel(_model(), gradient_as_bucket_view=True, bucket_cap_mb=25 / SHRINK)
+
+    def over_the_link(state, bucket):  # torch refuses other annotations than its own
+        return link.send(bucket.buffer()).then(lambda sent: sent.value().div_(size))
+
+    ddp.register_comm_hook(None, over_the_link)
+    optimizer = _sgd(ddp.parameters())
+
+    def window(micro_batches: int) -> None:
+        for i in range(micro_batches):
+            with ddp.no_sync() if i + 1 < micro_batches else contextlib.nullcontext():
+                (_loss(ddp) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return window
+
+
+def fused(link: Link, looks_ahead: bool) -> Window:
+    """FusedAccumulator, in a loop over `acc.window` or without it."""
+
+    def over_the_link(_: Any, piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        sent = piece.to(dtype)
+        return sent, link.send(sent)
+
+    model = _model()
+    options: dict[str, Any] = {"bucket_bytes": 32 * 2**20 // SHRINK, "process_group": dist.group.WORLD}
+    acc = ak.FusedAccumulator(model, **options)
+    optimizer = _sgd(acc.parameters())
+
+    def window(micro_batches: int) -> None:
+        with (
+            mock.patch.object(group.Group, "send", over_the_link),
+            mock.patch.object(reduction, "CHUNK_BYTES", 32 * 2**20 // SHRINK),
+        ):
+            for _ in acc.window(range(micro_batches)) if looks_ahead else range(micro_batches):
+                acc.backward(_loss(model))
+            acc.step(optimizer)
+
+    return window
+
+
+NO_SYNC = "DDP, no_sync"
+METHODS: dict[str, Callable[[Link], Window]] = {
+    NO_SYNC: stock,
+    "FusedAccumulator": lambda link: fused(link, False),
+    "FusedAccumulator, acc.window": lambda link: fused(link, True),
+}

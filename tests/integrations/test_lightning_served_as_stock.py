@@ -1,0 +1,255 @@
+"""What Lightning serves beyond the plain loop: served with the callback too, with what Lightning gives as the truth."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.support.backends import same_bits
+from tests.support.models import batch, mlp
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import BackboneFinetuning  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
+
+from accumkernels import FusedAccumulator  # noqa: E402
+from accumkernels.integrations.lightning import FusedAccumulation  # noqa: E402
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+SIZE = 3
+
+
+class Module(pl.LightningModule):
+    """A backbone and a head; `made` makes the optimizers."""
+
+    def __init__(self, made=None, batch_size=SIZE):
+        super().__init__()
+        net = mlp()
+        self.backbone, self.head = net[:2], net[2:]
+        self.made = made or (lambda module: torch.optim.AdamW(module.parameters(), lr=0.01))
+        self.batch_size = batch_size
+
+    def loss(self, data):
+        return mse_loss(self.head(self.backbone(data[0])), data[1])
+
+    def training_step(self, data, index):
+        return self.loss(data)
+
+    def configure_optimizers(self):
+        return self.made(self)
+
+    def train_dataloader(self):
+        data = torch.utils.data.TensorDataset(*batch(8 * SIZE))
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+
+def trainer(*callbacks, steps=4, epochs=1, **options):
+    """A quiet one."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        accumulate_grad_batches=steps,
+        callbacks=list(callbacks),
+        enable_model_summary=False,
+        **{**quiet, **options},
+    )
+
+
+def both(make, *callbacks, **options):
+    """Trained by Lightning alone, and with the callback."""
+    models = []
+    for ours in (False, True):
+        model = make()
+        extra = [make_callback() for make_callback in callbacks]
+        trainer(*extra, *([FusedAccumulation()] if ours else []), **options).fit(model)
+        models.append(model)
+    return models
+
+
+def assert_close(one, two):
+    """And something was trained."""
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert not all(same_bits(a, b) for a, b in zip(one.parameters(), mlp().parameters(), strict=True))
+
+
+def test_backbone_finetuning():
+    """The head alone for an epoch; then the optimizer gets the backbone's parameters."""
+    assert_close(
+        *both(
+            lambda: Module(lambda module: torch.optim.AdamW(module.head.parameters(), lr=0.01)),
+            lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False),
+            epochs=3,
+        )
+    )
+
+
+def test_a_parameter_that_nobody_steps(caplog):
+    """Is left alone, with one warning."""
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        stock, ours = both(lambda: Module(lambda module: torch.optim.SGD(module.head.parameters(), lr=0.1)), epochs=2)
+    assert_close(stock, ours)
+    assert same_bits(ours.backbone[0].weight, mlp()[0].weight)
+    assert sum("no optimizer steps" in record.message for record in caplog.records) == 1
+
+
+class OnIterator(Module):
+    """Takes batches itself, and calls backward on the loss itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, dataloader_iter):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            data, _, _ = next(dataloader_iter)
+            (self.loss(data) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_that_takes_an_iterator():
+    """What `.grad` holds at `optimizer.step()` is stepped."""
+    assert_close(*both(OnIterator, steps=1))
+
+
+class NeedsClosure(torch.optim.SGD):
+    """Evaluates it once, and keeps the loss."""
+
+    def step(self, closure):
+        """Of SGD."""
+        self.loss = closure()
+        return super().step()
+
+
+def test_an_optimizer_that_needs_a_closure():
+    """Lightning gives it one; here its backward has run before."""
+    assert_close(*both(lambda: Module(lambda module: NeedsClosure(module.parameters(), lr=0.1))))
+
+
+class Gan(pl.LightningModule):
+    """As in Lightning's documentation: the first loss reaches both networks; `toggles` or clears."""
+
+    def __init__(self, toggles):
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles = toggles
+        self.generator, self.discriminator = mlp(seed=1), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        with torch.no_grad():
+            for p in self.discriminator.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+
+    def training_step(self, data, index):
+        x, y = data
+        of_generator, of_discriminator = self.optimizers()
+        if self.toggles:
+            self.toggle_optimizer(of_generator)
+        of_generator.zero_grad()
+        self.manual_backward(-self.discriminator(self.generator(x)).mean())
+        of_generator.step()
+        if self.toggles:
+            self.untoggle_optimizer(of_generator)
+            self.toggle_optimizer(of_discriminator)
+        of_discriminator.zero_grad()
+        self.manual_backward(self.discriminator(self.generator(x).detach()).mean() - self.discriminator(y).mean())
+        self.clip_gradients(of_discriminator, 0.1, "norm")
+        of_discriminator.step()
+        if self.toggles:
+            self.untoggle_optimizer(of_discriminator)
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (self.generator, self.discriminator)]
+
+    def train_dataloader(self):
+        return Module.train_dataloader(self)
+
+    batch_size = SIZE
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+def test_two_optimizers(toggles):
+    """Each has an accumulator; `zero_grad` of one clears what the other's loss has left."""
+    assert_close(*both(lambda: Gan(toggles), steps=1, epochs=2))
+
+
+def test_metrics_are_logged(tmp_path):
+    """Of every window, to the Trainer's logger."""
+    callback = FusedAccumulation(weight=lambda data: len(data[0]), metrics=True)
+    one = trainer(callback, logger=CSVLogger(tmp_path, version=0), log_every_n_steps=1, gradient_clip_val=0.05)
+    one.fit(Module())
+    logged = one.logged_metrics
+    assert logged["accumulator/weight"] == 4 * SIZE
+    assert logged["accumulator/micro_batches"] == 4
+    assert logged["accumulator/grad_norm"] > 0.05
+    assert logged["accumulator/step_skipped"] == 0
+    assert "accumulator/windows_skipped" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_scale_batch_size(mode, tmp_path):
+    """Lightning's finder beside the callback, and training after it."""
+    found = []
+    for ours in (False, True):
+        model = Module(batch_size=1)
+        one = trainer(*([FusedAccumulation()] if ours else []), default_root_dir=tmp_path)
+        size = Tuner(one).scale_batch_size(model, mode=mode, max_trials=3, steps_per_trial=1)
+        one.fit(model)
+        found.append((size, model))
+    assert found[0][0] == found[1][0] > 1
+    assert_close(found[0][1], found[1][1])
+
+
+class Looks(pl.Callback):
+    """At the averaged gradients."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.grads = [p.grad.clone() for p in pl_module.parameters()]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_left_to_the_optimizers_pass(clip, monkeypatch):
+    """Nothing is averaged before the step where no hook of the user's could see it; the result is the same."""
+    finalized = []
+    original = FusedAccumulator.finalize
+    monkeypatch.setattr(FusedAccumulator, "finalize", lambda *a, **k: (finalized.append(1), original(*a, **k))[1])
+    models = []
+    for callbacks in ([], [Looks()]):
+        finalized.clear()
+        model = Module(lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, fused=True))
+        trainer(FusedAccumulation(), *callbacks, gradient_clip_val=clip).fit(model)
+        assert bool(finalized) == bool(callbacks)
+        models.append(model)
+    assert_close(*models)
+
+
+def test_optimizers_that_share_parameters(caplog):
+    """Are left to Lightning, with a warning."""
+
+    class Shared(Gan):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.01), torch.optim.SGD(self.parameters(), lr=0.02)]
+
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        assert_close(*both(lambda: Shared(False), steps=1))
+    assert "SGD, SGD step the same parameters" in caplog.text
+
+
+def test_without_an_optimizer():
+    """Gradients are left to Lightning, too."""
+    _, ours = both(lambda: Module(lambda module: None))
+    assert same_bits(ours.head[0].weight, mlp()[2].weight)

@@ -1,0 +1,474 @@
+"""What accelerate and Lightning serve beyond the plain loop: served here too, with what stock gives as the truth."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.support.backends import same_bits
+from tests.support.models import batch, big_batch_grads, mlp, relative_error
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import find_executable_batch_size  # noqa: E402
+
+from accumkernels import FusedAccumulator  # noqa: E402
+from accumkernels.integrations.accelerate import Accelerator  # noqa: E402
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.usefixtures("one_thread", "fresh_state"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+STOCK = accelerate.Accelerator
+BOTH = (STOCK, Accelerator)
+SIZE = 3
+ROUNDING = 1e-6
+
+
+@pytest.fixture
+def fresh_state():
+    """accelerate keeps its settings in singletons."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def make(cls, precision="no", steps=4, **options):
+    """An accelerator; fp16, which accelerate has on GPUs only, with a scaler for the CPU."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = cls(cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision, **options)
+    if precision == "fp16":
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return accelerator
+
+
+def adamw(params):
+    """Unfused."""
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def loss_of(model, seed, n=SIZE):
+    """Of a micro-batch."""
+    x, y = batch(n, seed=seed)
+    return mse_loss(model(x).float(), y)
+
+
+def assert_bits(one, two):
+    """Of all parameters."""
+    assert all(same_bits(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def assert_close(one, two, rtol=1e-5):
+    """Sums in another order."""
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=0.01 * rtol)
+
+
+def recipe(accelerator, model, optimizer, scheduler):
+    """accelerate's for token counts: the whole window first, then a backward for each, and one step."""
+    for window in range(3):
+        batches = [batch(2 + i, seed=10 * window + i) for i in range(4 if window < 2 else 2)]  # the last one is short
+        total = sum(x.numel() for x, _ in batches)
+        for x, y in batches:
+            loss = mse_loss(model(x).float(), y, reduction="sum") * 4 / total
+            accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def by_hand(accelerator, model, optimizer, scheduler):
+    """A loop that divides and counts itself, and clips with torch."""
+    for i in range(8):
+        accelerator.backward(loss_of(model, i) / 4)
+        if i % 4 == 3:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def dropped(accelerator, model, optimizer, scheduler):
+    """Gradients are cleared by way of the model; one of a parameter is changed, and one taken away."""
+    accelerator.backward(loss_of(model, 0))
+    model.zero_grad()
+    accelerator.backward(loss_of(model, 1))
+    params = list(model.parameters())
+    params[0].grad = params[0].grad * 0.5
+    params[1].grad.mul_(2)
+    params[2].grad = None
+    accelerator.backward(loss_of(model, 2))
+    params[3].grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def raw_backward(accelerator, model, optimizer, scheduler):
+    """As accelerate's docstrings have it, without its `backward`."""
+    for i in range(8):
+        with accelerator.accumulate(model):
+            (loss_of(model, i) / 4).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def nothing_to_step(accelerator, model, optimizer, scheduler):
+    """A step without a backward: schedulers go on."""
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    scheduler.step()
+    optimizer.zero_grad()
+    accelerator.backward(loss_of(model, 0))
+    optimizer.step()
+    scheduler.step()
+
+
+def closures(accelerator, model, optimizer, scheduler):
+    """Of an optimizer that takes one."""
+    for i in range(4):
+
+        def closure(i=i):
+            loss = loss_of(model, i)
+            accelerator.backward(loss)
+            return loss
+
+        with accelerator.accumulate(model):
+            optimizer.step(closure)
+            optimizer.zero_grad()
+
+
+LOOPS = [recipe, by_hand, dropped, raw_backward, nothing_to_step, closures]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops(loop):
+    """Where a loop does not count by `accumulate()` and `backward`, gradients are accelerate's own."""
+    models = []
+    for cls in BOTH:
+        accelerator = make(cls, steps=1 if loop in (by_hand, dropped, closures, nothing_to_step) else 4)
+        model = mlp()
+        optimizer = adamw(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        loop(accelerator, model, optimizer, scheduler)
+        models.append((model, scheduler.get_last_lr()))
+    assert_close(models[0][0], models[1][0])
+    assert models[0][1] == models[1][1]
+    assert not all(same_bits(a, b) for a, b in zip(models[0][0].parameters(), mlp().parameters(), strict=True))
+
+
+def test_the_recipe_in_fp16():
+    """With a scaler; `.grad` is unscaled at once, and 16-bit models have theirs rounded."""
+    models = []
+    for cls in BOTH:
+        accelerator = make(cls, "fp16")
+        model = mlp()
+        optimizer = adamw(model.parameters())
+        prepared = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9))
+        recipe(accelerator, *prepared)
+        models.append(model)
+    assert_close(*models)
+    accelerator = make(Accelerator)
+    model, optimizer = accelerator.prepare(mlp(torch.bfloat16), adamw(half := mlp(torch.bfloat16).parameters()))
+    assert half is not None
+    accelerator = make(Accelerator, steps=1)
+    model = mlp(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    for seed in (1, 2):
+        x, y = batch(SIZE, torch.bfloat16, seed=seed)
+        accelerator.backward(mse_loss(model(x), y) / 2)
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad.dtype == torch.bfloat16 for grad in grads)
+    grads[0].zero_()
+    optimizer.step()
+    assert torch.equal(before[0], next(model.parameters()))
+    assert not torch.equal(before[2], list(model.parameters())[2])
+
+
+def test_a_model_without_an_optimizer():
+    """accelerate serves it; a weight has no meaning there."""
+    for cls in BOTH:
+        accelerator = make(cls)
+        model = accelerator.prepare(mlp())
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, 0))
+        truth = [grad / 4 for grad in big_batch_grads(mlp(), *batch(SIZE, seed=0))]
+        assert relative_error([p.grad for p in model.parameters()], truth) < ROUNDING
+        assert accelerator.clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
+
+
+class NeedsClosure(torch.optim.SGD):
+    """Evaluates it as often as it is told."""
+
+    def __init__(self, params, calls=1, **options):
+        super().__init__(params, **options)
+        self.calls = calls
+
+    def step(self, closure):
+        """Of SGD."""
+        self.losses = [closure() for _ in range(self.calls)]
+        return super().step()
+
+
+def test_optimizers_that_need_a_closure():
+    """One that evaluates it once is served; another is told what that would mean."""
+    for precision in ("no", "fp16"):
+        accelerator = make(Accelerator, precision, steps=1)
+        model = mlp()
+        optimizer = NeedsClosure(model.parameters(), lr=1.0)
+        model, prepared = accelerator.prepare(model, optimizer)
+
+        def closure(model=model, accelerator=accelerator):
+            loss = loss_of(model, 1)
+            accelerator.backward(loss)
+            return loss
+
+        prepared.step(closure)
+        moved = [a - b for a, b in zip(mlp().parameters(), model.parameters(), strict=True)]
+        assert relative_error(moved, big_batch_grads(mlp(), *batch(SIZE, seed=1))) < 5e-3
+        assert len(optimizer.losses) == 1
+    optimizer.calls = 2
+    with pytest.raises(TypeError, match="twice in one step"):
+        prepared.step(closure)
+    with pytest.raises(TypeError, match="LBFGS"):
+        make(Accelerator).prepare(model := mlp(), torch.optim.LBFGS(model.parameters()))
+
+
+def test_parameters_that_nobody_steps(caplog):
+    """Are left alone, as by accelerate, with one warning; and accumulated once the optimizer gets them."""
+    models = []
+    for cls in BOTH:
+        accelerator = make(cls)
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model[2:].parameters(), lr=0.1))
+        with caplog.at_level(logging.WARNING, "accumkernels"):
+            for i in range(24):
+                if i == 8:
+                    model.zero_grad()
+                    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, i))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.2)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if i == 7:
+                assert torch.equal(model[0].weight, mlp()[0].weight)
+        models.append(model)
+    assert_close(*models)
+    assert [record.message for record in caplog.records if "no optimizer steps" in record.message] == [
+        "no optimizer steps '0.weight', '0.bias', so that no gradient of it is accumulated"
+    ]
+
+
+def test_a_late_parameter_has_a_master():
+    """What the others' masters and the optimizer's state have gathered stays."""
+    accelerator = make(Accelerator, steps=1, accumulator_options={"master_weights": True})
+    model = mlp(torch.bfloat16)
+    raw = adamw(model[2:].parameters())
+    model, optimizer = accelerator.prepare(model, raw)
+
+    def one(seed):
+        x, y = batch(SIZE, torch.bfloat16, seed=seed)
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    one(0)
+    master = raw.param_groups[0]["params"][0]
+    value = master.detach().clone()
+    assert not torch.equal(value.bfloat16().float(), value)
+    raw.add_param_group({"params": list(model[0].parameters())})
+    accelerator.open_window()
+    assert torch.equal(raw.param_groups[0]["params"][0], value)
+    assert raw.param_groups[1]["params"][0].dtype == torch.float32
+    assert raw.state[raw.param_groups[0]["params"][0]]["step"] == 1
+    one(1)
+    assert raw.state[raw.param_groups[1]["params"][0]]["step"] == 1
+
+
+def gan(accelerator, clip):
+    """Generator and discriminator; the generator's loss reaches the discriminator, whose gradients are cleared."""
+    generator, discriminator = mlp(seed=1), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with torch.no_grad():
+        for p in discriminator.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+    prepared = accelerator.prepare(
+        generator, discriminator, adamw(generator.parameters()), adamw(discriminator.parameters())
+    )
+    generator, discriminator, of_generator, of_discriminator = prepared
+    for i in range(6):
+        with accelerator.accumulate(generator, discriminator):
+            x, y = batch(SIZE, seed=i)
+            of_discriminator.zero_grad()
+            fake = generator(x)
+            accelerator.backward(discriminator(fake.detach()).mean() - discriminator(y).mean())
+            if clip:
+                accelerator.clip_grad_norm_(discriminator.parameters(), 0.1)
+            of_discriminator.step()
+            of_generator.zero_grad()
+            accelerator.backward(-discriminator(fake).mean())
+            if clip:
+                accelerator.clip_grad_norm_(generator.parameters(), 0.1)
+            of_generator.step()
+    return nn.ModuleList([generator, discriminator])
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_two_models_with_two_optimizers(clip, precision):
+    """Each optimizer has an accumulator; clearing one leaves the other."""
+    stock, ours = (gan(make(cls, precision, steps=1), clip and precision == "no") for cls in BOTH)
+    assert_close(stock, ours, 1e-5 if precision == "no" else 1e-3)  # Adam makes much of small differences
+
+
+def test_accumulated_by_two_optimizers():
+    """Toggled by hand: each window is the mean over its own losses. A loss that reaches both is refused."""
+    accelerator = make(Accelerator, steps=4)
+    one, two = mlp(seed=1), mlp(seed=2)
+    sgds = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, two)]
+    before = [[p.detach().clone() for p in model.parameters()] for model in (one, two)]
+    _, _, *optimizers = accelerator.prepare(one, two, *sgds)
+    with pytest.raises(RuntimeError, match="accelerator.accumulators"):
+        _ = accelerator.accumulator
+    assert len(accelerator.accumulators) == 2
+    for i in range(4):
+        with accelerator.accumulate(one, two):
+            for model in (one, two):
+                x, y = batch(SIZE + i, seed=i)
+                accelerator.backward(mse_loss(model(x), y), weight=len(x))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    data = [batch(SIZE + i, seed=i) for i in range(4)]
+    whole = [torch.cat(parts) for parts in zip(*data, strict=True)]
+    for model, start, seed in zip((one, two), before, (1, 2), strict=True):
+        moved = [a - b for a, b in zip(start, model.parameters(), strict=True)]
+        assert relative_error(moved, big_batch_grads(mlp(seed=seed), *whole)) < ROUNDING
+    metrics = accelerator.window_metrics()
+    assert metrics["accumulator/0/weight"] == metrics["accumulator/1/weight"] == sum(len(x) for x, _ in data)
+    with accelerator.accumulate(one, two):
+        accelerator.backward(mse_loss(one(whole[0]) + two(whole[0]), whole[1]))
+        with pytest.raises(RuntimeError, match="twice inside one"):
+            accelerator.backward(loss_of(one, 0))
+
+
+def test_a_loss_through_an_ended_window():
+    """Its optimizer is to be stepped before, or its parameters kept out."""
+    accelerator = make(Accelerator, steps=1)
+    one, two = mlp(seed=1), mlp(seed=2)
+    accelerator.prepare(one, two, *(torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, two)))
+    with accelerator.accumulate(one, two):
+        accelerator.backward(loss_of(one, 0))
+        grads = [p.grad for p in one.parameters()]
+        accelerator.backward(loss_of(two, 0))  # which leaves the first's gradients alone
+        assert all(p.grad is grad for p, grad in zip(one.parameters(), grads, strict=True))
+    accelerator.free_memory()
+    accelerator.prepare(one, two, *(torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, two)))
+    with accelerator.accumulate(one, two):
+        accelerator.backward(loss_of(one, 0))
+        with pytest.raises(RuntimeError, match="step that optimizer before"):
+            accelerator.backward(loss_of(one, 0) + loss_of(two, 0))
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("fused", [False, True])
+def test_left_to_the_optimizers_pass(fused, clip, precision, monkeypatch):
+    """`reads_gradients = False`: nothing is averaged before `optimizer.step()`, whose result is the same."""
+    found = []
+    for reads in (True, False):
+        accelerator = make(Accelerator, precision)
+        accelerator.reads_gradients = reads
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
+        finalized = []
+        original = FusedAccumulator.finalize
+        monkeypatch.setattr(
+            FusedAccumulator, "finalize", lambda *a, f=original, n=finalized, **k: (n.append(1), f(*a, **k))[1]
+        )
+        norms = []
+        for i in range(8):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, i))
+                if accelerator.sync_gradients and clip:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), clip))
+                optimizer.step()
+                optimizer.zero_grad()
+        monkeypatch.setattr(FusedAccumulator, "finalize", original)
+        assert bool(finalized) is reads
+        found.append((model, [norm.item() for norm in norms]))
+    assert_close(found[0][0], found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+
+
+def test_find_executable_batch_size():
+    """accelerate's finder runs the function anew after an out-of-memory error."""
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(size):
+        accelerator.free_memory()
+        tried.append(size)
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for i in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, i, size))
+                if size > 2 and i == 1:
+                    raise RuntimeError("CUDA out of memory. Tried to allocate 1 EiB")
+                optimizer.step()
+        return model
+
+    accelerator = make(Accelerator)
+    model = train()
+    assert tried == sorted(tried, reverse=True)
+    assert tried[-1] <= 2 < tried[0]
+    data = [batch(tried[-1], seed=i) for i in range(4)]
+    truth = big_batch_grads(mlp(), *(torch.cat(parts) for parts in zip(*data, strict=True)))
+    moved = [a - b for a, b in zip(mlp().parameters(), model.parameters(), strict=True)]
+    assert relative_error(moved, truth) < ROUNDING
+
+
+def test_optimizers_are_pickled():
+    """As accelerate's; a copy steps by itself."""
+    accelerator = make(Accelerator)
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert copied.window is None
+    assert copied.param_groups[0]["lr"] == 0.01
+
+
+def test_the_noise_scale_is_that_of_undivided_losses():
+    """What the trainer divides by is undone before norms are measured."""
+    accelerator = make(Accelerator, accumulator_options={"noise_scale": True})
+    model = mlp()
+    twin = mlp()
+    acc = FusedAccumulator(twin, noise_scale=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    other = torch.optim.SGD(twin.parameters(), lr=0.0)
+    for i in range(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, i))
+            optimizer.step()
+            optimizer.zero_grad()
+        acc.backward(loss_of(twin, i))
+        if i % 4 == 3:
+            acc.step(other)
+    mine, truth = accelerator.accumulator.noise_scale(), acc.noise_scale()
+    assert mine.trace == pytest.approx(truth.trace, rel=1e-5)
+    assert mine.grad_squared_norm == pytest.approx(truth.grad_squared_norm, rel=1e-5)

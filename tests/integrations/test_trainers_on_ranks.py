@@ -1,0 +1,312 @@
+"""The trainers' adapters on 2 and 4 gloo ranks, held to one process on all the data: stock torch, summed in float64."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.support.models import mlp, relative_error
+from tests.support.ranks import check, run
+
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("transformers")
+
+import accumkernels as ak  # noqa: E402
+from tests.support import trainer_rank_scenarios as scenarios  # noqa: E402
+from tests.support.trainer_rank_scenarios import KINDS, LR, MAX_NORM, SCALE, STEPS, item, items  # noqa: E402
+
+pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+# Of the way that the parameters go, which is a hundredth of them: fp32 parameters are rounded twice; measured 2e-6, and
+# 1e-7 of the parameters. In 16 bit a parameter of the second window that is one fp32 unit off may round to the next
+# 16-bit value, on its way through autocast; measured 2e-5.
+ROUNDING = {"fp32": 5e-6, "bf16": 1e-3, "fp16": 2e-4}
+
+
+def window_gradient(model, numbers, precision):
+    """The weighted mean gradient of micro-batches, each computed as a stock loop does, in float64; and their norm."""
+    sums, weight = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()], 0
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    for i in numbers:
+        x, y = item(i)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            out = model(x)
+        # Divided and scaled as trainers do, which decides what underflows in fp16.
+        scale = SCALE / STEPS if precision == "fp16" else 1 / STEPS
+        (mse_loss(out.float(), y) * scale).backward()
+        for total, p in zip(sums, model.parameters(), strict=True):
+            total += p.grad.double() / scale * len(x)
+            p.grad = None
+        weight += len(x)
+    return [total / weight for total in sums]
+
+
+def truth(size, precision="fp32", clip=None, uneven=True, skipped=()):
+    """Parameters by name, and the norms of the windows."""
+    model = mlp()
+    norms = []
+    for window, numbers in enumerate(items(size, uneven=uneven)):
+        grads = window_gradient(model, numbers, precision)
+        norm = torch.cat([g.flatten() for g in grads]).norm().item()
+        norms.append(norm)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            if window not in skipped:
+                p.data -= (LR * grad * min(1.0, (clip or float("inf")) / norm)).float()
+    return dict(model.named_parameters()), norms
+
+
+def assert_close(found, expected, rounding):
+    """Of the way from `mlp()`, over all parameters; found by name, in any order."""
+    start = dict(mlp().named_parameters())
+    assert set(found) == set(expected)
+    way = [[values[name].detach() - start[name].detach() for name in start] for values in (found, expected)]
+    assert relative_error(*way) < rounding
+
+
+def assert_same(found, name, key=None):
+    """Bit for bit on every rank, where ranks keep whole parameters."""
+    results = [result[0] if key is None else result[key][0] for result in found[name]]
+    for other in results[1:]:
+        assert all(torch.equal(results[0][k], other[k]) for k in other)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What two ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {**run(2, folder, scenarios.DDP), "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """What two ranks found, with FSDP2."""
+    return run(2, tmp_path_factory.mktemp("sharded"), scenarios.SHARDED)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """What four ranks found."""
+    names = [scenarios.accelerate_two_optimizers, scenarios.lightning_two_optimizers, scenarios.transformers_tokens]
+    return run(4, tmp_path_factory.mktemp("four"), names)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "backward", "fused", "find_unused_parameters"], ids=str)
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
+def test_one_process_on_all_the_data(found, trainer, kind):
+    """Unequal micro-batches, a short last window; clipped or not, and its norms.
+
+    The last rank has one micro-batch less, but in Lightning, which communicates in every batch.
+    """
+    name = f"{trainer}_ddp"
+    check(found, name)
+    if kind not in found[name][0]:
+        pytest.skip("another trainer's")
+    precision, clip = kind if isinstance(kind, tuple) else ("fp32", MAX_NORM if kind == "fused" else None)
+    expected, norms = truth(2, precision, clip, uneven=trainer != "lightning")
+    assert_same(found, name, kind)
+    values, own_norms, scale = found[name][0][kind]
+    assert_close(values, expected, ROUNDING[precision])
+    if own_norms:
+        assert own_norms == pytest.approx(norms, rel=ROUNDING[precision])
+    assert scale == (SCALE if precision == "fp16" else None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
+def test_an_overflow_on_one_rank(found, trainer, precision):
+    """All ranks skip the window, step the next, and have the same scale."""
+    name = f"{trainer}_overflow"
+    check(found, name)
+    assert_same(found, name, precision)
+    for values, history, scale in (result[precision] for result in found[name]):
+        expected, _ = truth(2, precision, uneven=trainer != "lightning", skipped={0})
+        assert_close(values, expected, ROUNDING[precision])
+        assert history in ([], [True, False])
+        assert scale == (SCALE / 2 if precision == "fp16" else None)
+
+
+def test_accelerates_recipe_for_token_counts(found):
+    """By the import alone, as the recipe scales the loss: outside of `accumulate()`, inside `no_sync`."""
+    check(found, "accelerate_recipe")
+    expected, _ = truth(2, uneven=False)
+    for result in found["accelerate_recipe"]:
+        for name in ("stock", "ours"):
+            assert_close(result[name], expected, ROUNDING["fp32"])
+
+
+@pytest.mark.parametrize("kind", ["two optimizers", "two models"])
+@pytest.mark.parametrize("ranks", ["found", "four"])
+def test_accelerate_with_several(ranks, kind, request):
+    """One clipping over all, and what one optimizer would do."""
+    results = request.getfixturevalue(ranks)
+    name = "accelerate_two_optimizers"
+    check(results, name)
+    expected, norms = truth(len(results[name]), clip=MAX_NORM)
+    assert_same(results, name, kind)
+    assert_close(results[name][0][kind][0], expected, ROUNDING["fp32"])
+    assert results[name][0][kind][1] == pytest.approx(norms, rel=1e-6)
+
+
+def test_bytes_of_a_window(found):
+    """Nothing in micro-batches; the gradient once, and some scalars."""
+    check(found, "accelerate_bytes")
+    for sent, _ in found["accelerate_bytes"]:
+        payload = sum(p.nbytes for p in mlp().parameters())
+        padding = 128 * len(list(mlp().parameters()))  # segments are aligned
+        scalars = 8 * 64
+        assert payload <= sum(sent) <= payload + padding + scalars
+
+
+def test_refused_on_several_ranks(found):
+    """Each says what to do."""
+    check(found, "accelerate_refuses")
+    for result in found["accelerate_refuses"]:
+        for key, kind, text in (
+            ("join", "ValueError", "even_batches=True"),
+            ("two that sync", "RuntimeError", "no_sync around all but the last"),
+            ("shared", "ValueError", "SGD, SGD step the same parameters"),
+        ):
+            assert result[key][0] == kind
+            assert text in result[key][1]
+
+
+@pytest.mark.parametrize("ranks", ["found", "four"])
+def test_lightning_with_two_optimizers(ranks, request):
+    """Each has the weighted mean of its own losses, over all ranks, and is clipped for itself."""
+    results = request.getfixturevalue(ranks)
+    check(results, "lightning_two_optimizers")
+    size = len(results["lightning_two_optimizers"])
+    one, two = mlp(), mlp(seed=1)
+    for numbers in items(size, uneven=False):
+        grads, stepped = [], one
+        for place, own in enumerate((one, two)):
+            sums, weight = [torch.zeros_like(p, dtype=torch.float64) for p in own.parameters()], 0
+            for i in numbers:
+                x, y = item(i)
+                # In the last batch, the first is stepped before the second sees it.
+                first = stepped if place and i in numbers[-size:] else one
+                mse_loss(first(x) + two(x), y if place else -y).backward()
+                for total, p in zip(sums, own.parameters(), strict=True):
+                    total += p.grad.double() * len(x)
+                for p in [*one.parameters(), *two.parameters(), *first.parameters()]:
+                    p.grad = None
+                weight += len(x)
+            grads.append([total / weight for total in sums])
+            if not place:
+                stepped = copy.deepcopy(one)
+                _step(stepped, grads[0])
+        one = stepped
+        _step(two, grads[1])
+    for values in results["lightning_two_optimizers"]:
+        actual = [values[f"{name}.{key}"] for name in ("one", "two") for key, _ in one.named_parameters()]
+        expected = [*one.parameters(), *two.parameters()]
+        start = [*mlp().parameters(), *mlp(seed=1).parameters()]
+        way = [[(b - a).detach() for a, b in zip(start, end, strict=True)] for end in (actual, expected)]
+        assert relative_error(*way) < ROUNDING["fp32"]
+
+
+def _step(model, grads):
+    norm = torch.cat([g.flatten() for g in grads]).norm().item()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.data -= (LR * grad * min(1.0, MAX_NORM / norm)).float()
+
+
+@pytest.mark.parametrize("ranks", ["found", "four"])
+def test_tokens_of_all_ranks(ranks, request):
+    """The mean over every label, twice; the second `train()` finds the model wrapped."""
+    results = request.getfixturevalue(ranks)
+    check(results, "transformers_tokens")
+    size = len(results["transformers_tokens"])
+    data = scenarios.Tokens(STEPS * size)
+    model = scenarios.gpt2()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, results["transformers_tokens"][0][0][name])
+    start = [p.detach().clone() for p in model.parameters()]
+    for stage in (1, 2):
+        twin = copy.deepcopy(model).double()
+        twin(**{key: torch.stack([sample[key] for sample in data.samples]) for key in data[0]})["loss"].backward()
+        for p, grown in zip(model.parameters(), twin.parameters(), strict=True):
+            p.data -= (LR * grown.grad).float()
+        for result in results["transformers_tokens"]:
+            values = result[stage]
+            way = [
+                [values[name] - a for (name, _), a in zip(model.named_parameters(), start, strict=True)],
+                [p.detach() - a for p, a in zip(model.parameters(), start, strict=True)],
+            ]
+            assert relative_error(*way) < 5e-6  # through the model in fp32
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_resumed_on_one_rank(found, trainer):
+    """What rank 0 has saved at the end of a window: masters, of which the checkpoint's model is the rounding."""
+    name = f"{trainer}_resumed"
+    check(found, name)
+    if trainer == "lightning":
+        checkpoint = torch.load(found["folder"] / "window-2.ckpt", weights_only=True)
+        (state,) = (value for key, value in checkpoint["callbacks"].items() if key.startswith("FusedAccumulation"))
+        model, expected = mlp(torch.bfloat16), {f"net.{k}": v for k, v in found[name][0].items()}
+        state["shapes"] = {key.removeprefix("net."): shape for key, shape in state["shapes"].items()}
+        state["masters"] = {key.removeprefix("net."): master for key, master in state["masters"].items()}
+        saved = checkpoint["state_dict"]
+    else:
+        assert [result[0] for result in found[name]] == [True, True]
+        folder = found["folder"] / "transformers-2" / "checkpoint-2"
+        state = torch.load(folder / "accumulator.pt", weights_only=True)
+        model, expected = scenarios.gpt2().to(torch.bfloat16), found[name][0][1]
+        saved = expected
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    acc.load_state_dict(state)
+    assert acc.micro_batches == 0
+    for (key, p), master in zip(model.named_parameters(), acc.parameters(), strict=True):
+        key = f"net.{key}" if trainer == "lightning" else key
+        assert torch.equal(p, saved[key])
+        assert torch.equal(p, expected[key])
+        assert master.dtype == torch.float32
+    assert not all(torch.equal(p.float(), m) for p, m in zip(model.parameters(), acc.parameters(), strict=True))
+
+
+def test_saved_inside_a_window(found):
+    """What all ranks have accumulated, in rank 0's checkpoint; one process ends the window with the rest."""
+    check(found, "lightning_inside_a_window")
+    state = found["lightning_inside_a_window"][0]
+    model = mlp()
+    for entry in ("shapes", "sums"):
+        state[entry] = {key.removeprefix("net."): value for key, value in state[entry].items()}
+    state["touched"] = [key.removeprefix("net.") for key in state["touched"]]
+    acc = ak.FusedAccumulator(model)
+    acc.load_state_dict(state)
+    numbers = items(2, uneven=False)[0]
+    for i in numbers[4:]:  # two on each rank are done
+        x, y = item(i)
+        acc.backward(mse_loss(model(x), y), len(x))
+    acc.step(torch.optim.SGD(model.parameters(), lr=LR))
+    moved = [a - b for a, b in zip(mlp().parameters(), model.parameters(), strict=True)]
+    expected = [LR * grad for grad in window_gradient(mlp(), numbers, "fp32")]
+    assert relative_error(moved, expected) < ROUNDING["fp32"]
+
+
+@pytest.mark.parametrize("kind", [("fp32", None), ("fp32", MAX_NORM), ("bf16", None)], ids=str)
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
+def test_fsdp2(sharded, trainer, kind):
+    """Unequal micro-batches on ranks, whose gradients FSDP2 averages inside backward."""
+    name = f"{trainer}_fsdp2"
+    if name not in sharded:
+        pytest.skip("on GPUs only")
+    check(sharded, name)
+    if kind not in sharded[name][0]:
+        pytest.skip("another trainer's")
+    precision, clip = kind
+    expected, norms = truth(2, "fp32", clip, uneven=False)
+    for result in sharded[name]:
+        values, own_norms, _ = result[kind]
+        # FSDP2 casts all parameters and gradients in bf16, not only those of matrix products.
+        assert_close(values, expected, 0.02 if precision == "bf16" else ROUNDING["fp32"])
+        if own_norms:
+            assert own_norms == pytest.approx(norms, rel=1e-6)

@@ -1,0 +1,665 @@
+"""Thirty ways to swap a loop by half: each ends in an error or a warning that says what to change.
+
+A misuse is a loop over windows; it runs until it raises or ends. `INSTEAD` says what a silent one would have trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
+
+import accumkernels as ak
+from accumkernels import hooks
+from tests.support.models import batch, mlp
+
+K = 4
+
+
+class Loop:
+    """What the loops below share: a model, an accumulator, an optimizer, a scaler and data of equal micro-batches."""
+
+    def __init__(self, *, scaled=False, known=True, build=None, lr=0.01, fused=False, **options):
+        self.model = mlp(options.pop("dtype", torch.float32))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+        self.acc = ak.FusedAccumulator(self.model, scaler=self.scaler if known else None, **options)
+        params = self.acc.parameters() if build is None else build(self.model)
+        self.optimizer = torch.optim.AdamW(params, lr=lr, fused=fused)
+
+    def windows(self, count=3):
+        """Windows of K micro-batches: lists of inputs and targets."""
+        dtype = next(self.model.parameters()).dtype
+        return [[batch(2, dtype, seed=10 * w + i) for i in range(K)] for w in range(count)]
+
+    def loss(self, x, y):
+        """The mean loss."""
+        return mse_loss(self.model(x), y)
+
+
+def stock_step_kept(**options):
+    """The optimizer's own step after acc.backward."""
+    loop = Loop(**options)
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def stock_scaler_kept(fused=False):
+    """The scaler's step after acc.backward."""
+    loop = Loop(scaled=True, fused=fused)
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+
+
+def stock_step_before_ours():
+    """Both steps."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        loop.optimizer.step()
+        loop.acc.step(loop.optimizer)
+
+
+def step_without_finalize(**options):
+    """The long form, where finalize was forgotten."""
+    loop = Loop(**options)
+    for window in loop.windows():
+        for x, y in window:
+            loop.loss(x, y).backward()
+            loop.acc.accumulate()
+        loop.optimizer.step()
+        loop.acc.zero_()
+
+
+def closure_without_finalize():
+    """An optimizer that calls a closure, which leaves its window open."""
+    loop = Loop()
+
+    def closure():
+        for x, y in loop.windows(1)[0]:
+            loop.acc.backward(loop.loss(x, y))
+        return loop.loss(x, y)
+
+    loop.optimizer.step(closure)
+
+
+def lbfgs():
+    """An optimizer that needs a closure, in step."""
+    loop = Loop()
+    optimizer = torch.optim.LBFGS(loop.acc.parameters())
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.loss(x, y))
+    loop.acc.step(optimizer)
+
+
+def clipping_kept(clip=nn.utils.clip_grad_norm_, **options):
+    """Torch's clipping before acc.step."""
+    loop = Loop(**options)
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        clip(loop.model.parameters(), 1e-3)
+        loop.acc.step(loop.optimizer)
+
+
+def clip_before_finalize():
+    """Our own in the wrong order."""
+    loop = Loop()
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.loss(x, y))
+    loop.acc.clip_grad_norm_(1.0)
+
+
+def divided(how):
+    """The division by K left in place."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(how(loop.loss(x, y)))
+        loop.acc.step(loop.optimizer)
+
+
+def scaled_twice():
+    """scaler.scale left in place."""
+    loop = Loop(scaled=True)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.scaler.scale(loop.loss(x, y)))
+
+
+def unknown_scaler():
+    """A scaled loss, and an accumulator that was built without the scaler."""
+    loop = Loop(scaled=True, known=False)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.scaler.scale(loop.loss(x, y)))
+
+
+def unknown_scaler_in_long_form(fused=False):
+    """The same, clipped before torch's scaler unscales."""
+    loop = Loop(scaled=True, known=False, fused=fused)
+    for window in loop.windows():
+        for x, y in window:
+            loop.scaler.scale(loop.loss(x, y)).backward()
+            loop.acc.accumulate()
+        loop.acc.finalize(loop.optimizer)
+        loop.acc.clip_grad_norm_(1e-3)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.acc.zero_()
+
+
+def unknown_scaler_and_our_step():
+    """The same, and nobody unscales."""
+    loop = Loop(scaled=True, known=False)
+    for window in loop.windows():
+        for x, y in window:
+            loop.scaler.scale(loop.loss(x, y)).backward()
+            loop.acc.accumulate()
+        loop.acc.step(loop.optimizer)
+
+
+def unscaled():
+    """scaler.unscale_ left in place."""
+    loop = Loop(scaled=True)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.loss(x, y))
+    loop.scaler.unscale_(loop.optimizer)
+    loop.acc.step(loop.optimizer)
+
+
+def never_scaled():
+    """scaler.scale deleted with the rest, in the long form."""
+    loop = Loop(scaled=True)
+    for x, y in loop.windows(1)[0]:
+        loop.loss(x, y).backward()
+        loop.acc.accumulate()
+
+
+def update_after_step():
+    """scaler.update left in place after acc.step."""
+    loop = Loop(scaled=True)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.loss(x, y))
+    loop.acc.step(loop.optimizer)
+    loop.scaler.update()
+
+
+def without_update():
+    """scaler.update forgotten in the long form."""
+    loop = Loop(scaled=True)
+    for window in loop.windows():
+        for x, y in window:
+            loop.scaler.scale(loop.loss(x, y)).backward()
+            loop.acc.accumulate()
+        loop.acc.finalize(loop.optimizer)
+        loop.scaler.step(loop.optimizer)
+        loop.acc.zero_()
+
+
+def counted_twice():
+    """acc.accumulate after acc.backward, which includes it."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+            loop.acc.accumulate()
+        assert loop.acc.micro_batches == K
+        loop.acc.step(loop.optimizer)
+
+
+def zero_grad_between():
+    """zero_grad between each backward and accumulate."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.loss(x, y).backward()
+            loop.optimizer.zero_grad()
+            loop.acc.accumulate()
+        loop.acc.step(loop.optimizer)
+
+
+def zero_grad_before_step():
+    """zero_grad between finalize and the step."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.finalize(loop.optimizer)
+        loop.optimizer.zero_grad()
+        loop.optimizer.step()
+        loop.acc.zero_()
+
+
+def zero_in_every_micro_batch():
+    """Each zero_grad became a zero_, which drops the window."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.zero_()
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.step(loop.optimizer)
+
+
+def zero_before_step():
+    """zero_ in the place before the step."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.zero_()
+        loop.acc.step(loop.optimizer)
+
+
+def zero_grad_for_zero():
+    """zero_grad in place of zero_ at the end of the long form."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.finalize(loop.optimizer)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def never_accumulated():
+    """loss.backward() left in place, and acc.step."""
+    loop = Loop()
+    for x, y in loop.windows(1)[0]:
+        loop.loss(x, y).backward()
+    loop.acc.step(loop.optimizer)
+
+
+def other_parameters(**options):
+    """The optimizer was built over some of the parameters, or those that masters stand for."""
+    loop = Loop(**options)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.loss(x, y))
+    loop.acc.step(loop.optimizer)
+
+
+def other_model():
+    """The loss is that of a copy of the model, as after EMA or compile gone wrong."""
+    loop = Loop()
+    other = copy.deepcopy(loop.model)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(mse_loss(other(x), y))
+    loop.acc.step(loop.optimizer)
+
+
+def converted_later():
+    """The model is converted after the accumulator was built."""
+    loop = Loop()
+    loop.model.to(torch.bfloat16)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(mse_loss(loop.model(x.bfloat16()), y.bfloat16()))
+
+
+def two_accumulators():
+    """One in each epoch."""
+    loop = Loop()
+    ak.FusedAccumulator(loop.model)
+
+
+def called(call):
+    """A single call with something else than it takes."""
+    loop = Loop()
+    x, y = loop.windows(1)[0][0]
+    loop.acc.backward(loop.loss(x, y))
+    call(loop, loop.loss(x, y))
+
+
+def late_accumulate():
+    """accumulate with the loss in place of a weight."""
+    loop = Loop()
+    for x, y in loop.windows(1)[0]:
+        loss = loop.loss(x, y)
+        loss.backward()
+        loop.acc.accumulate(loss)
+
+
+def bucket_weight():
+    """A weight that comes after its gradients were added."""
+    loop = Loop(release="backward")
+    for x, y in loop.windows(1)[0]:
+        loop.loss(x, y).backward()
+        loop.acc.accumulate(len(x))
+
+
+class Misuse(NamedTuple):
+    """A loop, and its outcome: an exception, or None for a warning; and words of its message."""
+
+    loop: Callable[[], None]
+    error: type[BaseException] | None
+    words: str
+
+
+def of(function, *args, **kwargs):
+    """A loop with arguments."""
+    return lambda: function(*args, **kwargs)
+
+
+MISUSES = {
+    "stock step": Misuse(stock_step_kept, RuntimeError, "AdamW.step() inside a window"),
+    "stock step, buckets": Misuse(of(stock_step_kept, release="backward"), RuntimeError, "inside a window"),
+    "stock step, masters": Misuse(
+        of(stock_step_kept, dtype=torch.bfloat16, master_weights=True), RuntimeError, "inside a window"
+    ),
+    "scaler.step": Misuse(stock_scaler_kept, AssertionError, "No inf checks were recorded for this optimizer"),
+    "scaler.step, fused": Misuse(of(stock_scaler_kept, fused=True), RuntimeError, "inside a window"),
+    "both steps": Misuse(stock_step_before_ours, RuntimeError, "Call acc.step(optimizer) instead"),
+    "no finalize": Misuse(step_without_finalize, RuntimeError, "acc.finalize(optimizer) before"),
+    "no finalize, buckets": Misuse(of(step_without_finalize, release="backward"), RuntimeError, "inside a window"),
+    "no finalize in a closure": Misuse(closure_without_finalize, RuntimeError, "acc.finalize(optimizer) before"),
+    "closure": Misuse(lbfgs, TypeError, "step() cannot drive LBFGS"),
+    "clip_grad_norm_": Misuse(clipping_kept, RuntimeError, "call acc.step(optimizer, max_norm=...)"),
+    "clip_grad_value_": Misuse(
+        of(clipping_kept, lambda *args: nn.utils.clip_grad_value_(*args)), RuntimeError, "finds no .grad"
+    ),
+    "clip before finalize": Misuse(clip_before_finalize, RuntimeError, "clip_grad_norm_() before finalize()"),
+    "loss / K": Misuse(of(divided, lambda loss: loss / K), None, "pass the plain loss, acc.backward(loss)"),
+    "loss * (1 / K)": Misuse(of(divided, lambda loss: loss * (1 / K)), None, "was divided by 4"),
+    "loss / tensor": Misuse(of(divided, lambda loss: loss / torch.tensor(K)), None, "was divided by 4"),
+    "scaled twice": Misuse(scaled_twice, RuntimeError, "pass the plain loss, acc.backward(loss), not"),
+    "unknown scaler": Misuse(unknown_scaler, RuntimeError, "FusedAccumulator(..., scaler=scaler)"),
+    "unknown scaler, clipped": Misuse(unknown_scaler_in_long_form, RuntimeError, "unscales gradients after acc.clip"),
+    "unknown scaler, clipped, fused": Misuse(
+        of(unknown_scaler_in_long_form, fused=True), RuntimeError, "unscales gradients after acc.clip"
+    ),
+    "unknown scaler, our step": Misuse(unknown_scaler_and_our_step, None, "FusedAccumulator(..., scaler=scaler)"),
+    "unscale_": Misuse(unscaled, RuntimeError, "delete that line"),
+    "never scaled": Misuse(never_scaled, RuntimeError, "call acc.backward(loss)"),
+    "update after our step": Misuse(update_after_step, AssertionError, "No inf checks were recorded prior to update"),
+    "no update": Misuse(without_update, RuntimeError, "call scaler.update()"),
+    "counted twice": Misuse(counted_twice, None, "Delete acc.accumulate()"),
+    "zero_grad before accumulate": Misuse(zero_grad_between, RuntimeError, "no gradient was found in any of this"),
+    "zero_grad before the step": Misuse(zero_grad_before_step, RuntimeError, "delete zero_grad() between finalize()"),
+    "zero_ in every micro-batch": Misuse(zero_in_every_micro_batch, None, "delete zero_() before backward"),
+    "zero_ before step": Misuse(zero_before_step, None, "before step()"),
+    "zero_grad for zero_": Misuse(zero_grad_for_zero, RuntimeError, "call acc.zero_() to open a new window"),
+    "never accumulated": Misuse(never_accumulated, RuntimeError, "call acc.accumulate() after backward"),
+    "some parameters": Misuse(
+        of(other_parameters, build=lambda model: model[0].parameters()), RuntimeError, "build the optimizers over"
+    ),
+    "the model's, not masters": Misuse(
+        of(other_parameters, build=nn.Module.parameters, dtype=torch.bfloat16, master_weights=True),
+        RuntimeError,
+        "build the optimizers over acc.parameters()",
+    ),
+    "a copy's loss": Misuse(other_model, RuntimeError, "reaches none of the accumulator's parameters"),
+    "converted later": Misuse(converted_later, RuntimeError, "build a new FusedAccumulator"),
+    "two accumulators": Misuse(two_accumulators, RuntimeError, "call its remove()"),
+    "loss.item()": Misuse(
+        of(called, lambda loop, loss: loop.acc.backward(loss.item())), TypeError, "loss must be a tensor"
+    ),
+    "no optimizer": Misuse(of(called, lambda loop, loss: loop.acc.step()), TypeError, "needs the optimizers"),
+    "max_norm by position": Misuse(
+        of(called, lambda loop, loss: loop.acc.step(loop.optimizer, 1.0)),
+        TypeError,
+        "Optimizer, got 1.0",
+    ),
+    "scaler for optimizer": Misuse(
+        of(called, lambda loop, loss: loop.acc.step(torch.amp.GradScaler("cpu"))),
+        TypeError,
+        "must be a torch.optim.Optimizer",
+    ),
+    "a weight for each sample": Misuse(
+        of(called, lambda loop, loss: loop.acc.backward(loss, torch.ones(2))), ValueError, "0-d tensor"
+    ),
+    "the loss as a weight": Misuse(late_accumulate, ValueError, "is it the loss?"),
+    "no tokens": Misuse(of(called, lambda loop, loss: loop.acc.backward(loss, math.nan)), ValueError, "finite"),
+    "a weight too late": Misuse(bucket_weight, RuntimeError, "acc.backward(loss, weight)"),
+}
+
+
+@pytest.mark.parametrize("misuse", [pytest.param(m, id=name) for name, m in MISUSES.items()])
+def test_no_misuse_is_silent(misuse, caplog):
+    """An exception, or exactly one warning, whose words say what to change."""
+    if misuse.error is not None:
+        with pytest.raises(misuse.error) as caught:
+            misuse.loop()
+        assert misuse.words in str(caught.value)
+    else:
+        with caplog.at_level(logging.WARNING, logger="accumkernels"):
+            misuse.loop()
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert misuse.words in message
+
+
+def test_there_are_thirty():
+    """The table does not shrink."""
+    assert len(MISUSES) >= 30
+
+
+# ---- what looks like one, and is meant
+
+
+def with_another_optimizer():
+    """A second model with a stock loop of its own, scaler and clipping included, inside our windows."""
+    loop, other = Loop(scaled=True), mlp(seed=1)
+    optimizer, scaler = torch.optim.AdamW(other.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+            scaler.scale(mse_loss(other(x), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        loop.acc.step(loop.optimizer)
+
+
+def clipping_each_micro_batch():
+    """In the long form gradients of a micro-batch are there to be clipped, and after finalize those of the window."""
+    loop = Loop(scaled=True)
+    for window in loop.windows():
+        for x, y in window:
+            loop.scaler.scale(loop.loss(x, y)).backward()
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 10.0)
+            loop.acc.accumulate()
+        loop.acc.finalize(loop.optimizer)
+        nn.utils.clip_grad_value_(loop.model.parameters(), 0.1)
+        assert nn.utils.clip_grad_norm_(loop.model[0].parameters(), 1.0) > 0
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.acc.zero_()
+
+
+def changing_gradients_after_clipping():
+    """Noise on clipped gradients, without any scaler for this optimizer."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.finalize(loop.optimizer)
+        loop.acc.clip_grad_norm_(1.0)
+        for p in loop.model.parameters():
+            p.grad.add_(0.01)
+        loop.optimizer.step()
+        loop.acc.zero_()
+
+
+def divisions_of_other_numbers():
+    """A mean over 3 of its own, a penalty's factor, and K with a divisor that says so."""
+    loop = Loop()
+    for how, divisor in ((lambda loss: loss / 3, None), (lambda loss: 0.5 * loss, None), (lambda loss: loss / K, 1)):
+        for x, y in loop.windows(1)[0]:
+            loop.acc.backward(how(loop.loss(x, y)))
+        loop.acc.step(loop.optimizer, divisor=divisor)
+
+
+def dropped_once():
+    """A window dropped after an exception, in the middle of a run."""
+    loop = Loop()
+    for index, window in enumerate(loop.windows()):
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+        if index == 1:
+            loop.acc.zero_()
+        loop.acc.step(loop.optimizer)
+
+
+def closure_that_finalizes():
+    """An optimizer that calls a closure, called twice."""
+    loop = Loop()
+
+    def closure():
+        loop.acc.zero_()
+        for x, y in loop.windows(1)[0]:
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.finalize(loop.optimizer)
+        return loop.loss(x, y)
+
+    loop.optimizer.step(closure)
+    loop.optimizer.step(closure)
+
+
+def scaler_that_unscales_means():
+    """A stock scaler over an accumulator that does not know it is right as long as nothing is clipped."""
+    loop = Loop(scaled=True, known=False)
+    for window in loop.windows():
+        for x, y in window:
+            loop.scaler.scale(loop.loss(x, y)).backward()
+            loop.acc.accumulate()
+        loop.acc.finalize(loop.optimizer)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.acc.zero_()
+
+
+MEANT = [
+    with_another_optimizer,
+    clipping_each_micro_batch,
+    changing_gradients_after_clipping,
+    divisions_of_other_numbers,
+    dropped_once,
+    closure_that_finalizes,
+    scaler_that_unscales_means,
+]
+
+
+@pytest.mark.parametrize("loop", MEANT, ids=lambda loop: loop.__name__)
+def test_what_is_meant_is_left_alone(loop, caplog):
+    """No error and no warning."""
+    loop()
+    assert caplog.records == []
+
+
+def test_warnings_come_once(caplog):
+    """In ten windows as in one."""
+    loop = Loop()
+    for window in loop.windows(10):
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y) / K)
+        loop.acc.step(loop.optimizer)
+    assert len(caplog.records) == 1
+
+
+def test_after_an_error_the_window_goes_on():
+    """The step that was refused can be done in the right way, and leaves what it should."""
+    loop, twin = Loop(), Loop()
+    (window,) = loop.windows(1)
+    for each in (loop, twin):
+        for x, y in window:
+            each.acc.backward(each.loss(x, y))
+    with pytest.raises(RuntimeError):
+        loop.optimizer.step()
+    with pytest.raises(RuntimeError):
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    for each in (loop, twin):
+        each.acc.step(each.optimizer)
+    assert all(map(torch.equal, loop.model.parameters(), twin.model.parameters()))
+
+
+def test_removed_accumulators_say_nothing():
+    """After remove(), a stock loop may go on with the same optimizer."""
+    loop = Loop()
+    x, y = loop.windows(1)[0][0]
+    loop.acc.backward(loop.loss(x, y))
+    loop.acc.remove()
+    loop.loss(x, y).backward()
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    loop.optimizer.step()
+
+
+# ---- one hook for all
+
+
+def test_hooks_do_not_pile_up():
+    """Accumulators come and go; torch keeps one hook of ours before a step and one after."""
+    Loop(dtype=torch.bfloat16, master_weights=True)
+    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    clip = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+    loops = [Loop(dtype=torch.bfloat16, master_weights=True) for _ in range(5)]
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
+    assert (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_) == clip
+    freed = [weakref.ref(loop.acc) for loop in loops]
+    del loops
+    gc.collect()
+    assert [ref() for ref in freed] == [None] * 5
+
+
+def test_accumulator_freed_while_another_optimizer_steps():
+    """The garbage collector may run in a hook of the step, and free an accumulator with masters there."""
+    loop = Loop(dtype=torch.bfloat16, master_weights=True)
+    gc.disable()
+    circle = [Loop(dtype=torch.bfloat16, master_weights=True).acc]
+    freed = weakref.ref(circle[0])
+    circle.append(circle)
+    del circle
+    handle = register_optimizer_step_post_hook(lambda *_: gc.collect())
+    later = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        x, y = loop.windows(1)[0][0]
+        loop.acc.backward(loop.loss(x, y))
+        loop.acc.step(loop.optimizer)
+    finally:
+        gc.enable()
+        handle.remove()
+        later.remove()
+    assert freed() is None
+
+
+def test_followers_may_come_while_others_are_told():
+    """An accumulator that is built in a hook of a step does not disturb it."""
+
+    class Builder(hooks.Follower):
+        def after_step(self, optimizer, has_closure):
+            self.built = Loop().acc
+
+    builder = Builder()
+    hooks.follow(builder)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert builder.built is not None
+    hooks.unfollow(builder)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_our_hook_leaves_folding_alone(fused):
+    """A pre-hook of the user's keeps a fused optimizer from folding; ours does not count as one."""
+    loop = Loop(fused=fused)
+    seen = []
+    loop.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(getattr(optimizer, "grad_scale", None)))
+    x, y = loop.windows(1)[0][0]
+    loop.acc.backward(loop.loss(x, y), weight=3)
+    loop.acc.step(loop.optimizer)
+    assert seen == ([torch.tensor(3.0)] if fused else [None])

@@ -1,0 +1,259 @@
+"""Losses that couple samples: chunk by chunk as the big batch, in every mode."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+import accumkernels as ak
+from tests.support.models import relative_error
+
+N, CHUNK = 12, 4
+
+
+class Towers(nn.Module):
+    """Two encoders with dropout, and the temperature that the loss has as a parameter of its own."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.images = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 5))
+        self.texts = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 5))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.to(dtype)
+
+    def encode(self, pair):
+        x, y = pair
+        return self.images(x), self.texts(y)
+
+    def loss(self, images, texts):
+        logits = self.scale.exp() * normalize(images, dim=1) @ normalize(texts, dim=1).T
+        targets = torch.arange(len(logits))
+        return (cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
+
+
+def data(seed=1, dtype=torch.float64):
+    """Pairs of inputs, one row per sample."""
+    torch.manual_seed(seed)
+    return torch.randn(N, 6, dtype=dtype), torch.randn(N, 4, dtype=dtype)
+
+
+def chunked(x, y, size=CHUNK):
+    """The pairs of a batch in chunks."""
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def truth(model, batches, seeds, weights=None):
+    """Gradients of the weighted mean of big-batch losses, all activations alive; the random numbers chunk by chunk."""
+    twin = copy.deepcopy(model).double()
+    weights = [1.0] * len(batches) if weights is None else weights
+    losses = []
+    for (x, y), seed in zip(batches, seeds, strict=True):
+        torch.manual_seed(seed)
+        images, texts = zip(*(twin.encode(pair) for pair in chunked(x.double(), y.double())), strict=True)
+        losses.append(twin.loss(torch.cat(images), torch.cat(texts)))
+    mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    mean.backward()
+    return [p.grad for p in twin.parameters()], [loss.item() for loss in losses]
+
+
+OPTIONS = [
+    {},
+    {"release": "microbatch"},
+    {"release": "backward", "bucket_bytes": 64},
+    {"overflow": "microbatch"},
+    {"overflow": "raise"},
+    {"overflow": None},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_equals_the_big_batch(options):
+    """Two micro-batches of unequal weight, with dropout and a parameter in the loss, to fp64 rounding."""
+    model = Towers()
+    acc = ak.FusedAccumulator(model, **options)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    batches, seeds, weights = [data(1), data(2)], [5, 6], [1.0, 3.0]
+    expected, losses = truth(model, batches, seeds, weights)
+    found = []
+    for (x, y), seed, weight in zip(batches, seeds, weights, strict=True):
+        torch.manual_seed(seed)
+        loss = acc.backward_coupled(chunked(x, y), model.encode, model.loss, weight=weight)
+        assert not loss.requires_grad
+        found.append(loss.item())
+    assert found == pytest.approx(losses, rel=1e-12)
+    assert acc.micro_batches == 2
+    acc.finalize(optimizer)
+    assert relative_error([p.grad for p in model.parameters()], expected) < 1e-12
+    mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / 4
+    assert acc.metrics()["loss"].item() == pytest.approx(mean, rel=1e-12)
+
+
+def test_plain_accumulation_is_something_else():
+    """The reason for the method: chunks with losses of their own have another gradient."""
+    model = Towers().eval()
+    x, y = data()
+    expected, _ = truth(model, [(x, y)], [0])
+    acc = ak.FusedAccumulator(model)
+    for pair in chunked(x, y):
+        acc.backward(model.loss(*model.encode(pair)))
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], expected) > 0.1
+
+
+def test_random_numbers_go_on_as_after_one_pass():
+    """The second pass repeats the first one's random numbers and takes none of those that follow."""
+    model = Towers()
+    acc = ak.FusedAccumulator(model)
+    x, y = data()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for pair in chunked(x, y):
+            model.encode(pair)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    acc.backward_coupled(chunked(x, y), model.encode, model.loss)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("structure", ["tensor", "tuple", "one argument", "dict", "whole dict"])
+def test_structures(structure):
+    """A tensor, a tuple as arguments or as one, a dict as keywords or as one: the same gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+
+    def pull(a, b):
+        return (a @ b.T).square().mean()
+
+    encode, loss_fn = {
+        "tensor": (model, lambda z: pull(z, z)),
+        "tuple": (lambda c: (model(c), model(-c)), pull),
+        "one argument": (lambda c: (model(c), model(-c)), lambda both: pull(*both)),
+        "dict": (lambda c: {"b": model(-c), "a": model(c)}, pull),
+        "whole dict": (lambda c: {"b": model(-c), "a": model(c)}, lambda both: pull(both["a"], both["b"])),
+    }[structure]
+    expected = torch.autograd.grad(
+        pull(model(x), model(x) if structure == "tensor" else model(-x)), list(model.parameters())
+    )
+    acc = ak.FusedAccumulator(model)
+    acc.backward_coupled(x.split(2), encode, loss_fn)
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], list(expected)) < 1e-12
+
+
+@pytest.mark.parametrize("route", ["auto", True, False])
+def test_autocast_and_scaler(route):
+    """Under bf16 autocast with a GradScaler: to the rounding of bf16, and the scale is divided out."""
+    model = Towers(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    acc = ak.FusedAccumulator(model, scaler=scaler, autocast_route=route)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = data(dtype=torch.float32)
+    for seed in (5, 6):  # the route is learned in the first micro-batch
+        expected, _ = truth(model, [(x, y)], [seed])
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            acc.backward_coupled(chunked(x, y), model.encode, model.loss)
+        acc.finalize(optimizer)
+        assert relative_error([p.grad for p in model.parameters()], expected) < 0.03
+        acc.zero_()
+
+
+@pytest.mark.parametrize("options", [{}, {"release": "backward", "bucket_bytes": 8}], ids=str)
+@pytest.mark.parametrize("when", ["first", "second"])
+def test_exceptions(options, when):
+    """An exception in either pass leaves the window as it was; with buckets already added, it is broken and says so."""
+    model = Towers().eval()
+    acc = ak.FusedAccumulator(model, **options)
+    x, y = data()
+    acc.backward_coupled(chunked(x, y), model.encode, model.loss)
+    calls = 0
+
+    def encode(pair):
+        nonlocal calls
+        calls += 1
+        if calls == (2 if when == "first" else 5):
+            raise ValueError("planted")
+        return model.encode(pair)
+
+    with pytest.raises(ValueError, match="planted"):
+        acc.backward_coupled(chunked(x, y), encode, model.loss)
+    assert all(p.grad is None for p in model.parameters())
+    assert acc.micro_batches == 1
+    if options and when == "second":
+        with pytest.raises(RuntimeError, match="broken"):
+            acc.finalize()
+        return
+    acc.finalize()
+    expected, _ = truth(model, [(x, y)], [0])
+    assert relative_error([p.grad for p in model.parameters()], expected) < 1e-12
+
+
+def test_overflow_drops_the_whole_micro_batch():
+    """With overflow="microbatch", a chunk whose gradient is not finite drops all chunks, and nothing else."""
+    model = Towers().eval()
+    acc = ak.FusedAccumulator(model, overflow="microbatch")
+    x, y = data()
+    expected, losses = truth(model, [(x, y)], [0])
+    acc.backward_coupled(chunked(x, y), model.encode, model.loss)
+    bad = x.clone()
+    bad[5] = torch.inf
+    acc.backward_coupled(chunked(bad, y), model.encode, model.loss)
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], expected) < 1e-12
+    assert acc.metrics()["loss"].item() == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_what_is_refused():
+    """BatchNorm in training, no chunks, encodings without rows, and an encoder that changes its mind."""
+    x = torch.randn(4, 3)
+    normed = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    acc = ak.FusedAccumulator(normed)
+    with pytest.raises(ValueError, match=r"backward_coupled\(\): '1' is a BatchNorm in training.*replace_batchnorm"):
+        acc.backward_coupled(x.split(2), normed, torch.sum)
+    normed.eval()
+    acc.backward_coupled(x.split(2), normed, torch.sum)
+    acc.zero_()
+    with pytest.raises(ValueError, match="chunks must not be empty"):
+        acc.backward_coupled([], normed, torch.sum)
+    with pytest.raises(TypeError, match="encode must return a tensor.*got list for chunk 0"):
+        acc.backward_coupled(x.split(2), lambda c: [normed(c)], torch.sum)
+    with pytest.raises(ValueError, match=r"one row per sample, got shapes \[\(\)\]"):
+        acc.backward_coupled(x.split(2), lambda c: normed(c).sum(), torch.sum)
+    sizes = iter([2, 2, 1])
+    with pytest.raises(RuntimeError, match=r"shapes \[\(1, 3\)\] for chunk 0 in the second pass"):
+        acc.backward_coupled(x.split(2), lambda c: normed(c[: next(sizes)]), torch.sum)
+    assert acc.micro_batches == 0
+
+
+def test_one_chunk_of_activations_is_alive():
+    """What autograd saves for backward never spans two chunks."""
+    model = Towers().eval()
+    acc = ak.FusedAccumulator(model)
+    x, y = data()
+    alive, peak = 0, 0
+
+    class Counted:
+        def __init__(self, tensor):
+            nonlocal alive, peak
+            self.tensor, self.nbytes = tensor, tensor.nbytes
+            alive += self.nbytes
+            peak = max(peak, alive)
+
+        def __del__(self):
+            nonlocal alive
+            alive -= self.nbytes
+
+    def encode(pair):
+        with torch.autograd.graph.saved_tensors_hooks(Counted, lambda counted: counted.tensor):
+            return model.encode(pair)
+
+    acc.backward_coupled(chunked(x, y), encode, model.loss)
+    of_chunks, peak = peak, 0
+    acc.backward_coupled([(x, y)], encode, model.loss)
+    assert 0 < of_chunks <= peak / 2  # parameters that are saved do not shrink
