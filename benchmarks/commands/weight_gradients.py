@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from accumkernels.capture.fused import gemm
 from accumkernels.ops import native
