@@ -106,6 +106,15 @@ class FusedAccumulator:
             does so inside `acc.backward`, where nobody can miss a `.grad`, and elsewhere leaves fp32 `.grad`s as torch
             does; True does so in every backward; False never. After `param.data.copy_` in mid-window, which torch's
             version counters do not notice either, old values are used until the window ends.
+        fuse_weight_gradients: Let the backward of `nn.Linear` and `nn.Embedding` add the weight's gradient to the flat
+            buffer, so that no gradient of it exists: inside `acc.backward`, for a `params` that is a module, without
+            hooks of your own on the weight. Such a gradient is not rounded to 16 bit first: it is nearer to float64,
+            and not bit-equal to stock's. "auto" (default) does so where gradients are added in buckets (`release`),
+            for weights of at least 2**18 elements: embeddings, and linear weights in bf16 and fp32 where no GradScaler
+            is enabled. True: for every such weight and with `release="microbatch"`, where an exception in backward
+            then breaks the window; in fp16 with a GradScaler too, where a sum that overflows fp16 and not fp32 no
+            longer skips the step. False: never. `overflow="microbatch"`, "raise" and a measured noise scale need whole
+            gradients, and fuse nothing. Under autocast linear weights are fused where the autocast route takes them.
         backend: "auto", "native", "triton" or "reference".
         comm_dtype: The dtype in which fp32 sums are reduced over ranks. torch.bfloat16 halves the bytes; every rank's
             sum is rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an
@@ -288,6 +297,9 @@ class FusedAccumulator:
 
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises.
+
+        Fused weights are looked at when the window ends. Where one of them is not finite, the names are those of the
+        whole window.
 
         With DTensors, it names those whose local shard was not finite.
         """

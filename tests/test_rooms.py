@@ -153,5 +153,5 @@ def map_of(package):
     for path in sorted(package.iterdir()):
         if path.suffix == ".py":
             yield f"{path.name}  what it is"
-        elif path.is_dir():
-            yield f"{path.name}/  " + ", ".join(file.stem for file in sorted(path.glob("*.py")))
+    for folder in sorted({file.parent for file in package.rglob("*.py")} - {package}):
+        yield f"{folder.relative_to(package)}/  " + ", ".join(file.stem for file in sorted(folder.glob("*.py")))

@@ -38,8 +38,13 @@ STOCK = "stock GradScaler + clip_grad_norm_"
 METHODS = (
     Method(STOCK, Stock, {"scale_loss": True}),
     Method("FusedAccumulator, no autocast route", Fused, {"scale_loss": True, "autocast_route": False}),
-    Method("FusedAccumulator, autocast route", Fused, {"scale_loss": True}),
-    Method('FusedAccumulator, release="backward", route', Fused, {"scale_loss": True, "release": "backward"}),
+    Method("FusedAccumulator, autocast route", Fused, {"scale_loss": True, "fuse_weight_gradients": False}),
+    Method(
+        'FusedAccumulator, release="backward", route',
+        Fused,
+        {"scale_loss": True, "release": "backward", "fuse_weight_gradients": False},
+    ),
+    Method("FusedAccumulator, fused weight gradients", Fused, {"scale_loss": True, "fuse_weight_gradients": True}),
 )
 FLOOR, OPTIMIZER = "floor: forward and backward, K times", "fused AdamW"
 COLUMNS = (

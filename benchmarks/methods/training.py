@@ -141,6 +141,7 @@ METHODS = (
     Method("FusedAccumulator, autocast route", Fused, {"release": "microbatch", "autocast_route": True}),
     Method('FusedAccumulator, release="backward"', Fused, {"release": "backward", "autocast_route": False}),
     Method('FusedAccumulator, release="backward", route', Fused, {"release": "backward", "autocast_route": True}),
+    Method("FusedAccumulator, fused weight gradients", Fused, {"fuse_weight_gradients": True}),
     Method("FusedAccumulator, masters", Fused, {"release": "microbatch", "master_weights": True}),
     Method('FusedAccumulator, masters, release="backward"', Fused, {"master_weights": True, "release": "backward"}),
 )

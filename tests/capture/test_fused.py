@@ -1,4 +1,4 @@
-"""Weight gradients that are added to the buffer by the GEMM that computes them: nowhere else, and nearer to the truth."""
+"""Weight gradients that the GEMM adds to the buffer: they are nowhere else, and nearer to the truth."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_other_uses_of_a_slot_are_torchs():
 
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (0, 16)])
 def test_inputs_of_any_shape(shape):
-    """A vector, a batch, samples and tokens, and nothing at all, whose sum is zero; with gradients that are expanded."""
+    """A vector, a batch, samples and tokens, and nothing at all, whose sum is zero; of expanded gradients too."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     acc = ak.FusedAccumulator(model, fuse_weight_gradients=True)

@@ -18,8 +18,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 def mkl(request, monkeypatch):
     """Torch's wheels for x86 have it, others have not."""
     if request.param == "without":
-        monkeypatch.setattr(gemm, "_mkl_gemm", lambda dtype: None)
-    elif gemm._mkl_gemm(torch.bfloat16) is None:
+        monkeypatch.setattr(gemm, "mkl_gemm", lambda dtype: None)
+    elif gemm.mkl_gemm(torch.bfloat16) is None:
         pytest.skip("this build of torch exports no MKL")
     return request.param == "with MKL"
 

@@ -35,36 +35,39 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
     if not view.is_contiguous() or view.numel() == 0:
         return None
     if dtype == view.dtype:
-        return _same_dtype
+        return same_dtype
     if dtype not in (torch.bfloat16, torch.float16) or view.dtype != torch.float32:
         return None
     if view.device.type == "cuda":
-        return None if torch.version.hip else _cuda
+        return None if torch.version.hip else cuda
     if view.device.type != "cpu":
         return None
     # MKL adds bf16 products faster at every shape, with AMX, AVX-512 or AVX2. It widens fp16, which oneDNN need not.
-    if tokens <= _FEW_TOKENS or (dtype == torch.bfloat16 and _mkl_gemm(dtype) is not None):
-        return _mkl
+    if tokens <= _FEW_TOKENS or (dtype == torch.bfloat16 and mkl_gemm(dtype) is not None):
+        return mkl
     return None
 
 
-def _same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+def same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """Operands of the segment's dtype."""
     torch.addmm(view, grad.t(), input, alpha=alpha, beta=beta, out=view)
 
 
-def _cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+def cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """16-bit operands on an NVIDIA GPU."""
     torch.addmm(view, grad.t(), input, torch.float32, alpha=alpha, beta=beta, out=view)
 
 
-def _widened(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    _same_dtype(view, grad.float(), input.float(), alpha, beta)
+def widened(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """16-bit operands copied to fp32."""
+    same_dtype(view, grad.float(), input.float(), alpha, beta)
 
 
-def _mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+def mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
     """16-bit operands, products and sums in fp32; widened where this build of torch has no MKL."""
-    gemm = _mkl_gemm(grad.dtype)
+    gemm = mkl_gemm(grad.dtype)
     if gemm is None:
-        _widened(view, grad, input, alpha, beta)
+        widened(view, grad, input, alpha, beta)
         return
     grad, input = grad.contiguous(), input.contiguous()
     (m, n), k = view.shape, grad.shape[0]
@@ -73,7 +76,7 @@ def _mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -
 
 
 @functools.cache
-def _mkl_gemm(dtype: torch.dtype) -> Callable[..., None] | None:
+def mkl_gemm(dtype: torch.dtype) -> Callable[..., None] | None:
     """The function of the MKL inside torch's own library, which torch's x86 wheels export."""
     name = "cblas_gemm_bf16bf16f32" if dtype == torch.bfloat16 else "cblas_gemm_f16f16f32"
     try:

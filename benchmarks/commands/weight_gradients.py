@@ -1,0 +1,131 @@
+"""A linear layer's weight gradient: made and then added, against one GEMM that adds it; both timed whole.
+
+    python -m benchmarks.weight_gradients [--device cpu|cuda] [--csv FILE]
+
+Per shape and number of tokens: the product in the operands' dtype and the accumulate op, which is the way of the
+autocast route; every GEMM with beta = 1 that the machine has; and which of them is chosen. A window has many layers, so
+each call takes the next of several weights, as many as do not fit into the last-level cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from accumkernels.capture.fused import gemm
+from accumkernels.ops import native
+
+from ..harness.arguments import listed, usable
+from ..harness.case import DTYPES
+from ..harness.machine import environment
+from ..harness.measure import Timer, last_level_cache_bytes, median_and_spread
+from ..harness.results import Row, write_csv
+from ..harness.tables import Table, track
+
+SHAPES = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (50257, 768), (1024, 4096), (512, 512))
+TOKENS = (8, 32, 64, 256, 1024)
+ROUTE = "product, then accumulate"
+COLUMNS = (
+    *("dtype", "device", "rows", "columns", "tokens", "way", "chosen", "ms_median", "ms_p10", "ms_p90", "to_route"),
+    *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
+)
+
+
+def ways(dtype: torch.dtype, device: torch.device) -> dict[str, gemm.Gemm]:
+    """The GEMMs with beta = 1 of this machine, by what they are called in the table."""
+    if dtype == torch.float32:
+        return {"addmm": gemm.same_dtype}
+    if device.type == "cuda":
+        return {"addmm(out_dtype=float32)": gemm.cuda}
+    found = {"addmm of widened operands": gemm.widened}
+    if gemm.mkl_gemm(dtype) is not None:
+        found["MKL"] = gemm.mkl
+    return found
+
+
+def prepare(
+    rows: int, columns: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, tuple[Callable[[int], None], bool]]:
+    """By way, a call that adds the i-th gradient, and whether the way is the one that is chosen."""
+    count = max(2, 2 * last_level_cache_bytes(device) // (4 * rows * columns)) if rows * columns < 2**24 else 2
+    count = min(count, 64)
+    views = [torch.zeros(rows, columns, device=device) for _ in range(count)]
+    generator = torch.Generator(device).manual_seed(0)
+    grad = torch.randn(tokens, rows, device=device, generator=generator).to(dtype)
+    input = torch.randn(tokens, columns, device=device, generator=generator).to(dtype)
+    state = torch.zeros(4, dtype=torch.float64, device=device)
+    layout_host = torch.tensor([[0, rows * columns]])
+    layout = layout_host.to(device)
+
+    def route(i: int) -> None:
+        native.accumulate_(
+            views[i % count].view(-1), state, [grad.t().mm(input)], [0], [False], layout, layout_host, count=False
+        )
+
+    def one(add: gemm.Gemm) -> Callable[[int], None]:
+        return lambda i: add(views[i % count], grad, input, 1.0, 1.0)
+
+    chosen = gemm.choose(views[0], dtype, tokens)
+    found = {ROUTE: (route, chosen is None)}
+    return found | {name: (one(add), add is chosen) for name, add in ways(dtype, device).items()}
+
+
+def measure(
+    rows: int, columns: int, tokens: int, dtype: str, device: torch.device, repetitions: int, about: Row
+) -> list[Row]:
+    """A row per way; they take turns."""
+    timer = Timer(device)
+    calls = prepare(rows, columns, tokens, DTYPES[dtype], device)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repetitions + 1):
+        for name, (call, _) in calls.items():
+            taken = timer(lambda call=call, i=repetition: call(i))
+            if repetition:  # the first warms up
+                seconds[name].append(taken)
+    found: list[Row] = []
+    route = median_and_spread(seconds[ROUTE])[0]
+    for name, (_, chosen) in calls.items():
+        median, p10, p90 = median_and_spread(seconds[name])
+        row: Row = {"dtype": dtype, "rows": rows, "columns": columns, "tokens": tokens, "way": name, **about}
+        row |= {f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))}
+        row |= {"chosen": "yes" if chosen else "", "to_route": float(f"{median / route:.3g}"), "samples": repetitions}
+        found.append({column: row.get(column) for column in COLUMNS})
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bf16,fp16,fp32", help=f"comma-separated, of {', '.join(DTYPES)}")
+    parser.add_argument("--shapes", default=",".join(f"{r}x{c}" for r, c in SHAPES), help="rows x columns of weights")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="of a micro-batch")
+    parser.add_argument("--repetitions", type=int, default=25)
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
+    parser.add_argument("--csv", type=Path, help="write the rows here")
+    arguments = parser.parse_args(argv)
+    dtypes = listed(parser, "dtype", arguments.dtype, DTYPES)
+    device = usable(arguments.device, arguments.threads)
+    about = environment(device)
+    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
+    rows: list[Row] = []
+    for dtype in dtypes:
+        cases = [(r, c, t) for r, c in shapes for t in map(int, arguments.tokens.split(","))]
+        group: list[Row] = []
+        for r, c, tokens in track(cases, dtype):
+            group += measure(r, c, tokens, dtype, device, arguments.repetitions, about)
+        rows += group
+        if arguments.csv:
+            write_csv(arguments.csv, rows)
+        table = Table(
+            f"weight gradients, {dtype}, {about['device']}", ("weight", "tokens", "way", "ms", "to the route")
+        )
+        for row in group:
+            way = f"{row['way']} *" if row["chosen"] else row["way"]
+            table.add(f"{row['rows']} x {row['columns']}", row["tokens"], way, row["ms_median"], row["to_route"])
+        table.print()
+    print("* chosen")
+    return 0
