@@ -398,7 +398,10 @@ class Accelerator(Stock):
                 return windows[0].clip_in_step(max_norm)
             return windows[0].clip_grad_norm_(max_norm, norm_type)
         self._finalize(windows)
-        return self._clip_grad_norm_dtensor_aware(_targets(windows, params), max_norm, norm_type=norm_type)
+        params = _targets(windows, params)
+        if all(p.grad is None for p in params):  # inside a window
+            return torch.zeros((), device=params[0].device)
+        return self._clip_grad_norm_dtensor_aware(params, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """As in accelerate."""
@@ -408,7 +411,9 @@ class Accelerator(Stock):
             super().clip_grad_value_(params, clip_value)
             return
         self._finalize(windows)
-        torch.nn.utils.clip_grad_value_(_targets(windows, params), clip_value)
+        params = _targets(windows, params)
+        if any(p.grad is not None for p in params):
+            torch.nn.utils.clip_grad_value_(params, clip_value)
 
     def _windows_of(self, params: list[Tensor]) -> list[TrainerWindow]:
         """Those that accumulate some of the parameters."""
