@@ -108,12 +108,8 @@ int scaled_copy(const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int3
 
 int judge(uintptr_t verdict, uintptr_t single, uintptr_t state, uintptr_t divisor, uintptr_t norm, uintptr_t max_norm,
           uintptr_t overflow) {
-  const JudgeArgs args{at<double>(verdict),
-                       at<float>(single),
-                       at<const double>(state),
-                       at<const double>(divisor),
-                       at<const double>(norm),
-                       at<const double>(max_norm),
+  const JudgeArgs args{at<double>(verdict),       at<float>(single),      at<const double>(state),
+                       at<const double>(divisor), at<const double>(norm), at<const double>(max_norm),
                        at<const double>(overflow)};
   return cuda::judge(args, nullptr);
 }
