@@ -13,12 +13,12 @@ may send them while its backward runs; otherwise the vector does, so that the di
 What goes out in backward goes over a group of the library's own: a collective of the user's may come in between.
 
 The order of chunks is that of the layout at first, and then that in which rank 0's gradients came in an early window:
-no chunk waits for one whose gradients come later, or never.
+no chunk waits for one whose gradients come later, or never. Where chunks are cut never changes, since the bits of a sum
+over ranks depend on it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,31 +61,35 @@ class _Chunk(NamedTuple):
         return [self.buffer.tensor[start:end] for start, end in ranges]
 
 
-def _chunks(buffer: FlatBuffer, sent_in: torch.dtype | str, cuts: Sequence[int] = ()) -> list[_Chunk]:
-    """Cut a buffer in ranges of at most `CHUNK_BYTES`, and before the segments `cuts`."""
+def _chunks(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[_Chunk]:
+    """Cut a buffer in ranges of at most `CHUNK_BYTES`, the same in every window: sums depend on where they are cut.
+
+    The link is idle before the first is complete, and nothing hides the last: both are cut up further.
+    """
     size = CHUNK_BYTES // buffer.dtype.itemsize
-    offsets = [buffer.segments[index].offset for index in cuts]
     chunks = []
-    for begin, stop in itertools.pairwise([0, *offsets, buffer.numel]):
-        for start in range(begin, stop, size):
-            end = min(start + size, stop)
-            inside = [s for s in buffer.segments if s.offset < end and s.offset + s.numel > start]
-            dtype = buffer.dtype
-            if dtype == torch.float32:
-                bf16 = inside and all(s.dtype == torch.bfloat16 for s in inside)
-                dtype = sent_in if isinstance(sent_in, torch.dtype) else torch.bfloat16 if bf16 else dtype
-            indices = [s.index for s in inside]
-            segments = range(min(indices, default=0), max(indices, default=-1) + 1)
-            chunks.append(_Chunk(buffer, start, end, segments, dtype))
+    for start in range(0, buffer.numel, size):
+        end = min(start + size, buffer.numel)
+        inside = [s for s in buffer.segments if s.offset < end and s.offset + s.numel > start]
+        dtype = buffer.dtype
+        if dtype == torch.float32:
+            bf16 = inside and all(s.dtype == torch.bfloat16 for s in inside)
+            dtype = sent_in if isinstance(sent_in, torch.dtype) else torch.bfloat16 if bf16 else dtype
+        indices = [s.index for s in inside]
+        segments = range(min(indices, default=0), max(indices, default=-1) + 1)
+        chunks.append(_Chunk(buffer, start, end, segments, dtype))
+    for index in sorted({0, len(chunks) - 1}, reverse=True) if chunks else ():
+        if chunks[index].segments:
+            chunks[index : index + 1] = _quarters(chunks[index])
     return chunks
 
 
-def _as_they_come(buffers: Sequence[FlatBuffer], sent_in: torch.dtype | str, came: Sequence[float]) -> list[_Chunk]:
-    """All chunks in the order in which their gradients are complete; what never comes is in chunks of its own.
+def _as_they_come(chunks: Sequence[_Chunk], buffers: Sequence[FlatBuffer], came: Sequence[float]) -> list[_Chunk]:
+    """The chunks in the order in which their gradients are complete; those that are not go last.
 
     Args:
+        chunks: All of them.
         buffers: The flat buffers.
-        sent_in: See `Group`.
         came: For each segment, in the order of buffers, when its gradient came; 0 where none did.
     """
     positions = dict(zip(((b, s.index) for b in buffers for s in b.segments), came, strict=True))
@@ -94,18 +98,7 @@ def _as_they_come(buffers: Sequence[FlatBuffer], sent_in: torch.dtype | str, cam
         times = [positions[chunk.buffer, index] for index in chunk.segments]
         return max(times, default=math.inf) if all(times) else math.inf
 
-    found: list[_Chunk] = []
-    for buffer in buffers:
-        comes = [positions[buffer, segment.index] > 0 for segment in buffer.segments]
-        cuts = [index for index in range(1, len(comes)) if comes[index] is not comes[index - 1]]
-        whole, cut = (_chunks(buffer, sent_in, where) for where in ((), cuts))
-        found += cut if len(cut) <= 2 * len(whole) + 8 else whole  # not a message for each of many small segments
-    found.sort(key=when)  # stable: otherwise in the order of the layout
-    # The link is idle before the first is complete, and nothing hides the last: less of both where they are cut up.
-    coming = sum(when(chunk) < math.inf for chunk in found)
-    for index in sorted({coming - 1, 0}, reverse=True) if coming else ():
-        found[index : index + 1] = sorted(_quarters(found[index]), key=when)
-    return found
+    return sorted(chunks, key=when)  # stable: otherwise in the order of the layout
 
 
 def _quarters(chunk: _Chunk) -> Iterator[_Chunk]:
@@ -312,7 +305,7 @@ class Reduction(Alone):
             look(chunk.buffer, chunk.parts(touched=True))
         self._group.share()
         if self._came and self._agreements <= _LEARNING:
-            self._chunks = _as_they_come(self._buffers, self._group.comm_dtype, self._came)
+            self._chunks = _as_they_come(self._chunks, self._buffers, self._came)
 
     # ---- checkpoints
 
