@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .hooks import unfollow
 from .ops.schema import State
+from .ranks.alone import Alone
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import Stages, refuse_in_stages, stages_of
 from .ranks.unit import backward_may_cross_ranks
@@ -35,6 +36,20 @@ from .window.weight import Weight
 
 _log = logging.getLogger(__name__)
 _Batch = TypeVar("_Batch")
+
+
+class Parts(NamedTuple):
+    """The rooms behind an accumulator, for the trainers' adapters: they run windows between a trainer's calls."""
+
+    store: Store
+    ranks: Alone
+    intake: Intake
+    scaler: LossScaler
+
+
+def parts_of(accumulator: FusedAccumulator) -> Parts:
+    """What an accumulator is made of; not for users."""
+    return Parts(accumulator._store, accumulator._ranks, accumulator._intake, accumulator._scaler)
 
 
 class FusedAccumulator:

@@ -166,6 +166,10 @@ class Reduction(Alone):
         self._buffers = buffers
         self._known = len(buffers)  # of the buffers, the first ones: ranks have compared their parameters
 
+    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
+        """See `Alone`."""
+        self._group.share_from(shared)
+
     def open_window(self) -> None:
         """See `Alone`."""
         self._sent = 0

@@ -218,13 +218,16 @@ class Intake:
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
                 "acc.accumulate() after it, or acc.discard()"
             )
-        if backward_may_cross_ranks() and not self._has_gradients():
-            loss, weighed = self._weigher.weigh(loss, weight)
-        else:  # gradients of an earlier backward of this micro-batch do not have the weight yet
-            weighed = Weight(weight)
+        # Gradients of an earlier backward of this micro-batch do not have the weight yet.
+        together = backward_may_cross_ranks() and self._has_gradients()
+        loss, weighed = (loss, Weight(weight)) if together else self.weigh(loss, weight)
         self._window.check_kept(weighed)
         self._run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
         return weighed
+
+    def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
+        """The loss to run backward of: with its weight, where backward may cross ranks."""
+        return self._weigher.weigh(loss, weight) if backward_may_cross_ranks() else (loss, Weight(weight))
 
     def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], weight: Weight, last: bool) -> None:
         """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part.

@@ -3,8 +3,8 @@
     python -m benchmarks.host [--parameters 4,24,150,1500] [--csv FILE]
 
 A window is four micro-batches of an MLP of `Linear(16, 16)`, so small that what is measured is the work around the
-arithmetic. Process time on one thread of the CPU; the loops take turns. Each row is a set-up with and without GradScaler,
-autocast and clipping.
+arithmetic. Process time on one thread of the CPU; the loops take turns. Each row is a set-up with and without
+GradScaler, autocast and clipping.
 """
 
 from __future__ import annotations
@@ -31,7 +31,18 @@ MICRO_BATCHES = 4
 WIDTH = 16
 RELEASES = ("auto", "microbatch", "backward")
 COLUMNS = (
-    *("parameters", "scaler", "autocast", "clip", "method", "device", "ms_median", "ms_p10", "ms_p90", "ratio_to_stock"),
+    *(
+        "parameters",
+        "scaler",
+        "autocast",
+        "clip",
+        "method",
+        "device",
+        "ms_median",
+        "ms_p10",
+        "ms_p90",
+        "ratio_to_stock",
+    ),
     *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
