@@ -398,6 +398,8 @@ class Accelerator(Stock):
                 return windows[0].clip_in_step(max_norm)
             return windows[0].clip_grad_norm_(max_norm, norm_type)
         self._finalize(windows)
+        if not any(window.finalized for window in windows):  # inside a window there is no .grad, and nothing to clip
+            return torch.zeros(())
         return self._clip_grad_norm_dtensor_aware(_targets(windows, params), max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -408,7 +410,8 @@ class Accelerator(Stock):
             super().clip_grad_value_(params, clip_value)
             return
         self._finalize(windows)
-        torch.nn.utils.clip_grad_value_(_targets(windows, params), clip_value)
+        if any(window.finalized for window in windows):
+            torch.nn.utils.clip_grad_value_(_targets(windows, params), clip_value)
 
     def _windows_of(self, params: list[Tensor]) -> list[TrainerWindow]:
         """Those that accumulate some of the parameters."""
