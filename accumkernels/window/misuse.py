@@ -80,7 +80,7 @@ class Watch(Follower):
                 divided_by = 1 / number if number else None
         elif name == "DivBackward0":
             divided_by = _number(_other(node))
-        by_trainer = getattr(self._scaler, "divided_by", 1)
+        by_trainer = self._scaler.divided_by
         if isinstance(by_trainer, Tensor) or by_trainer != 1:
             divided_by = None  # a trainer divides losses, and its adapter makes up for it
         if self._losses == 0:
