@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .hooks import unfollow
 from .ops.schema import State
+from .ranks.alone import Alone
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import Stages, refuse_in_stages, stages_of
 from .ranks.unit import backward_may_cross_ranks
@@ -35,6 +36,20 @@ from .window.weight import Weight
 
 _log = logging.getLogger(__name__)
 _Batch = TypeVar("_Batch")
+
+
+class Parts(NamedTuple):
+    """The rooms behind an accumulator, for the trainers' adapters: they run windows between a trainer's calls."""
+
+    store: Store
+    ranks: Alone
+    intake: Intake
+    scaler: LossScaler
+
+
+def parts_of(accumulator: FusedAccumulator) -> Parts:
+    """What an accumulator is made of; not for users."""
+    return Parts(accumulator._store, accumulator._ranks, accumulator._intake, accumulator._scaler)
 
 
 class FusedAccumulator:
@@ -104,6 +119,7 @@ class FusedAccumulator:
         comm_dtype: The dtype in which fp32 sums are reduced over ranks. torch.bfloat16 halves the bytes; every rank's
             sum is rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an
             element is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
+            "auto": bf16 for sums of bf16 parameters, fp32 for others.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it and its value.
@@ -125,7 +141,7 @@ class FusedAccumulator:
         autocast_route: str | bool = "auto",
         fuse_weight_gradients: str | bool = "auto",
         backend: str = "auto",
-        comm_dtype: torch.dtype = torch.float32,
+        comm_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         check_options(
             params,
@@ -348,10 +364,11 @@ class FusedAccumulator:
 
         Args:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
-            weight: See `accumulate`.
-            last: This is the window's last micro-batch on this rank: with a process group, sums are sent while backward
-                completes them, where it adds buckets, else when it has ended. Not with `release="microbatch"`. Other
-                ranks may do without. The result is the same.
+            weight: See `accumulate`. With several ranks it goes into the loss, so that unequal weights are right where
+                backward itself crosses ranks.
+            last: This is the window's last micro-batch on this rank, as it is on all others that ran any: with a
+                process group, sums are sent while backward completes them, where it adds buckets, else when it has
+                ended. The result is the same. `window` does it by itself.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
@@ -693,6 +710,11 @@ class FusedAccumulator:
         trainable parameter, so that the dict has the same entries at any moment, as `torch.distributed.checkpoint`
         needs: `dcp.save({"acc": acc})`, `dcp.load({"acc": acc})`. See docs/checkpoints.md.
 
+        Args:
+            reduced: Add up the sums of all ranks, which all call it together: the state is then the same on all of
+                them, and any number of ranks may load it, inside a window too. Without a process group it changes
+                nothing.
+
         Raises:
             RuntimeError: with `release="backward"`, between a backward and its `accumulate`, in a broken window, or
                 between the micro-batch with `last=True` and `finalize`; or FSDP2 keeps gradients that it has not
@@ -723,8 +745,8 @@ class FusedAccumulator:
         """Go on where `state_dict()` was taken. The window that is open here is dropped.
 
         Masters are loaded and rounded into the model. Prefixes that wrappers add to names do not count. Afterwards
-        `micro_batches` says how many of the window's micro-batches are done. The number of ranks may change between
-        windows, not inside one.
+        `micro_batches` says how many of the window's micro-batches are done. Inside a window, a state of another data
+        parallel rank, or of another number of them, is refused; one of all ranks (DTensors, or `reduced=True`) is not.
 
         Raises:
             RuntimeError: lists names that are missing, unexpected or of another shape, or says what else does not fit;

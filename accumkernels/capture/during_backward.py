@@ -42,14 +42,14 @@ class _Pending:
         self.items: list[tuple[Place, Tensor]] = []
         self.bytes = 0
         self.streams = Streams()
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
 
     def append(self, place: Place, grad: Tensor) -> None:
         if grad.is_cuda:
             self.streams.see(grad.device)
         self.items.append((place, grad))
         self.bytes += grad.nbytes
-        if self.bytes >= self._bucket_bytes:
+        if self.bytes >= self.bucket_bytes:
             owner = self.owner()
             if owner is not None:
                 owner.hand_over()
@@ -135,9 +135,11 @@ class DuringBackward:
         return self._listening and (self._always or self._inside)
 
     @contextlib.contextmanager
-    def into(self, sink: Sink) -> Iterator[None]:
-        """Hand over to another sink for as long as a backward runs."""
+    def into(self, sink: Sink, parts: int = 1) -> Iterator[None]:
+        """Hand over to another sink for as long as a backward runs, in buckets of that part of the usual size."""
         usual, self._sink = self._sink, sink
+        bucket_bytes = self._pending.bucket_bytes
+        self._pending.bucket_bytes = bucket_bytes // parts
         self._inside = True
         self._running = self._pending.ready = self._listening
         try:
@@ -145,6 +147,7 @@ class DuringBackward:
             self._running = False
         finally:
             self._sink = usual
+            self._pending.bucket_bytes = bucket_bytes
             self._inside = self._pending.ready = False
 
     @property

@@ -75,8 +75,8 @@ def _clock_running(method: Method) -> Iterator[None]:
 def gradient_seconds(methods: Sequence[Method], windows: Sequence[Window]) -> list[float]:
     """Median seconds per window that each method spends on gradients; the methods take turns.
 
-    Counted are autograd's AccumulateGrad nodes, `FusedAccumulator.accumulate`, and all that follows a window's last
-    backward pass (average, unscale, check, clip, zero) but `optimizer.step` itself.
+    Counted are autograd's AccumulateGrad nodes, what `FusedAccumulator.backward` does after autograd, and all that
+    follows a window's last backward pass (average, unscale, check, clip, zero) but `optimizer.step` itself.
     """
     seconds: list[list[float]] = [[] for _ in methods]
     with ExitStack() as stack:

@@ -123,10 +123,7 @@ class StockAccumulation(Method):
 
 
 class Fused(Method):
-    """FusedAccumulator: the plain mean loss, weighted with the number of bytes it is a mean over.
-
-    `accumulate` stands apart from `backward` only so that it can be timed; `acc.backward(loss, weight=...)` is both.
-    """
+    """FusedAccumulator: the plain mean loss, weighted with the number of bytes it is a mean over."""
 
     name = "FusedAccumulator"
 
@@ -139,11 +136,15 @@ class Fused(Method):
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
             loss = self.loss(batch)
-            self.scaler.scale(loss).backward()
-            with self.clock:
-                self.accumulator.accumulate(weight=batch.tokens)
+            loss.register_hook(self._start_clock_after_backward)
+            self.accumulator.backward(loss, weight=batch.tokens)
+            self.clock.__exit__()
             total += loss.detach() * batch.tokens
         return total / sum(batch.tokens for batch in window.micro_batches)
+
+    def _start_clock_after_backward(self, _: Tensor) -> None:
+        """What `acc.backward` does once autograd is through is gradient handling."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.clock.__enter__)
 
     def unscale(self) -> None:
         """`finalize` averages and unscales at once."""

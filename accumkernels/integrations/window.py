@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..accumulator import FusedAccumulator
+from ..accumulator import FusedAccumulator, parts_of
 from ..arguments import as_scalar
 from ..buffers.dtensors import local, shaped_like
 from ..buffers.flat import FlatBuffer
@@ -153,16 +153,17 @@ class TrainerWindow:
             if wrapped:
                 options["process_group"] = wrapped[0].process_group
             self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
-            ranks: Any = self.accumulator._ranks
             if wrapped:
-                ranks._group._shared = lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
+                parts_of(self.accumulator).ranks.share_from(
+                    lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
+                )
         self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
         if self.sharded and self._options.get("master_weights"):
             raise ValueError(
                 "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
                 "mixed precision policy (param_dtype)"
             )
-        self._translate(self.accumulator._store.target)
+        self._translate(parts_of(self.accumulator).store.target)
 
     def _owners(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
@@ -179,7 +180,7 @@ class TrainerWindow:
 
     def _let_go(self) -> dict[int, Tensor]:
         """Give model and optimizer back as they were, but trained; the masters, by id of the parameter."""
-        store = self.accumulator._store
+        store = parts_of(self.accumulator).store
         masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
         params = {id(store.target(e.param)): e.param for e in store.named}
         self.close()
@@ -199,14 +200,14 @@ class TrainerWindow:
             return
         masters = self._let_go()
         self._build()
-        for entry in self.accumulator._store.named:
+        for entry in parts_of(self.accumulator).store.named:
             if id(entry.param) in masters and entry.param.requires_grad:
-                self.accumulator._store.target(entry.param).copy_(masters[id(entry.param)])
+                parts_of(self.accumulator).store.target(entry.param).copy_(masters[id(entry.param)])
 
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 averages gradients over ranks inside backward."""
-        return self.accumulator._ranks.sharded
+        return parts_of(self.accumulator).ranks.sharded
 
     @property
     def inside_no_sync(self) -> bool:
@@ -216,7 +217,7 @@ class TrainerWindow:
     @property
     def several_ranks(self) -> bool:
         """Whether other ranks may have micro-batches in this window."""
-        return self.accumulator._ranks.ends_together
+        return parts_of(self.accumulator).ranks.ends_together
 
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """What the optimizer steps for some of the model's parameters."""
@@ -256,7 +257,7 @@ class TrainerWindow:
                 "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
                 "all of them a weight, or none"
             )
-        self.accumulator._scaler.divided_by = 1 if sums else self.divided_by
+        parts_of(self.accumulator).scaler.divided_by = 1 if sums else self.divided_by
         self.in_loss = None
 
     def backward(self, loss: Tensor, weight: float | Tensor, **kwargs: Any) -> None:
@@ -267,8 +268,8 @@ class TrainerWindow:
         """The loss to call backward on, before `take`: with its weight, where backward may cross ranks."""
         if self.sums or not backward_may_cross_ranks():
             return loss
-        scalar = as_scalar(weight, "weight", self.accumulator._store.device)
-        loss, self.in_loss = self.accumulator._intake._weigher.weigh(loss, scalar)
+        store, _, intake, _ = parts_of(self.accumulator)
+        loss, self.in_loss = intake.weigh(loss, as_scalar(weight, "weight", store.device))
         return loss
 
     def take(self, weight: float | Tensor) -> None:
@@ -278,22 +279,22 @@ class TrainerWindow:
             self.accumulator.accumulate(1.0 if self.sums else weight)
             return
         with torch.no_grad():
-            self.accumulator._intake.accumulate(in_loss, last=False)
+            parts_of(self.accumulator).intake.accumulate(in_loss, last=False)
 
     @property
     def reached(self) -> bool:
         """Whether a backward has left gradients that were not counted."""
-        return self.accumulator._intake.uncounted or any(
-            entry.param.grad is not None for entry in self.accumulator._store.named
+        return parts_of(self.accumulator).intake.uncounted or any(
+            entry.param.grad is not None for entry in parts_of(self.accumulator).store.named
         )
 
     # ---- gradients to look at inside a window of sums, as autograd leaves them
 
     def show(self) -> None:
         """Let `.grad` be the sum so far. On one rank, and where sums are not to be divided: it is what stock has."""
-        for buffer, segment in self.accumulator._store.touched():
+        for buffer, segment in parts_of(self.accumulator).store.touched():
             view = buffer.views[segment.index]
-            target = self.accumulator._store.target(segment.param)
+            target = parts_of(self.accumulator).store.target(segment.param)
             grad = view if view.dtype == target.dtype else view.to(target.dtype)
             target.grad = shaped_like(grad, target) if buffer.sharded else grad
             self._shown.append((buffer, segment, target, grad, grad._version))
@@ -331,14 +332,14 @@ class TrainerWindow:
         """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see."""
         self.take_back()
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
-            self.accumulator._scaler.divided_by = 1
+            parts_of(self.accumulator).scaler.divided_by = 1
             self.take(1.0)
 
     def _divisor(self) -> float | None:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
         if not self.sums:
             return None
-        return 1.0 if self.sharded else float(self.accumulator._ranks.size)
+        return 1.0 if self.sharded else float(parts_of(self.accumulator).ranks.size)
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; the answer is its norm before."""
@@ -349,7 +350,7 @@ class TrainerWindow:
 
     def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
         """Clip in `step_as_agreed`, which fills the norm that is returned now; nobody looks at `.grad` before."""
-        store = self.accumulator._store
+        store = parts_of(self.accumulator).store
         self._promised = max_norm, torch.zeros((), dtype=store.result_dtype, device=store.device)
         return self._promised[1]
 
@@ -411,7 +412,7 @@ class TrainerWindow:
         """Tell the scaler again that gradients are unscaled: another optimizer's update has made it forget."""
         verdict = self.accumulator._window.verdict
         assert verdict is not None
-        self.accumulator._scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
+        parts_of(self.accumulator).scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -470,7 +471,7 @@ def backward_of_all(
     reached = [window for window in windows if window.reached]
     if any(window in ended for window in reached):
         for window in reached:
-            window.accumulator._store.drop_grads()
+            parts_of(window.accumulator).store.drop_grads()
         raise RuntimeError(
             "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or keep "
             "its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"

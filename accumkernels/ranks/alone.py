@@ -113,6 +113,9 @@ class Alone:
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
         """Reduce these flat buffers from now on; the list may grow between windows."""
 
+    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
+        """Let ranks take these tensors from rank 0 after each window, in place of the module's buffers."""
+
     def open_window(self) -> None:
         """Nothing of the next window was sent yet."""
 

@@ -102,6 +102,10 @@ class Group:
                 for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
+    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
+        """Let ranks share other tensors than those that the group was made with."""
+        self._shared = shared
+
     def share(self) -> None:
         """Let all ranks have rank 0's module buffers; collective where there are any."""
         self.broadcast(self._shared())

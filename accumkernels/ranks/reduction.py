@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,29 @@ def _as_they_come(buffers: Sequence[FlatBuffer], sent_in: torch.dtype | str, cam
         cuts = [index for index in range(1, len(comes)) if comes[index] is not comes[index - 1]]
         whole, cut = (_chunks(buffer, sent_in, where) for where in ((), cuts))
         found += cut if len(cut) <= 2 * len(whole) + 8 else whole  # not a message for each of many small segments
-    return sorted(found, key=when)  # stable: otherwise in the order of the layout
+    found.sort(key=when)  # stable: otherwise in the order of the layout
+    # The link is idle before the first is complete, and nothing hides the last: less of both where they are cut up.
+    coming = sum(when(chunk) < math.inf for chunk in found)
+    for index in sorted({coming - 1, 0}, reverse=True) if coming else ():
+        found[index : index + 1] = sorted(_quarters(found[index]), key=when)
+    return found
+
+
+def _quarters(chunk: _Chunk) -> Iterator[_Chunk]:
+    """The chunk in up to four, cut between segments."""
+    size = -(-(chunk.end - chunk.start) // 4)
+    inside = [s for s in chunk.buffer.segments[chunk.segments.start : chunk.segments.stop] if s.offset > chunk.start]
+    start = chunk.start
+    for segment in [*inside, None]:
+        end = chunk.end if segment is None else segment.offset
+        if end - start >= size or (segment is None and end > start):
+            held = [
+                s.index
+                for s in chunk.buffer.segments[chunk.segments.start : chunk.segments.stop]
+                if s.offset < end and s.offset + s.numel > start
+            ]
+            yield _Chunk(chunk.buffer, start, end, range(min(held), max(held) + 1), chunk.sent_in)
+            start = end
 
 
 class Reduction(Alone):
@@ -143,6 +165,10 @@ class Reduction(Alone):
         """See `Alone`."""
         self._buffers = buffers
         self._known = len(buffers)  # of the buffers, the first ones: ranks have compared their parameters
+
+    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
+        """See `Alone`."""
+        self._group.share_from(shared)
 
     def open_window(self) -> None:
         """See `Alone`."""

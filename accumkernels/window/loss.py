@@ -27,20 +27,43 @@ class WindowLoss:
         self._loaded = None
         self._losses: list[Tensor] = []
         self._weights: list[float | Tensor] = []
+        self._undecided = 0  # of the last ones, whose gradients are kept and may still be dropped
 
-    def add(self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None) -> None:
+    def add(
+        self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, kept: bool = False
+    ) -> None:
         """Take in a micro-batch.
 
         Args:
             loss: One element, as the user computed it, on any device; None or larger ones do not count.
             weight: Of the micro-batch; fp64 0-d where a tensor.
-            drop: fp64 `[1]`, not 0 where the micro-batch is dropped; None where it is not.
+            drop: fp64 `[1]`, not 0 where the micro-batch is dropped, with those kept before it; None where it is not.
+            kept: Whether its gradients will come with those of a later micro-batch, and be used or dropped with them.
         """
-        if loss is None or loss.numel() != 1:
+        if loss is not None and loss.numel() == 1:
+            # A copy: loops like to change a loss in place afterwards, and it may be a view of much more.
+            self._losses.append(loss.detach().reshape(()).to(self._device, torch.float64, copy=True))
+            self._weights.append(weight)
+            self._undecided += 1
+        if kept:
             return
-        # A copy: loops like to change a loss in place afterwards, and it may be a view of much more.
-        self._losses.append(loss.detach().reshape(()).to(self._device, torch.float64, copy=True))
-        self._weights.append(weight if drop is None else torch.where(drop.reshape(()) != 0, 0.0, weight))
+        if drop is not None:
+            decided = len(self._weights) - self._undecided
+            dropped = drop.reshape(()) != 0
+            self._weights[decided:] = [torch.where(dropped, 0.0, self._scalar(w)) for w in self._weights[decided:]]
+        self._undecided = 0
+
+    def drop_kept(self) -> None:
+        """Forget micro-batches whose gradients were kept and will not be used."""
+        decided = len(self._losses) - self._undecided
+        del self._losses[decided:], self._weights[decided:]
+        self._undecided = 0
+
+    def _scalar(self, weight: float | Tensor) -> Tensor:
+        """fp64 0-d on the device; a number is filled in there, since a copy of it would wait."""
+        return (
+            weight if isinstance(weight, Tensor) else torch.full((), weight, dtype=torch.float64, device=self._device)
+        )
 
     def sums(self) -> Tensor | None:
         """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none."""
@@ -48,7 +71,7 @@ class WindowLoss:
             return self._loaded
         losses = torch.stack(self._losses)
         if any(isinstance(weight, Tensor) for weight in self._weights):
-            weights = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=self._device) for w in self._weights])
+            weights = torch.stack([self._scalar(weight) for weight in self._weights])
         else:
             weights = move(torch.tensor(self._weights, dtype=torch.float64, device="cpu"), self._device)
         # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.

@@ -218,13 +218,16 @@ class Intake:
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
                 "acc.accumulate() after it, or acc.discard()"
             )
-        if backward_may_cross_ranks() and not self._has_gradients():
-            loss, weighed = self._weigher.weigh(loss, weight)
-        else:  # gradients of an earlier backward of this micro-batch do not have the weight yet
-            weighed = Weight(weight)
+        # Gradients of an earlier backward of this micro-batch do not have the weight yet.
+        together = backward_may_cross_ranks() and self._has_gradients()
+        loss, weighed = (loss, Weight(weight)) if together else self.weigh(loss, weight)
         self._window.check_kept(weighed)
         self._run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
         return weighed
+
+    def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
+        """The loss to run backward of: with its weight, where backward may cross ranks."""
+        return self._weigher.weigh(loss, weight) if backward_may_cross_ranks() else (loss, Weight(weight))
 
     def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], weight: Weight, last: bool) -> None:
         """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part.
@@ -282,7 +285,9 @@ class Intake:
     def _run_adding(self, hooks: DuringBackward, run: Any, weight: Weight, sends: bool) -> None:
         """Run a backward whose gradients are added, with their weight, while it runs."""
         try:
-            with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends)):
+            # What is sent from the last bucket on, nothing hides: smaller ones leave less of it.
+            parts = 4 if sends else 1
+            with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends), parts):
                 run()
         except BaseException:
             if self._release == "backward" or hooks.handed_over:
@@ -318,7 +323,7 @@ class Intake:
         if not has_grads and not self.added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
-                self._loss.add(self._scaler.undivided(loss), weight.total, None)
+                self._loss.add(self._scaler.undivided(loss), weight.total, kept=True)
                 return
             self._warn_of_nothing(after_backward)
             if not after_backward:
@@ -337,6 +342,7 @@ class Intake:
             self._drop_grads(captured)
             self.serial = tag
             window.drop_kept()
+            self._loss.drop_kept()
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.

@@ -136,12 +136,13 @@ STOCK = "stock accumulation"
 METHODS = (
     Method(STOCK, Stock, {}),
     Method("grad_dtype=float32, 16-bit model", GradDtype, {}),
-    Method("FusedAccumulator, no autocast route", Fused, {"autocast_route": False}),
-    Method("FusedAccumulator, autocast route", Fused, {"autocast_route": True}),
+    Method("FusedAccumulator, defaults", Fused, {}),
+    Method("FusedAccumulator, no autocast route", Fused, {"release": "microbatch", "autocast_route": False}),
+    Method("FusedAccumulator, autocast route", Fused, {"release": "microbatch", "autocast_route": True}),
     Method('FusedAccumulator, release="backward"', Fused, {"release": "backward", "autocast_route": False}),
     Method('FusedAccumulator, release="backward", route', Fused, {"release": "backward", "autocast_route": True}),
     Method("FusedAccumulator, fused weight gradients", Fused, {"fuse_weight_gradients": True}),
-    Method("FusedAccumulator, masters", Fused, {"master_weights": True}),
+    Method("FusedAccumulator, masters", Fused, {"release": "microbatch", "master_weights": True}),
     Method('FusedAccumulator, masters, release="backward"', Fused, {"master_weights": True, "release": "backward"}),
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.commands import kernel_rows, pictures, ranks
+from benchmarks.commands import kernel_rows, link, pictures, ranks
 from benchmarks.commands.kernel_jobs import COLD, WRITTEN, Job, Measured, merge, run
 from benchmarks.harness import machine, measure, results, shapes
 from benchmarks.harness.case import DTYPES, LOSS_SCALE, Case
@@ -366,6 +366,17 @@ if torch.cuda.is_available():
             command("training", *train.split(), str(tmp_path / "training.csv"))
             assert len(pictures.draw(tmp_path / "kernels.csv", tmp_path)) == 2
             assert len(pictures.draw(tmp_path / "training.csv", tmp_path)) == 1
+
+
+def test_link(tmp_path):
+    """On two gloo ranks, over an emulated link, a row for every method and number of micro-batches."""
+    path = tmp_path / "link.csv"
+    assert link.main(["--micro-batches", "1,2", "--reduction", "0.5", "--windows", "2", "--csv", str(path)]) == 0
+    with path.open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["method"], row["micro_batches"]) for row in rows] == [
+        (name, count) for count in ("1", "2") for name in link.METHODS
+    ]
 
 
 def test_ranks(tmp_path):

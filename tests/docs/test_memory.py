@@ -15,7 +15,8 @@ from tests.support.doc_blocks import ROOT
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, DEPTH = 128, 32  # one layer is 1/32 of the parameters: a single gradient adds 0.13 bytes at most
-BUCKET = {"release": "backward", "bucket_bytes": 2 * WIDTH * WIDTH}
+BUCKET = {"bucket_bytes": 2 * WIDTH * WIDTH}
+WHOLE = {"release": "microbatch"}
 
 
 def bytes_per_parameter(dtype, autocast, options):
@@ -54,16 +55,21 @@ def bytes_per_parameter(dtype, autocast, options):
     ("name", "dtype", "autocast", "options"),
     [
         ("fp32, stock `.grad`", torch.float32, False, None),
-        ("fp32", torch.float32, False, {}),
-        ('fp32, `release="backward"`', torch.float32, False, BUCKET),
+        ("fp32", torch.float32, False, BUCKET),
+        ('fp32, `release="microbatch"`', torch.float32, False, WHOLE),
         ("bf16 or fp16 autocast, stock `.grad`", torch.float32, True, None),
-        ("bf16 or fp16 autocast", torch.float32, True, {}),
-        ('bf16 or fp16 autocast, `release="backward"`', torch.float32, True, BUCKET),
+        ("bf16 or fp16 autocast", torch.float32, True, BUCKET),
+        ('bf16 or fp16 autocast, `release="microbatch"`', torch.float32, True, WHOLE),
         ("16-bit parameters, stock `.grad` (sums in 16 bit)", torch.bfloat16, False, None),
-        ("16-bit parameters", torch.bfloat16, False, {}),
-        ('16-bit parameters, `release="backward"`', torch.bfloat16, False, BUCKET),
-        ("16-bit parameters, masters", torch.bfloat16, False, {"master_weights": True}),
-        ('16-bit parameters, masters, `release="backward"`', torch.bfloat16, False, {"master_weights": True, **BUCKET}),
+        ("16-bit parameters", torch.bfloat16, False, BUCKET),
+        ('16-bit parameters, `release="microbatch"`', torch.bfloat16, False, WHOLE),
+        ("16-bit parameters, masters", torch.bfloat16, False, {"master_weights": True, **BUCKET}),
+        (
+            '16-bit parameters, masters, `release="microbatch"`',
+            torch.bfloat16,
+            False,
+            {"master_weights": True, **WHOLE},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 
 import pytest
 import torch
@@ -337,6 +338,33 @@ def sums_in_bf16(rank, size):
             torch.testing.assert_close(p.grad.float() * size, g, rtol=2**-7, atol=2**-7)
 
 
+# ---- the loss of a window
+
+
+def loss_of_a_window(rank, size):
+    """The mean over the samples of all ranks, without those of a micro-batch that one rank dropped, whose loss is NaN."""
+    forms = {"release": "microbatch"}, {"release": "backward"}, {"release": "auto", "overflow": "microbatch"}
+    for kwargs, unit in itertools.product(forms, (1, 0.1)):
+        drops = kwargs.get("overflow") == "microbatch"
+        model, acc = build(**kwargs)
+        optimizer = sgd(acc, 0.0)
+        for long_form in (False, True):
+            for i, (x, y) in enumerate(data(rank)):
+                loss = mse_loss(model(x), y) * (math.nan if drops and (rank, i) == (0, 1) else 1)
+                weight = unit * len(x)
+                if long_form and kwargs.get("release") != "backward":
+                    loss.backward()
+                    acc.accumulate(weight, loss=loss)
+                else:
+                    acc.backward(loss, weight)
+            acc.step(optimizer)
+            used = [part for r in range(size) for i, part in enumerate(data(r)) if not drops or (r, i) != (0, 1)]
+            x, y = (torch.cat(tensors) for tensors in zip(*used, strict=True))
+            expected = mse_loss(mlp(torch.float64)(x), y).item()
+            assert acc.metrics()["loss"].item() == pytest.approx(expected, rel=1e-12)
+            assert acc.metrics()["weight"].item() == pytest.approx(unit * len(x), rel=1e-12)
+
+
 # ---- checkpoints
 
 
@@ -563,6 +591,7 @@ TWO_RANKS = [
     marked_on_some_ranks_only,
     windows_look_one_ahead,
     sums_in_bf16,
+    loss_of_a_window,
     states_of_other_ranks,
     reduced_states,
     through_dcp,

@@ -6,6 +6,7 @@ one output: only rank 0 has any of its elements.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -435,6 +436,31 @@ def what_goes_wrong_without_gradient_sync(rank, size):
             acc.accumulate(weight)
 
 
+# ---- the loss of a window
+
+
+def loss_of_a_window(rank, size):
+    """The mean over all samples; without the micro-batches that all ranks drop because of one, and those kept before."""
+    for overflow, sync, unit in itertools.product(("window", "microbatch", "raise"), (True, False), (1, 0.1)):
+        model = shard(net())
+        acc = ak.FusedAccumulator(model, overflow=overflow)
+        used = []
+        for step in range(4):
+            model.set_requires_gradient_sync(sync or step % 2 == 1)
+            bad = overflow != "window" and step == 1
+            x, y = micro_batches(rank, UNEQUAL[rank] + [2])[step]
+            loss = mse_loss(model(x), y) * (math.nan if bad and rank == 1 else 1)
+            with pytest.raises(FloatingPointError) if bad and overflow == "raise" else contextlib.nullcontext():
+                acc.backward(loss, unit * len(x))
+            used += [micro_batches(r, UNEQUAL[r] + [2])[step] for r in range(size)]
+            if bad:
+                used = used[: 0 if not sync else size]
+        acc.finalize()
+        x, y = (torch.cat(tensors) for tensors in zip(*used, strict=True))
+        assert acc.metrics()["loss"].item() == pytest.approx(mse_loss(net()(x), y).item(), rel=1e-12)
+        assert_close(full(p.grad for p in model.parameters()), true_grads(used))
+
+
 # ---- precision
 
 
@@ -739,6 +765,7 @@ TWO_RANKS = [
     without_gradient_sync,
     without_gradient_sync_twice_per_window,
     what_goes_wrong_without_gradient_sync,
+    loss_of_a_window,
     mixed_precision_policy,
     autocast_is_left_alone,
     master_weights,

@@ -1,0 +1,32 @@
+"""python -m benchmarks.host: every set-up beside stock, and loops that train alike."""
+
+import torch
+
+from benchmarks.commands.host import RELEASES, SETUPS, SetUp, loop, main
+from benchmarks.harness.results import read_csv
+
+
+def test_a_row_for_every_set_up(tmp_path, capsys):
+    """Stock first, as the ratio's base."""
+    path = tmp_path / "host.csv"
+    assert main(["--parameters", "4", "--repetitions", "2", "--csv", str(path)]) == 0
+    rows = read_csv(path)
+    assert len(rows) == len(SETUPS) * (1 + len(RELEASES))
+    for first in rows[:: 1 + len(RELEASES)]:
+        assert (first["method"], float(first["ratio_to_stock"])) == ("stock", 1.0)
+    assert 'release="auto"' in capsys.readouterr().out
+
+
+def test_loops_train_alike():
+    """After three windows parameters are those of stock's loop."""
+    for release in RELEASES:
+        found = []
+        for which in (None, release):
+            window = loop(4, SetUp(True, False, True), which)
+            for _ in range(3):
+                window()
+            cells = dict(zip(window.__code__.co_freevars, window.__closure__, strict=True))
+            optimizer = cells["optimizer"].cell_contents
+            found.append([p.detach() for group in optimizer.param_groups for p in group["params"]])
+        for ours, stock in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(ours, stock)
