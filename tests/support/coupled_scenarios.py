@@ -85,6 +85,28 @@ def gathered_encodings(rank, size):
         acc.remove()
 
 
+def gathered_without_gradients(rank, size):
+    """What the guide warns of: with the rank's own encodings alone differentiable, all but the temperature is 1/N."""
+    expected, _ = truth(Towers(), size)
+
+    def gather(own):
+        parts = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(parts, own.detach())
+        parts[rank] = own
+        return torch.cat(parts)
+
+    model = Towers()
+    acc = ak.FusedAccumulator(model, process_group=dist.group.WORLD)
+    for step, weight in enumerate(WEIGHTS):
+        seed(step, rank)
+        chunks = pairs(step, rank)
+        acc.backward_coupled(chunks, model.encode, lambda x, y: model.loss(gather(x), gather(y)), weight=weight)
+    acc.finalize()
+    factors = [1 if p is model.scale else size for p in model.parameters()]
+    grads = [p.grad * factor for p, factor in zip(model.parameters(), factors, strict=True)]
+    assert relative_error(grads, expected) < EXACT
+
+
 def gathered_encodings_of_shards(rank, size):
     """The same over FSDP2, whose forwards and backwards are collective: every rank has as many chunks."""
     head, twin = Towers(), Towers()  # the temperature is whole on every rank, and frozen
@@ -109,5 +131,5 @@ def gathered_encodings_of_shards(rank, size):
         assert abs(acc.metrics()["loss"].item() / mean - 1) < EXACT, release
 
 
-TWO_RANKS = [gathered_encodings]
+TWO_RANKS = [gathered_encodings, gathered_without_gradients]
 TWO_RANKS_FSDP2 = [gathered_encodings_of_shards]
