@@ -153,5 +153,5 @@ def map_of(package):
     for path in sorted(package.iterdir()):
         if path.suffix == ".py":
             yield f"{path.name}  what it is"
-        elif path.is_dir():
-            yield f"{path.name}/  " + ", ".join(file.stem for file in sorted(path.glob("*.py")))
+    for path in sorted(path for path in package.rglob("*") if path.is_dir()):
+        yield f"{path.relative_to(package)}/  " + ", ".join(file.stem for file in sorted(path.glob("*.py")))
