@@ -44,7 +44,7 @@ def test_methods_train_alike():
     for other in parameters[1:]:  # bf16 gradients of loss / K differ in their last bits, which AdamW turns into signs
         assert (other - parameters[0]).norm() < 0.05 * moved
     assert torch.equal(parameters[1], parameters[2])  # the route changes no bit
-    assert torch.equal(parameters[2], parameters[3])
+    # In buckets the two parts of the tied embedding's gradient are added one by one: no exact bits there.
 
 
 def test_command(tmp_path):
