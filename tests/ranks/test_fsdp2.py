@@ -1,14 +1,15 @@
-"""FusedAccumulator over FSDP2's DTensors, on gloo ranks: fsdp2_scenarios.py and fsdp2_state_scenarios.py."""
+"""FusedAccumulator over FSDP2's DTensors, on gloo ranks: fsdp2_*scenarios.py and coupled_scenarios.py."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.support import coupled_scenarios as coupled
 from tests.support import fsdp2_scenarios as training
 from tests.support import fsdp2_state_scenarios as checkpoints
 from tests.support import ranks
 
-TWO_RANKS = training.TWO_RANKS + checkpoints.TWO_RANKS
+TWO_RANKS = training.TWO_RANKS + coupled.TWO_RANKS_FSDP2 + checkpoints.TWO_RANKS
 FOUR_RANKS = training.FOUR_RANKS + checkpoints.FOUR_RANKS
 
 

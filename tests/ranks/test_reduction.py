@@ -1,11 +1,14 @@
-"""Data parallel windows on 2 and 4 gloo ranks: data_parallel_scenarios.py."""
+"""Data parallel windows on 2 and 4 gloo ranks: data_parallel_scenarios.py and coupled_scenarios.py."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.support import coupled_scenarios as coupled
 from tests.support import data_parallel_scenarios as scenarios
 from tests.support import ranks
+
+TWO_RANKS = scenarios.TWO_RANKS + coupled.TWO_RANKS
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +20,7 @@ def shared(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(shared):
     """What failed on each of two ranks."""
-    return ranks.run(2, shared, scenarios.TWO_RANKS)
+    return ranks.run(2, shared, TWO_RANKS)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def four(shared, two):
     return ranks.run(4, shared, scenarios.FOUR_RANKS)
 
 
-@pytest.mark.parametrize("scenario", [s.__name__ for s in scenarios.TWO_RANKS])
+@pytest.mark.parametrize("scenario", [s.__name__ for s in TWO_RANKS])
 def test_two_ranks(two, scenario):
     """See the function of that name."""
     ranks.check(two, scenario)

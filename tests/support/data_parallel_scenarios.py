@@ -342,7 +342,7 @@ def sums_in_bf16(rank, size):
 
 
 def loss_of_a_window(rank, size):
-    """The mean over the samples of all ranks, without those of a micro-batch that one rank dropped, whose loss is NaN."""
+    """The mean over all ranks' samples, without a micro-batch that one rank dropped, whose loss is NaN."""
     forms = {"release": "microbatch"}, {"release": "backward"}, {"release": "auto", "overflow": "microbatch"}
     for kwargs, unit in itertools.product(forms, (1, 0.1)):
         drops = kwargs.get("overflow") == "microbatch"

@@ -440,7 +440,7 @@ def what_goes_wrong_without_gradient_sync(rank, size):
 
 
 def loss_of_a_window(rank, size):
-    """The mean over all samples; without the micro-batches that all ranks drop because of one, and those kept before."""
+    """The mean over all samples, without the micro-batches that ranks drop because of one, and those kept before."""
     for overflow, sync, unit in itertools.product(("window", "microbatch", "raise"), (True, False), (1, 0.1)):
         model = shard(net())
         acc = ak.FusedAccumulator(model, overflow=overflow)

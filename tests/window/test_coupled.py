@@ -7,44 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
 
 import accumkernels as ak
 from tests.support.models import relative_error
-
-N, CHUNK = 12, 4
-
-
-class Towers(nn.Module):
-    """Two encoders with dropout, and the temperature that the loss has as a parameter of its own."""
-
-    def __init__(self, dtype=torch.float64):
-        super().__init__()
-        torch.manual_seed(0)
-        self.images = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 5))
-        self.texts = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 5))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.to(dtype)
-
-    def encode(self, pair):
-        x, y = pair
-        return self.images(x), self.texts(y)
-
-    def loss(self, images, texts):
-        logits = self.scale.exp() * normalize(images, dim=1) @ normalize(texts, dim=1).T
-        targets = torch.arange(len(logits))
-        return (cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
-
-
-def data(seed=1, dtype=torch.float64):
-    """Pairs of inputs, one row per sample."""
-    torch.manual_seed(seed)
-    return torch.randn(N, 6, dtype=dtype), torch.randn(N, 4, dtype=dtype)
-
-
-def chunked(x, y, size=CHUNK):
-    """The pairs of a batch in chunks."""
-    return list(zip(x.split(size), y.split(size), strict=True))
+from tests.support.towers import Towers, chunked, data
 
 
 def truth(model, batches, seeds, weights=None):
