@@ -142,9 +142,8 @@ def test_window_without_weight_runs_every_kernel_and_changes_nothing():
     x, y = batch(4)
     for _ in range(2):
         scaler.scale(mse_loss(model(x), y)).backward()
-        acc._intake.accumulate(
-            Weight(torch.zeros((), dtype=torch.float64)), False
-        )  # a CPU tensor of the user's would be read
+        zero = torch.zeros((), dtype=torch.float64)  # a CPU tensor of the user's would be read
+        acc._intake.accumulate(Weight(zero), False)
         norm = acc.step(optimizer, max_norm=1.0)
         assert norm.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
