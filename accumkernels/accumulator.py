@@ -20,19 +20,19 @@ from .ops.schema import State
 from .ranks.alone import Alone
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import Stages, refuse_in_stages, stages_of
-from .ranks.unit import backward_may_cross_ranks
+from .ranks.weight_unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
 from .window.coupled import FirstPass, RandomState, call_with
 from .window.end import End
 from .window.loss import WindowLoss
 from .window.micro_batch import Intake
+from .window.micro_batch_weight import Weight
 from .window.misuse import Watch
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
 from .window.selection import read_parts, select
 from .window.state import Phase, Window
-from .window.weight import Weight
 
 _log = logging.getLogger(__name__)
 _Batch = TypeVar("_Batch")

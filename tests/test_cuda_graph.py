@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from accumkernels.window.weight import Weight
+from accumkernels.window.micro_batch_weight import Weight
 from tests.support.models import batch, mlp
 
 K, SIZE = 3, 8

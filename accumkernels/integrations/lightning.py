@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from ..ranks.unit import backward_may_cross_ranks
+from ..ranks.weight_unit import backward_may_cross_ranks
 from .window import TrainerWindow, driven, missing
 
 try:

@@ -23,9 +23,9 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.layout import Segment
 from ..buffers.parameters import NamedParameter
 from ..ranks.ddp import Silence, module_buffers
-from ..ranks.unit import backward_may_cross_ranks
+from ..ranks.weight_unit import backward_may_cross_ranks
+from ..window.micro_batch_weight import Weight
 from ..window.optimizers import check_optimizer, owned
-from ..window.weight import Weight
 
 _log = logging.getLogger(__name__)
 

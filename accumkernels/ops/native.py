@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..ops import reference  # noqa: F401  declares the ops before the library registers its kernels for them
+from .keep_alive import keep_until_done
 from .loading import load
-from .streams import keep_until_done
 
 LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native.so"
 

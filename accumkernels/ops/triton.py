@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..ops import triton_table
+from .keep_alive import keep_until_done
 from .schema import Judged, State
-from .streams import keep_until_done
 from .triton_checks import check_array, check_layout, check_length, check_list, check_scalar, check_segments
 from .triton_table import BLOCK, NUM_WARPS, Group, Kind, Plan
 

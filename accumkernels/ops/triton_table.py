@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .streams import keep_until_done
+from .keep_alive import keep_until_done
 
 # 16 elements per thread of 8 warps: two (16-bit) or four (fp32) 16-byte loads of each operand in flight.
 BLOCK = 4096

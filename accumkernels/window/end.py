@@ -28,10 +28,10 @@ from .optimizers import (
     owned,
     steps_scaled_gradients,
 )
-from .plan import StepPlan
 from .scaling import LossScaler
 from .selection import Part
 from .state import Phase, Window
+from .step_plan import StepPlan
 from .verdict import Verdict
 
 

@@ -22,15 +22,15 @@ from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
 from ..ranks.alone import Alone
-from ..ranks.unit import backward_may_cross_ranks
-from .fusing import Fusing
+from ..ranks.weight_unit import backward_may_cross_ranks
 from .loss import WindowLoss
+from .micro_batch_weight import Weigher, Weight
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler
 from .state import Phase, Window
 from .sums import Sums
-from .weight import Weigher, Weight
+from .weight_gradients import Fusing
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..ranks.alone import Agreement
+from .micro_batch_weight import Weight
 from .verdict import Verdict
-from .weight import Weight
 
 
 class Phase(enum.Enum):

@@ -12,8 +12,8 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.gradients import Captured
 from ..ranks.alone import Alone
+from .micro_batch_weight import Weight
 from .noise_scale import NoiseMeter
-from .weight import Weight
 
 
 class Sums:

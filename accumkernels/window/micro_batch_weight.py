@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..buffers.devices import move
-from ..ranks.unit import agree_on_unit
+from ..ranks.weight_unit import agree_on_unit
 
 
 class Weight(NamedTuple):

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from accumkernels.window import weight as module
-from accumkernels.window.weight import Weigher, Weight
+from accumkernels.window import micro_batch_weight as module
+from accumkernels.window.micro_batch_weight import Weigher, Weight
 
 
 @pytest.fixture
