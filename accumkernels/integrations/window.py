@@ -257,7 +257,7 @@ class TrainerWindow:
                 "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
                 "all of them a weight, or none"
             )
-        parts_of(self.accumulator).scaler.divided_by = 1 if sums else self.divided_by
+        parts_of(self.accumulator).scaler.make_up_for(1 if sums else self.divided_by)
         self.in_loss = None
 
     def backward(self, loss: Tensor, weight: float | Tensor, **kwargs: Any) -> None:
@@ -332,7 +332,7 @@ class TrainerWindow:
         """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see."""
         self.take_back()
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
-            parts_of(self.accumulator).scaler.divided_by = 1
+            parts_of(self.accumulator).scaler.make_up_for(1)
             self.take(1.0)
 
     def _divisor(self) -> float | None:

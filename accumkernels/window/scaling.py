@@ -75,6 +75,10 @@ class LossScaler:
         """The loss times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def make_up_for(self, divided_by: float | Tensor) -> None:
+        """Multiply gradients by what a trainer divides its losses by, from now on."""
+        self.divided_by = divided_by
+
     def undivided(self, loss: Tensor | None) -> Tensor | None:
         """A loss as it was before a trainer divided it."""
         return loss if loss is None or self._undivided else loss.detach() * self.divided_by
