@@ -48,7 +48,7 @@ def check(stage: int, arguments: argparse.Namespace, about: dict[str, object], s
     )
     wanted = [name for name in arguments.parts.split(",") if name]
     parts = [p for p in stages.STAGES[stage](setting) if not wanted or p.name in (*wanted, "build")]
-    # Where a machine is lent, what lies in $OUT comes home: few files, so the archive and the summary alone.
+    # Somebody else's machine may bring home what lies in $OUT: few files, so the archive and the summary alone.
     home = Path(os.environ.get("OUT") or arguments.folder)
     kind = "rehearsal of " if arguments.rehearse else ""
     title = f"{kind}stage {stage}, {stages.TITLES[stage]}; {about.get('device') or 'CPU'}, torch {about.get('torch')}, "

@@ -1,4 +1,4 @@
-"""The four stages. Each begins with the build, since a machine that is lent may be a new one every time."""
+"""The four stages. Each begins with the build, since the machine may be a new one every time."""
 
 from __future__ import annotations
 
