@@ -25,7 +25,8 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
     """
     world = dist.group.WORLD
     backend, timeout = (None, None) if like is None else (dist.get_backend_config(like), _timeout(like, device))
-    key = (tuple(ranks), backend, timeout)
+    # One for each group of the user's: whoever makes a new one after a failure gets a new one here too.
+    key = (tuple(ranks), backend, timeout, None if like is None else like.group_name)
     made = _groups.get(key)
     if made is not None and made[0] is world:
         return made[1]

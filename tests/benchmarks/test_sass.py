@@ -47,7 +47,7 @@ def compiled(folder: Path, csrc: Path, stem: str, archs: tuple[str, ...]) -> lis
 
 def without_finish(found: list[Code]) -> list[Code]:
     """The kernels that stream elements."""
-    return [code for code in found if "finish" not in code.kernel and "probe" not in code.kernel]
+    return [code for code in found if not any(name in code.kernel for name in ("finish", "probe", "judge"))]
 
 
 def main_loops(kernel: str) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
