@@ -29,7 +29,6 @@ from .window.micro_batch import Intake
 from .window.micro_batch_weight import Weight
 from .window.misuse import Watch
 from .window.noise_scale import NoiseMeter, NoiseScale
-from .window.optimizers import check_no_closure, check_optimizer
 from .window.scaling import LossScaler
 from .window.selection import read_parts, select
 from .window.state import Phase, Window
@@ -632,8 +631,8 @@ class FusedAccumulator:
         With torch's fused optimizers over fp32 parameters, average and clip are folded into the optimizer's own pass
         (`optimizer.grad_scale`, `optimizer.found_inf`), and nothing waits for the device; otherwise one read of
         found_inf does. Several optimizers are stepped in the order given, or all skipped. A window without weight is a
-        no-op that leaves the scale alone. With a process group this is
-        collective, as `finalize` is; on a GPU, a rank where a parameter got no gradient reads whether others have one.
+        no-op that leaves the scale alone. With a process group this is collective, as `finalize` is; on a GPU, a rank
+        where a parameter got no gradient reads whether others have one.
 
         Args:
             *optimizers: Each accumulated parameter belongs to exactly one of them.
@@ -650,9 +649,6 @@ class FusedAccumulator:
         Raises:
             TypeError: an optimizer's step needs a closure; and as `finalize`.
         """
-        for optimizer in optimizers:
-            check_optimizer(optimizer, "step()")
-            check_no_closure(optimizer)
         parts = read_parts(max_norm, self._store)
         limit = None if parts is not None else self._end.limit(max_norm)  # type: ignore[arg-type]
         self._check_end("step()", optimizers, divisor, ignore)

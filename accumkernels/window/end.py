@@ -21,6 +21,7 @@ from .loss import WindowLoss
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
+    check_no_closure,
     check_optimizer,
     has_step_pre_hooks,
     is_fused_sgd,
@@ -113,6 +114,8 @@ class End:
             raise TypeError(f"{caller} needs the optimizers that will step this window{why}")
         for optimizer in optimizers:
             check_optimizer(optimizer, caller)
+            if caller == "step()":
+                check_no_closure(optimizer)
         self._store.check_drift()
         self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
         self._scaler.check_not_stepped(optimizers)
