@@ -93,13 +93,20 @@ class FlatBuffer:
         return f"flat buffer of {len(self.segments)} segments, {elements:,} elements, {self.dtype} on {self.device}"
 
     def first_touches(self, indices: list[int]) -> list[bool]:
-        """For each of these segments, whether it holds no sum of this window yet."""
+        """For each of these segments, whether it holds no sum of this window yet; one answer where all have the same.
+
+        As the ops take it, which read long lists slowly.
+        """
         touched = self.touched
         if not any(touched):
-            return [True] * len(indices)
+            return [True]
         if all(touched):
-            return [False] * len(indices)
+            return [False]
         return [not touched[index] for index in indices]
+
+    def rows(self, indices: list[int]) -> list[int]:
+        """Segments as the ops take them: nothing for all in order."""
+        return [] if indices is self.all_indices else indices
 
     def open_window(self) -> None:
         """Forget the sums: no segment holds one."""

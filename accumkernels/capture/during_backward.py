@@ -16,7 +16,7 @@ from ..boundary import opaque
 from ..buffers.dtensors import is_dtensor, local_grad
 from ..buffers.flat import FlatBuffer
 from ..hooks import Handles
-from .gradients import Captured, in_memory_order
+from .gradients import Captured
 from .streams import Streams
 
 Bucket = Sequence[tuple[FlatBuffer, Captured]]
@@ -218,7 +218,7 @@ def _buckets(items: list[tuple[Place, Tensor]]) -> Iterator[Bucket]:
             else:
                 grads[index] = grad
         items = later
-        yield [(buffer, in_memory_order(buffer, list(grads), list(grads.values()))) for buffer, grads in found.items()]
+        yield [(buffer, Captured(list(grads), list(grads.values()))) for buffer, grads in found.items()]
 
 
 def _in_compiled_autograd() -> bool:

@@ -19,7 +19,7 @@ from ..ops.schema import State
 
 
 class Captured(NamedTuple):
-    """Gradients of one flat buffer, in memory order, and the indices of their segments."""
+    """Gradients of one flat buffer, as backward left them, and the indices of their segments."""
 
     segments: list[int]
     grads: list[Tensor]
@@ -45,29 +45,25 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
         stashed: By segment, gradients that never were in `.grad`.
 
     Raises:
-        RuntimeError: a gradient is sparse.
+        RuntimeError: a stashed gradient is sparse.
     """
     found = [local_grad(param) for param in buffer.params] if buffer.sharded else [p.grad for p in buffer.params]
     for index, parts in (stashed or {}).items():
         found[index] = _joined(buffer, index, found[index], parts)
     grads = [grad for grad in found if grad is not None]
     if len(grads) == len(found):
-        indices = buffer.all_indices
-    else:
-        indices = [index for index, grad in enumerate(found) if grad is not None]
-    return in_memory_order(buffer, indices, grads)
+        return Captured(buffer.all_indices, grads)
+    return Captured([index for index, grad in enumerate(found) if grad is not None], grads)
 
 
-def in_memory_order(buffer: FlatBuffer, indices: list[int], grads: list[Tensor]) -> Captured:
-    """Gradients of a buffer's segments, each in its segment's memory order.
+def in_memory_order(buffer: FlatBuffer, captured: Captured) -> list[Tensor]:
+    """The gradients, each in its segment's memory order.
 
     Raises:
-        RuntimeError: a gradient is sparse.
+        RuntimeError: names the parameter whose gradient is sparse or has another number of elements.
     """
-    if not (buffer.contiguous and _all_contiguous(grads)):
-        segments = buffer.segments
-        grads = [checked(segments[index], grad) for index, grad in zip(indices, grads, strict=True)]
-    return Captured(indices, grads)
+    segments = buffer.segments
+    return [checked(segments[index], grad) for index, grad in zip(*captured, strict=True)]
 
 
 def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Tensor]) -> Tensor:
@@ -84,14 +80,6 @@ def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Ten
         added = [checked(segment, part)]
         buffer.ops.accumulate_(flat, scratch, added, [0], [False], layout, layout_host, count=False)
     return total
-
-
-def _all_contiguous(grads: list[Tensor]) -> bool:
-    """Whether memory order is index order in all of them; the usual case, worth a fast answer."""
-    try:
-        return all(map(Tensor.is_contiguous, grads))
-    except RuntimeError:  # sparse tensors have no strides
-        return False
 
 
 def drop(buffer: FlatBuffer, captured: Captured) -> None:

@@ -74,46 +74,16 @@ def accumulate_(
     overwrite: Sequence[bool],
     layout: Tensor,
     layout_host: Tensor,
-    *,
-    flags: Tensor | None = None,
-    tag: int = 1,
-    weight: float = 1.0,
-    weight_tensor: Tensor | None = None,
-    loss_scale: Tensor | None = None,
-    drop: Tensor | None = None,
-    sq_norm: Tensor | None = None,
-    count: bool = True,
+    **options: Any,  # only those given: the dispatcher takes its time for each
 ) -> None:
-    _accumulate(
-        buffer,
-        state,
-        grads,
-        segments,
-        overwrite,
-        layout,
-        layout_host,
-        flags=flags,
-        tag=tag,
-        weight=weight,
-        weight_tensor=weight_tensor,
-        loss_scale=loss_scale,
-        drop=drop,
-        sq_norm=sq_norm,
-        count=count,
-    )
+    _accumulate(buffer, state, grads, segments, overwrite, layout, layout_host, **options)
     keep_until_done(grads)
 
 
 def check_finite_(
-    grads: Sequence[Tensor],
-    segments: Sequence[int],
-    found_inf: Tensor,
-    flags: Tensor,
-    *,
-    tag: int = 1,
-    weight_tensor: Tensor | None = None,
+    grads: Sequence[Tensor], segments: Sequence[int], found_inf: Tensor, flags: Tensor, **options: Any
 ) -> None:
-    _check_finite(grads, segments, found_inf, flags, tag=tag, weight_tensor=weight_tensor)
+    _check_finite(grads, segments, found_inf, flags, **options)
     keep_until_done(grads)
 
 

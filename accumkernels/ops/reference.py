@@ -49,9 +49,14 @@ def accumulate_(
     drop: Tensor | None = None,
     sq_norm: Tensor | None = None,
     count: bool = True,
+    contiguous: bool = False,
 ) -> None:
     if buffer.is_meta:
         return
+    if contiguous and not all(grad.is_contiguous() for grad in grads):
+        raise RuntimeError("accumulate_: a gradient is not contiguous")
+    segments = segments or range(len(grads))
+    overwrite = overwrite * len(grads) if len(overwrite) == 1 else overwrite
     one = torch.ones((), dtype=torch.float64, device=buffer.device)
     w = one * weight if weight_tensor is None else weight_tensor.reshape(())
     scale = one if loss_scale is None else loss_scale.reshape(()).double()
@@ -98,7 +103,7 @@ def check_finite_(
 ) -> None:
     if found_inf.is_meta:
         return
-    for grad, segment in zip(grads, segments, strict=True):
+    for grad, segment in zip(grads, segments or range(len(grads)), strict=True):
         overflow = ~_all_finite(grad)
         flags[segment] = torch.where(overflow, tag, flags[segment])
         _raise_flag(found_inf, overflow)

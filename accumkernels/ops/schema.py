@@ -10,8 +10,9 @@ Shared by all ops:
 
 `accumulate_` adds `gradient * (weight / loss_scale)` into the flat `buffer` (fp32 or fp64). `layout` is int64
 `[segments, 2]` on the buffer's device, a row is (offset, numel) in elements; `layout_host` is the same on the CPU.
-`segments[i]` is the row of `grads[i]`, distinct within a call; `overwrite[i]` says that it is the segment's first
-touch in the window: stored instead of added. The multiplier is computed in fp64 and rounded once to the buffer's
+`segments[i]` is the row of `grads[i]`, distinct within a call; without `segments`, they are rows 0, 1, 2, ...
+`overwrite[i]`, or the only element for all, says that it is the segment's first touch in the window: stored instead of
+added. With `contiguous`, a gradient whose memory order is not its index order is an error, before anything is done. The multiplier is computed in fp64 and rounded once to the buffer's
 dtype; the gradient is converted to the buffer's dtype, multiplied, and added, each rounded by itself (no fused
 multiply-add), so that all backends agree bit for bit. `state` is fp64 `[4]`, see `State`. With `flags` (int32
 `[segments]`) values are checked: where a product is not finite, `flags[segment] = tag`, and FOUND_INF and POISONED
@@ -24,7 +25,7 @@ takes in the weight: once per micro-batch and device. A weight that is negative 
 FOUND_INF and POISONED.
 
 `check_finite_` sets `found_inf` to 1 and `flags[segments[i]] = tag` where `grads[i]` holds a value that is not
-finite, and `found_inf` to 1 where `weight_tensor` is negative or not finite.
+finite (`segments` as of `accumulate_`), and `found_inf` to 1 where `weight_tensor` is negative or not finite.
 
 `norm_` adds the sum of squares of all elements to `out` (`ord=2`), or raises `out` to their largest magnitude
 (`ord=inf`; NaN wins). Deterministic: the order of summation depends on the sizes alone.
@@ -74,7 +75,7 @@ SCHEMAS = {
         "(Tensor(a!) buffer, Tensor(b!) state, Tensor[] grads, int[] segments, bool[] overwrite, "
         "Tensor layout, Tensor layout_host, *, Tensor(c!)? flags=None, int tag=1, float weight=1.0, "
         "Tensor? weight_tensor=None, Tensor? loss_scale=None, Tensor? drop=None, Tensor(d!)? sq_norm=None, "
-        "bool count=True) -> ()"
+        "bool count=True, bool contiguous=False) -> ()"
     ),
     "check_finite_": (
         "(Tensor[] grads, int[] segments, Tensor(a!) found_inf, Tensor(b!) flags, *, int tag=1, "

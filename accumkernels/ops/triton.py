@@ -92,8 +92,11 @@ def accumulate_(
     drop: Tensor | None = None,
     sq_norm: Tensor | None = None,
     count: bool = True,
+    contiguous: bool = False,
 ) -> None:
     op, device = "accumulate_", buffer.device
+    segments = segments or range(len(grads))
+    overwrite = list(overwrite) * len(grads) if len(overwrite) == 1 else overwrite
     if buffer.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"{op}: buffer is {buffer.dtype}, expected torch.float32 or torch.float64")
     check_array(f"{op}: buffer", buffer, buffer.dtype, device)
@@ -102,7 +105,7 @@ def accumulate_(
     check_scalar(f"{op}: loss_scale", loss_scale, torch.float32, device)
     check_scalar(f"{op}: drop", drop, torch.float64, device)
     check_length(op, "overwrite", overwrite, "grads", len(grads))
-    check_list(op, "grads", grads, device)
+    check_list(op, "grads", grads, device, contiguous)
     offsets = check_layout(op, buffer, grads, segments, layout_host)
     if flags is not None:
         check_array(f"{op}: flags", flags, torch.int32, device, len(layout_host))
@@ -142,6 +145,7 @@ def check_finite_(
     weight_tensor: Tensor | None = None,
 ) -> None:
     op, device = "check_finite_", found_inf.device
+    segments = segments or range(len(grads))
     check_scalar(f"{op}: found_inf", found_inf, torch.float64, device)
     check_scalar(f"{op}: weight_tensor", weight_tensor, torch.float64, device)
     check_array(f"{op}: flags", flags, torch.int32, device)

@@ -53,11 +53,15 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def check_list(op: str, argument: str, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Raise RuntimeError unless all tensors are dense floating-point tensors on the device."""
+def check_list(
+    op: str, argument: str, tensors: Sequence[Tensor], device: torch.device, contiguous: bool = False
+) -> None:
+    """Raise RuntimeError unless all tensors are dense, or contiguous, floating-point tensors on the device."""
     for i, tensor in enumerate(tensors):
         if tensor.device != device:
             raise RuntimeError(f"{op}: {argument}[{i}] is on {tensor.device}, expected {device} as the other tensors")
+        if contiguous and not tensor.is_contiguous():
+            raise RuntimeError(f"{op}: {argument}[{i}] is not contiguous")
         if not is_dense(tensor):
             raise RuntimeError(f"{op}: {argument}[{i}] is not dense: its strides overlap or leave gaps")
         if tensor.dtype not in _FLOATS:

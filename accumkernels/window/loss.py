@@ -11,7 +11,7 @@ from ..buffers.devices import move
 
 
 class WindowLoss:
-    """Keeps the losses of a window's micro-batches on the device, and reads none of them.
+    """Keeps the losses of a window's micro-batches: on a GPU where they are, unread; those of the CPU as numbers.
 
     Args:
         device: Where they are summed.
@@ -25,7 +25,7 @@ class WindowLoss:
     def open_window(self) -> None:
         """Forget the losses of the window that ended."""
         self._loaded = None
-        self._losses: list[Tensor] = []
+        self._losses: list[float | Tensor] = []
         self._weights: list[float | Tensor] = []
         self._undecided = 0  # of the last ones, whose gradients are kept and may still be dropped
 
@@ -41,8 +41,7 @@ class WindowLoss:
             kept: Whether its gradients will come with those of a later micro-batch, and be used or dropped with them.
         """
         if loss is not None and loss.numel() == 1:
-            # A copy: loops like to change a loss in place afterwards, and it may be a view of much more.
-            self._losses.append(loss.detach().reshape(()).to(self._device, torch.float64, copy=True))
+            self._losses.append(self._kept(loss))
             self._weights.append(weight)
             self._undecided += 1
         if kept:
@@ -52,6 +51,15 @@ class WindowLoss:
             dropped = drop.reshape(()) != 0
             self._weights[decided:] = [torch.where(dropped, 0.0, self._scalar(w)) for w in self._weights[decided:]]
         self._undecided = 0
+
+    def _kept(self, loss: Tensor) -> float | Tensor:
+        """Its value now: loops like to change a loss in place afterwards, and it may be a view of much more."""
+        if type(loss) is Tensor and loss.device.type == "cpu":  # a number costs a fifth of a tensor
+            value = loss.tolist()
+            while isinstance(value, list):
+                (value,) = value
+            return float(value)
+        return loss.detach().reshape(()).to(self._device, torch.float64, copy=True)
 
     def drop_kept(self) -> None:
         """Forget micro-batches whose gradients were kept and will not be used."""
@@ -65,17 +73,23 @@ class WindowLoss:
             weight if isinstance(weight, Tensor) else torch.full((), weight, dtype=torch.float64, device=self._device)
         )
 
+    def _vector(self, values: Sequence[float | Tensor]) -> Tensor:
+        """fp64 on the device; numbers alone go there in one copy."""
+        if any(isinstance(value, Tensor) for value in values):
+            return torch.stack(list(map(self._scalar, values)))
+        return move(torch.tensor(values, dtype=torch.float64, device="cpu"), self._device)
+
     def sums(self) -> Tensor | None:
         """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none."""
         if not self._losses:
             return self._loaded
-        losses = torch.stack(self._losses)
-        if any(isinstance(weight, Tensor) for weight in self._weights):
-            weights = torch.stack([self._scalar(weight) for weight in self._weights])
-        else:
-            weights = move(torch.tensor(self._weights, dtype=torch.float64, device="cpu"), self._device)
         # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.
-        used = torch.stack([torch.where(weights != 0, weights * losses, 0.0), weights]).sum(1)
+        if any(isinstance(value, Tensor) for value in (*self._losses, *self._weights)):
+            losses, weights = self._vector(self._losses), self._vector(self._weights)
+            used = torch.stack([torch.where(weights != 0, weights * losses, 0.0), weights]).sum(1)
+        else:
+            pairs = zip(self._losses, self._weights, strict=True)
+            used = self._vector([sum(weight * loss for loss, weight in pairs if weight != 0), sum(self._weights)])
         return used if self._loaded is None else used + self._loaded
 
     def resume(self, sums: Sequence[float]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch import Tensor
 from ..buffers.devices import move, worst
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
-from ..capture.gradients import Captured
+from ..capture.gradients import Captured, in_memory_order
 from ..ranks.alone import Alone
 from .micro_batch_weight import Weight
 from .noise_scale import NoiseMeter
@@ -42,15 +45,16 @@ class Sums:
             any rank.
         """
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
-        for buffer, (segments, grads) in zip(self._store.buffers, captured, strict=True):
-            buffer.ops.check_finite_(
-                grads,
-                segments,
-                drops[buffer.device],
-                buffer.flags,
+        for buffer, taken in zip(self._store.buffers, captured, strict=True):
+            check = functools.partial(
+                buffer.ops.check_finite_,
+                segments=buffer.rows(taken.segments),
+                found_inf=drops[buffer.device],
+                flags=buffer.flags,
                 tag=tag,
                 weight_tensor=move(weight, buffer.device) if isinstance(weight, Tensor) else None,
             )
+            _call(check, buffer, taken)
         if len(drops) > 1 or self._ranks.sharded:
             bad = self._ranks.maximum(worst(drops.values(), self._store.device))
             drops = {device: move(bad, device) for device in drops}
@@ -106,31 +110,32 @@ class Sums:
         squares: Tensor | None,
         count: bool,
     ) -> None:
-        segments, grads = captured
         device = buffer.device
-        number, tensor = (0.0, weight) if isinstance(weight, Tensor) else (weight, None)
-        try:
-            buffer.ops.accumulate_(
-                buffer.tensor,
-                self._store.states[device],
-                grads,
-                segments,
-                buffer.first_touches(segments),
-                buffer.layout,
-                buffer.layout_host,
-                flags=None if self._overflow is None else buffer.flags,
-                tag=tag,
-                weight=number,
-                weight_tensor=None if tensor is None else move(tensor, device),
-                loss_scale=None if loss_scale is None else move(loss_scale, device),
-                drop=None if drops is None else drops[device],
-                sq_norm=squares,
-                count=count,
-            )
-        except RuntimeError:  # an op knows segments by number: where the size is wrong, name the parameter
-            for index, grad in zip(segments, grads, strict=True):
-                buffer.segments[index].check_numel(grad)
-            raise
+        options: dict[str, Any] = {"tag": tag}  # those of use: the dispatcher takes its time for each
+        if self._overflow is not None:
+            options["flags"] = buffer.flags
+        if isinstance(weight, Tensor):
+            options["weight_tensor"] = move(weight, device)
+        else:
+            options["weight"] = weight
+        if loss_scale is not None:
+            options["loss_scale"] = loss_scale if loss_scale.device == device else move(loss_scale, device)
+        if drops is not None:
+            options["drop"] = drops[device]
+        if squares is not None:
+            options["sq_norm"] = squares
+        if not count:
+            options["count"] = False
+        if buffer.contiguous:
+            options["contiguous"] = True
+        state, segments = self._store.states[device], captured.segments
+        rows, first = buffer.rows(segments), buffer.first_touches(segments)
+
+        def accumulate(grads: list[Tensor]) -> None:
+            layout, layout_host = buffer.layout, buffer.layout_host
+            buffer.ops.accumulate_(buffer.tensor, state, grads, rows, first, layout, layout_host, **options)
+
+        _call(accumulate, buffer, captured)
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, weight: Weight) -> None:
         """Add `sum w_i |g_i|^2` where the gradients are those of a loss times `in_loss`, and that squared is in it."""
@@ -139,3 +144,19 @@ class Sums:
             factor = move(torch.where(factor == 0, 1.0, factor), squares.device)
         weighted[0] /= 1.0 if isinstance(factor, float) and factor == 0 else factor
         squares += weighted
+
+
+def _call(op: Callable[[list[Tensor]], None], buffer: FlatBuffer, captured: Captured) -> None:
+    """Give an op gradients in memory order.
+
+    Nearly always they are in it as they come. The op sees that, and refuses others before it has done anything: a look
+    at each of them here would take a third of its time.
+    """
+    grads = captured.grads if buffer.contiguous else in_memory_order(buffer, captured)
+    try:
+        op(grads)
+    except RuntimeError:  # an op knows segments by number: where a size is wrong, the parameter is named here
+        ordered = in_memory_order(buffer, captured)
+        if all(map(is_, ordered, grads)):
+            raise
+        op(ordered)

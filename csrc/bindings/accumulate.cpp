@@ -12,7 +12,8 @@ constexpr Schema kSchema{
     "accumulate_",
     "(Tensor(a!) buffer, Tensor(b!) state, Tensor[] grads, int[] segments, bool[] overwrite, Tensor layout, "
     "Tensor layout_host, *, Tensor(c!)? flags=None, int tag=1, float weight=1.0, Tensor? weight_tensor=None, "
-    "Tensor? loss_scale=None, Tensor? drop=None, Tensor(d!)? sq_norm=None, bool count=True) -> ()"};
+    "Tensor? loss_scale=None, Tensor? drop=None, Tensor(d!)? sq_norm=None, bool count=True, "
+    "bool contiguous=False) -> ()"};
 
 void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   constexpr const char* op = kSchema.name;
@@ -32,6 +33,7 @@ void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   const Tensor drop = arguments.optional_tensor();
   const Tensor sq_norm = arguments.optional_tensor();
   const bool count = arguments.value<bool>();
+  const bool contiguous = arguments.value<bool>();
 
   const Device device = buffer.device();
   const int32_t dtype = buffer.dtype();
@@ -48,8 +50,8 @@ void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   if (flags) check_array({op, "flags"}, flags, kInt32, device, num_segments);
   if (sq_norm) check_array({op, "sq_norm"}, sq_norm, kFloat64, device, 2);
   if (loss_scale) check_scalar({op, "loss_scale"}, loss_scale, kFloat32, device);
-  check_length(op, "segments", segments.size(), "grads", grads.size());
-  check_length(op, "overwrite", overwrite.size(), "grads", grads.size());
+  if (!segments.empty()) check_length(op, "segments", segments.size(), "grads", grads.size());
+  if (overwrite.size() != 1) check_length(op, "overwrite", overwrite.size(), "grads", grads.size());
 
   const auto* rows = static_cast<const int64_t*>(layout_host.data());
   const int64_t end = buffer.numel();
@@ -58,8 +60,8 @@ void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   for (size_t k = 0; k < grads.size(); ++k) {
     const int64_t i = static_cast<int64_t>(k);
     const Name name{op, "grads", i};
-    const DType type = check_dense(name, grads[k], device);
-    const int64_t segment = segments[k];
+    const DType type = check_dense(name, grads[k], device, contiguous);
+    const int64_t segment = segments.empty() ? i : segments[k];
     check_segment(op, i, segment, num_segments);
     const int64_t offset = rows[2 * segment], numel = rows[2 * segment + 1];
     if (grads[k].numel() != numel) {
@@ -68,7 +70,8 @@ void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
     if (offset < 0 || offset > end - numel) {
       fail(op, ": layout_host[", segment, "] is (", offset, ", ", numel, "), outside the buffer's ", end, " elements");
     }
-    gradients.push_back({grads[k].data(), numel, offset, static_cast<int32_t>(segment), type, overwrite[k] != 0});
+    const bool first = overwrite[overwrite.size() == 1 ? 0 : k] != 0;
+    gradients.push_back({grads[k].data(), numel, offset, static_cast<int32_t>(segment), type, first});
   }
   check_distinct(op, segments, num_segments);
 

@@ -115,10 +115,11 @@ inline void check_length(const char* op, const char* argument, size_t length, co
   }
 }
 
-// The element type of a dense floating-point tensor on the device.
-inline DType check_dense(const Name& name, const Tensor& tensor, const Device& device) {
+// The element type of a dense floating-point tensor on the device; `contiguous`: its indices are in memory order.
+inline DType check_dense(const Name& name, const Tensor& tensor, const Device& device, bool contiguous = false) {
   check_device(name, tensor, device);
-  if (!tensor.is_dense()) fail(name, " is not dense: its strides overlap or leave gaps");
+  if (contiguous && !tensor.is_contiguous()) fail(name, " is not contiguous");
+  if (!contiguous && !tensor.is_dense()) fail(name, " is not dense: its strides overlap or leave gaps");
   const int32_t dtype = tensor.dtype();
   if (dtype == kFloat16) return DType::kFloat16;
   if (dtype == kBFloat16) return DType::kBFloat16;

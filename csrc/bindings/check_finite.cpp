@@ -24,15 +24,16 @@ void check_finite_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
 
   const Device device = found_inf.device();
   check_array({op, "flags"}, flags, kInt32, device, 0);
-  check_length(op, "segments", segments.size(), "grads", grads.size());
+  if (!segments.empty()) check_length(op, "segments", segments.size(), "grads", grads.size());
   const int64_t num_segments = flags.numel();
   std::vector<Gradient> gradients;
   gradients.reserve(grads.size());
   for (size_t k = 0; k < grads.size(); ++k) {
     const int64_t i = static_cast<int64_t>(k);
     const DType type = check_dense({op, "grads", i}, grads[k], device);
-    check_segment(op, i, segments[k], num_segments);
-    gradients.push_back({grads[k].data(), grads[k].numel(), 0, static_cast<int32_t>(segments[k]), type, false});
+    const int64_t segment = segments.empty() ? i : segments[k];
+    check_segment(op, i, segment, num_segments);
+    gradients.push_back({grads[k].data(), grads[k].numel(), 0, static_cast<int32_t>(segment), type, false});
   }
 
   CheckFiniteArgs args{};

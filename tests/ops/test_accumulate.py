@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from accumkernels.ops import reference
 from tests.support.backends import (
     BAD,
     BUFFERS,
@@ -21,6 +22,7 @@ from tests.support.backends import (
     every_dtype,
     every_pattern,
     on_every_backend,
+    place,
     random,
     scalar,
     squares,
@@ -81,6 +83,32 @@ def test_segments_anywhere(backend, alignment):
     """Segments at odd offsets of the buffer, some without a gradient, given in another order than theirs."""
     grads = [random(n, torch.bfloat16, seed=n) for n in (70, 5, 4099, 64)]
     Accumulate(grads, segments=[6, 0, 3, 1], alignment=alignment).check(backend)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["stored", "added"])
+@pytest.mark.parametrize("count", [1, 3])
+@on_every_backend
+def test_short_lists(backend, count, first):
+    """Without segments, gradients are those of the first ones, in order; one `overwrite` is for all gradients."""
+    case = Accumulate([random(n, torch.bfloat16, seed=n) for n in (70, 5, 4099)[:count]], overwrite=[first] * count)
+    expected = case.run(reference)
+    case.segments, case.overwrite = [], [first]
+    for name, tensor in case.run(backend.module, backend.device).items():
+        assert_same_bits(tensor, expected[name], name)
+
+
+@on_every_backend
+def test_contiguous(backend):
+    """With `contiguous`, gradients in index order are taken, and any other is refused before anything is added."""
+    good, other = random((3, 5), torch.float16), random((3, 5), torch.float16).t()
+    Accumulate([good], kwargs={"contiguous": True}).check(backend)
+    buffer, state = torch.zeros(64, device=backend.device), torch.zeros(4, dtype=torch.float64, device=backend.device)
+    layout = torch.tensor([[0, 15], [32, 15]])
+    grads = [good.to(backend.device), place(other, backend.device)]
+    with pytest.raises(RuntimeError, match="not contiguous"):
+        backend.module.accumulate_(buffer, state, grads, [], [True], layout.to(backend.device), layout, contiguous=True)
+    assert not buffer.any()
+    assert not state.any()
 
 
 @pytest.mark.parametrize("sizes", [[0, 5, 0, 4097, 0], [5, 0], [0], [0, 0, 0], []], ids=str)

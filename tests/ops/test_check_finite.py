@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from accumkernels.ops import reference
-from tests.support.backends import BAD, SIZES, compared, dtype_id, every_dtype, every_pattern, place, random, scalar
+from tests.support.backends import (
+    BAD,
+    SIZES,
+    compared,
+    dtype_id,
+    every_dtype,
+    every_pattern,
+    on_every_backend,
+    place,
+    random,
+    scalar,
+)
 
 
 def check(backend, grads, segments, weight=None, found_inf=0.0, shift=0):
@@ -32,6 +43,16 @@ def test_overflow_is_found(backend, dtype, bad, position):
     grads = [random(n, dtype) for n in (5, 5001, 6)]
     grads[1][position] = bad
     assert check(backend, grads, [0, 3, 2]) == (1.0, [3, 3, 3, 11, 3])
+
+
+@on_every_backend
+def test_without_segments(backend):
+    """Gradients are then those of the first segments, in order."""
+    grads = [random(n, torch.float16) for n in (5, 70, 6)]
+    grads[1][3] = math.inf
+    found, flags = (torch.zeros(n, dtype=d, device=backend.device) for n, d in ((1, torch.float64), (4, torch.int32)))
+    backend.module.check_finite_([place(grad, backend.device) for grad in grads], [], found, flags, tag=5)
+    assert (found.item(), flags.tolist()) == (1.0, [0, 5, 0, 0])
 
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
