@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .arguments import as_scalar, check_options
 from .batch_statistics import check_independent, synchronised_batchnorm, warn_of_batchnorm
-from .boundary import opaque, profiled
+from .boundary import opaque, profiled, without_graph
 from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .hooks import unfollow
@@ -375,11 +375,9 @@ class FusedAccumulator:
         self._watch.see_loss(loss)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         weighed = self._intake.backward(loss, weight, last, kwargs)
-        with torch.no_grad():
-            self._intake.accumulate(weighed, last, loss, after_backward=True)
+        self._intake.accumulate(weighed, last, loss, after_backward=True)
 
     @opaque
-    @torch.no_grad()
     def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
         """Add the gradients in `.grad` to the window, multiplied by `weight / loss_scale`, and free them.
 
@@ -473,8 +471,7 @@ class FusedAccumulator:
         except BaseException:
             self._intake.discard()
             raise
-        with torch.no_grad():
-            self._intake.accumulate(weighed, last, loss, after_backward=True)
+        self._intake.accumulate(weighed, last, loss, after_backward=True)
         return loss.detach()
 
     def _warn_of_late_weights(self) -> None:
@@ -617,7 +614,7 @@ class FusedAccumulator:
         return self._end.result(norm)
 
     @opaque
-    @torch.no_grad()
+    @without_graph
     @profiled
     def step(
         self,

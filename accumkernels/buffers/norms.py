@@ -26,7 +26,7 @@ def total_norm(
         for buffer in buffers:
             part = torch.zeros((), dtype=torch.float64, device=buffer.device)
             buffer.ops.norm_(part, _views(buffer, only), ord=norm_type)
-            parts.append(move(part, device))
+            parts.append(part if part.device == device else move(part, device))
         if len(parts) == 1:
             return parts[0].sqrt() if norm_type == 2.0 else parts[0]
         joined = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)

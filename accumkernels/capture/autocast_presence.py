@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,13 +60,12 @@ class AutocastPresence:
         route.keeps_whole = self._keeps_whole
         return route
 
-    @contextlib.contextmanager
-    def around(self, loss: Tensor) -> Iterator[None]:
-        """Around a backward: see whether its graph has casts, if it is time."""
+    def run(self, backward: Callable[[], None], loss: Tensor) -> None:
+        """Run a backward, and see before whether its graph has casts, if it is time."""
         if self.route is not None:
             self._backwards += 1
             with self.route.taking():
-                yield
+                backward()
             return
         casts = False
         if self._until_look:
@@ -75,7 +73,7 @@ class AutocastPresence:
         else:
             self._until_look = self._every - 1
             casts = _casts(loss.grad_fn, self._store)
-        yield
+        backward()
         if casts:  # only now: a checkpoint that runs its forward again in backward is to find the first one's modules
             self.route = self._make()
 

@@ -26,7 +26,7 @@ class Report(NamedTuple):
             backward has reduced over ranks.
         micro_batches: How many this rank ran.
         window: The window's number.
-        loss: fp64 `[2]`, the weighted sum of losses and the sum of their weights; None where no loss is known.
+        loss: Makes fp64 `[2]`, the weighted sum of losses and the sum of their weights; None where no loss is known.
     """
 
     state: Tensor
@@ -37,12 +37,13 @@ class Report(NamedTuple):
     weighed_after: bool = False
     micro_batches: int = 0
     window: int = 0
-    loss: Tensor | None = None
+    loss: Callable[[], Tensor | None] = lambda: None
 
     @property
     def loss_sums(self) -> Tensor:
-        """`loss`, zeros where none is known: of the same length on every rank."""
-        return torch.zeros_like(self.state[:2]) if self.loss is None else self.loss
+        """What `loss` makes, zeros where none is known: of the same length on every rank."""
+        loss = self.loss()
+        return torch.zeros_like(self.state[:2]) if loss is None else loss
 
 
 class Agreement(NamedTuple):
@@ -56,7 +57,7 @@ class Agreement(NamedTuple):
         dropped: Whether any rank dropped it; None where only the device knows.
         weight: The sum of weights; None where only the device knows.
         error: What ranks disagree about; to be raised once nobody waits for this rank any more.
-        loss: As in `Report`, summed over ranks; None where no rank can know one.
+        loss: As `Report.loss` makes it, summed over ranks; None where this rank's own is right.
     """
 
     state: Tensor
@@ -139,7 +140,7 @@ class Alone:
     def agree(self, report: Report) -> Agreement:
         """Combine what all ranks report; collective."""
         state = torch.zeros_like(report.state) if report.dropped else report.state
-        return Agreement(state, report.divisor, report.squares, None, None, None, loss=report.loss)
+        return Agreement(state, report.divisor, report.squares, None, None, None)
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Reduce what was not reduced, and hand every part of a touched segment to `look` when it is there."""

@@ -80,7 +80,7 @@ class End:
         """Forget what was handed out."""
         self._handout = Handout(self._store)
         self._noise_sums: Tensor | None = None
-        self._loss_sums: Tensor | None = None
+        self._loss_sums = self._loss.later()
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped, read from the device at most once.
@@ -240,7 +240,8 @@ class End:
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
-                self._step_optimizer(optimizer, may_skip=may_skip and optimizer not in fused)
+                skips_itself = any(optimizer is f for f in fused)
+                self._step_optimizer(optimizer, skips_itself, may_skip)
         except BaseException:
             if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
                 self._handout.divide(divide_by, only={id(p) for p in owned(folded)})
@@ -305,10 +306,11 @@ class End:
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,
             window=window.number,
-            loss=self._loss.sums(),
+            loss=self._loss.later(),
         )
         agreement = ranks.agree(report)
-        self._loss_sums = agreement.loss
+        shared = agreement.loss
+        self._loss_sums = report.loss if shared is None else lambda: shared
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
@@ -386,11 +388,11 @@ class End:
         self._ranks.reduce(look)
         return sum((move(s, device) for s in squares.values()), torch.zeros(1, dtype=torch.float64, device=device))[0]
 
-    def _step_optimizer(self, optimizer: Optimizer, may_skip: bool) -> None:
+    def _step_optimizer(self, optimizer: Optimizer, skips_itself: bool, may_skip: bool) -> None:
         with torch.enable_grad():  # as where the user's own hooks would find it
             if self._scaler.scaler is not None:
-                self._scaler.scaler.step(optimizer)
-            elif not may_skip or not self.was_skipped():
+                self._scaler.step(optimizer, skips_itself)
+            elif skips_itself or not may_skip or not self.was_skipped():
                 optimizer.step()
 
     def _can_fold(self, optimizer: Optimizer) -> bool:
@@ -464,20 +466,6 @@ class End:
         if norm is not None:
             norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
         self.last_norm = norm
-
-
-def check_sums(store: Store) -> None:
-    """Look for overflow in the sums that were added to without a look; it counts as one of the last micro-batch."""
-    for buffer in store.buffers:
-        if not buffer.unchecked:
-            continue
-        found = torch.zeros(1, dtype=torch.float64, device=buffer.device)
-        segments = sorted(buffer.unchecked)
-        buffer.ops.check_finite_([buffer.views[i] for i in segments], segments, found, buffer.flags, tag=1)
-        state = store.states[buffer.device]
-        for flag in (State.FOUND_INF, State.POISONED):
-            torch.maximum(state[flag], found[0], out=state[flag])
-        buffer.unchecked.clear()
 
 
 def _is_capturing(value: object) -> bool:

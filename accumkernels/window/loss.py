@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,16 +82,21 @@ class WindowLoss:
 
     def sums(self) -> Tensor | None:
         """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none."""
-        if not self._losses:
-            return self._loaded
+        return self.later()()
+
+    def later(self) -> Callable[[], Tensor | None]:
+        """Makes `sums` of this window when somebody asks, also after the window."""
+        return functools.partial(self._sum, self._losses, self._weights, self._loaded)
+
+    def _sum(
+        self, losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], loaded: Tensor | None
+    ) -> Tensor | None:
+        if not losses:
+            return loaded
         # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.
-        if any(isinstance(value, Tensor) for value in (*self._losses, *self._weights)):
-            losses, weights = self._vector(self._losses), self._vector(self._weights)
-            used = torch.stack([torch.where(weights != 0, weights * losses, 0.0), weights]).sum(1)
-        else:
-            pairs = zip(self._losses, self._weights, strict=True)
-            used = self._vector([sum(weight * loss for loss, weight in pairs if weight != 0), sum(self._weights)])
-        return used if self._loaded is None else used + self._loaded
+        w = self._vector(weights)
+        used = torch.stack([torch.where(w != 0, w * self._vector(losses), 0.0), w]).sum(1)
+        return used if loaded is None else used + loaded
 
     def resume(self, sums: Sequence[float]) -> None:
         """Go on from a checkpoint: the two numbers of `sums`, zeros where there were none."""

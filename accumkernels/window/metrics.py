@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,15 +25,15 @@ class Metrics:
         self._micro_batches = 0  # of the window that ended last
         self._judged: Tensor | None = None
         self._norm: Tensor | None = None
-        self._loss: Tensor | None = None
+        self._loss: Callable[[], Tensor | None] = lambda: None
 
-    def end_window(self, micro_batches: int, judged: Tensor, loss: Tensor | None) -> None:
+    def end_window(self, micro_batches: int, judged: Tensor, loss: Callable[[], Tensor | None]) -> None:
         """Take in a window that ends.
 
         Args:
             micro_batches: `accumulate` calls in it.
             judged: fp64, see `ops.schema.Judged`; not changed any more.
-            loss: fp64 `[2]`, see `WindowLoss.sums`; None where no loss is known.
+            loss: See `WindowLoss.later`; asked by `read`.
         """
         if self._ended is None:
             with torch.inference_mode(False):
@@ -43,7 +45,7 @@ class Metrics:
         """Take in a window without micro-batches."""
         judged = torch.zeros(len(Judged), dtype=torch.float64, device=self._device)
         judged[: Judged.SKIP + 1] = 1
-        self.end_window(0, judged, None)
+        self.end_window(0, judged, lambda: None)
 
     def see_norm(self, norm: Tensor) -> None:
         """Take in the norm of the window that ended."""
@@ -58,8 +60,9 @@ class Metrics:
             window["micro_batches"] = self._micro_batches
             window["micro_batches_used"], window["weight"] = judged[Judged.USED], judged[Judged.WEIGHT]
             window["found_inf"], window["step_skipped"] = judged[Judged.FOUND_INF].float(), judged[Judged.SKIP].float()
-        if self._loss is not None:
-            window["loss"] = self._loss[0] / self._loss[1]
+        loss = self._loss()
+        if loss is not None:
+            window["loss"] = loss[0] / loss[1]
         if self._norm is not None:
             window["grad_norm"] = self._norm.clone()
         return window

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..boundary import profiled
+from ..boundary import profiled, without_graph
 from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
@@ -219,9 +219,12 @@ class Intake:
                 "acc.accumulate() after it, or acc.discard()"
             )
         # Gradients of an earlier backward of this micro-batch do not have the weight yet.
-        together = backward_may_cross_ranks() and self._has_gradients()
-        loss, weighed = (loss, Weight(weight)) if together else self.weigh(loss, weight)
-        self._window.check_kept(weighed)
+        if backward_may_cross_ranks() and not self._has_gradients():
+            loss, weighed = self._weigher.weigh(loss, weight)
+        else:
+            weighed = Weight(weight)
+        if self._window.kept:
+            self._window.check_kept(weighed)
         self._run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
         return weighed
 
@@ -259,8 +262,7 @@ class Intake:
         if self._autocast is None:
             run()
         else:
-            with self._autocast.around(root):
-                run()
+            self._autocast.run(run, root)
 
     def _has_gradients(self) -> bool:
         return self.uncounted or any(p.grad is not None for buffer in self._store.buffers for p in buffer.params)
@@ -296,6 +298,7 @@ class Intake:
                 hooks.reset()  # nothing was added: the window is as before this micro-batch
             raise
 
+    @without_graph
     @profiled
     def accumulate(
         self, weight: Weight, last: bool, loss: Tensor | None = None, *, after_backward: bool = False
@@ -320,7 +323,8 @@ class Intake:
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
         loss_scale = self._scaler.loss_scale(lazily=self._ranks.sharded) if has_grads else None
-        if not has_grads and not self.added_in_backward:
+        added_in_backward = self.added_in_backward
+        if not has_grads and not added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
                 window.keep(weight)
                 self._loss.add(self._scaler.undivided(loss), weight.total, kept=True)
@@ -331,7 +335,8 @@ class Intake:
                 if last:
                     self._ranks.end_last()
                 return
-        window.check_kept(weight)
+        if window.kept:
+            window.check_kept(weight)
 
         # Check the whole micro-batch first, where it may be dropped.
         tag = self.serial + 1
@@ -346,15 +351,16 @@ class Intake:
             self._raise_overflow()
 
         # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
-        if self.hooks is not None and self.added_in_backward:
+        if self.hooks is not None and added_in_backward:
             self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
         self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
-        weight = window.with_kept(weight)
+        if window.kept:
+            weight = window.with_kept(weight)
         self._sums.add(captured, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
         window.count(weight.total)
-        if self.hooks is not None and self.hooks.has_taken:
+        if self.hooks is not None and added_in_backward:
             self.hooks.reset()
         self._counted_by_backward = after_backward
         if last:

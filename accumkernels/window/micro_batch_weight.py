@@ -25,6 +25,11 @@ class Weight(NamedTuple):
     unit: float = 1.0
 
     @property
+    def plain(self) -> bool:
+        """Whether the loss was left as it is."""
+        return not isinstance(self.in_loss, Tensor) and self.in_loss == 1
+
+    @property
     def multiplier(self) -> float | Tensor:
         """What its gradients, unscaled, are still to be multiplied by; some may be those of other ranks' losses."""
         if isinstance(self.in_loss, Tensor):

@@ -203,8 +203,9 @@ class Watch(Follower):
             )
 
     def _check_handed_out(self, optimizer: Optimizer) -> None:
-        params = owned((optimizer,))
-        if all(p.grad is None for p in params) and self._holds(params):
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._holds(owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() finds no .grad of those that finalize() handed out: delete "
                 "zero_grad() between finalize() and the step; acc.zero_() comes after it"

@@ -111,7 +111,7 @@ class NoiseMeter:
         self._keep = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._sums: Tensor | None = None
         self._squares: dict[torch.device, Tensor] = {}
-        self._measuring = False
+        self.measuring = False
         self._serial = 0  # of the micro-batch under way
         self._seen: dict[FlatBuffer, set[int]] = {}  # segments that got their gradient in it
 
@@ -124,14 +124,14 @@ class NoiseMeter:
 
     def open_window(self) -> None:
         """Forget the squares of the window that ended."""
-        self._measuring = self.on
+        self.measuring = self.on
         for squares in self._squares.values():
             squares.zero_()
         self._serial, self._seen = 0, {}
 
     def squares(self, device: torch.device) -> Tensor | None:
         """What the accumulate pass adds to on `device`, as `sq_norm` of `accumulate_`; None where nothing measures."""
-        if not self._measuring:
+        if not self.measuring:
             return None
         if device not in self._squares:
             self._squares[device] = torch.zeros(2, dtype=torch.float64, device=device)
@@ -143,7 +143,7 @@ class NoiseMeter:
         Its squared norm is the sum of those of its buckets, unless a parameter's gradient comes in several parts: then
         the window does not count.
         """
-        if not self._measuring:
+        if not self.measuring:
             return
         if serial != self._serial:
             self._serial, self._seen = serial, {}
@@ -154,7 +154,7 @@ class NoiseMeter:
 
     def sums(self, device: torch.device) -> Tensor | None:
         """fp64 `[2]`: `sum w_i |g_i|^2` of the window and the squared norm of its sum; None where nothing measures."""
-        if not self._measuring:
+        if not self.measuring:
             return None
         parts = [move(squares, device) for squares in self._squares.values()]
         return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
@@ -198,14 +198,14 @@ class NoiseMeter:
             squares = self._ranks.gather_rows(total).tolist()
         return {
             "on": self.on,
-            "measuring": self._measuring,
+            "measuring": self.measuring,
             "averages": None if self._sums is None else self._sums.tolist(),
             "squares": squares,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a `state_dict`, with averages on `device`."""
-        self.on, self._measuring = state["on"], state["measuring"]
+        self.on, self.measuring = state["on"], state["measuring"]
         averages, rows = (
             None if state[key] is None else torch.tensor(state[key], dtype=torch.float64, device=device)
             for key in ("averages", "squares")

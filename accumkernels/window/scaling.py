@@ -20,6 +20,9 @@ from ..buffers.devices import move
 from ..buffers.parameters import NamedParameter
 
 
+_TORCHS_STEP = torch.amp.GradScaler.step
+
+
 class _Verdict(dict[torch.device, Tensor]):
     """A `found_inf_per_device` that answers `scaler.step` and `scaler.update` separately.
 
@@ -28,12 +31,12 @@ class _Verdict(dict[torch.device, Tensor]):
     found_inf it is given.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, key: int, device: torch.device) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler, key: int, device: torch.device, skip: Tensor) -> None:
         super().__init__()
         self.parts: dict[int, tuple[Tensor, Tensor]] = {}  # by accumulator: skip, found_inf
         self._scaler = weakref.ref(scaler)  # the scaler has this
         self._key = key
-        self[device] = torch.zeros((), device=device)
+        self[device] = skip
 
     def values(self) -> list[Tensor]:  # type: ignore[override]
         scaler = self._scaler()
@@ -166,10 +169,30 @@ class LossScaler:
         device = self.scaler._scale.device
         record = self.scaler._per_optimizer_states[id(optimizer)]
         verdict = record["found_inf_per_device"]
+        if skip.device != device:
+            skip, found_inf = move(skip, device), move(found_inf, device)
         if not isinstance(verdict, _Verdict):
-            verdict = record["found_inf_per_device"] = _Verdict(self.scaler, id(optimizer), device)
-        verdict.parts[id(self)] = (move(skip, device), move(found_inf, device))
+            verdict = record["found_inf_per_device"] = _Verdict(self.scaler, id(optimizer), device, skip)
+        verdict.parts[id(self)] = (skip, found_inf)
         record["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: Optimizer, skips_itself: bool) -> None:
+        """`scaler.step(optimizer)`, after `record`.
+
+        Args:
+            optimizer: The optimizer.
+            skips_itself: Whether it is one of torch's fused optimizers, which reads `found_inf` on the device.
+        """
+        scaler = self.scaler
+        assert scaler is not None
+        if not skips_itself or type(scaler).step is not _TORCHS_STEP or "step" in vars(scaler):
+            scaler.step(optimizer)
+            return
+        # As torch's own does, but for its look at the optimizer's signature, as long as the step of a small model.
+        record = scaler._per_optimizer_states[id(optimizer)]
+        (optimizer.found_inf,) = record["found_inf_per_device"].values()  # type: ignore[attr-defined]
+        optimizer.step()
+        record["stage"] = OptState.STEPPED
 
     def forget(self) -> None:
         """Take back what no step has used: the window was dropped."""

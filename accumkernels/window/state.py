@@ -75,7 +75,8 @@ class Window:
     def count(self, weight: float | Tensor) -> None:
         """Count a micro-batch that was added, and with it those that were kept."""
         self.micro_batches += 1
-        self.drop_kept()
+        if self.kept:
+            self.drop_kept()
         if isinstance(weight, Tensor):
             self.decided_on_device = True
         else:

@@ -46,13 +46,10 @@ class Sums:
         """
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
+            rows, drop = buffer.rows(taken.segments), drops[buffer.device]
+            options = {"tag": tag, "weight_tensor": move(weight, buffer.device) if isinstance(weight, Tensor) else None}
             check = functools.partial(
-                buffer.ops.check_finite_,
-                segments=buffer.rows(taken.segments),
-                found_inf=drops[buffer.device],
-                flags=buffer.flags,
-                tag=tag,
-                weight_tensor=move(weight, buffer.device) if isinstance(weight, Tensor) else None,
+                buffer.ops.check_finite_, segments=rows, found_inf=drop, flags=buffer.flags, **options
             )
             _call(check, buffer, taken)
         if len(drops) > 1 or self._ranks.sharded:
@@ -80,16 +77,17 @@ class Sums:
             drops: Per device, fp64 `[1]` that drops the micro-batch where it is not 0.
             count: Whether the weight enters the window's; once per micro-batch.
         """
-        multiplier = weight.multiplier
-        plain = not isinstance(weight.in_loss, Tensor) and weight.in_loss == 1
+        multiplier, plain = weight.multiplier, weight.plain
         first = self._store.buffers[0]
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
             counts = count and plain and buffer is first
             if not taken.grads and not counts:
                 continue
-            self._noise.see(buffer, taken.segments, tag)
-            squares = self._noise.squares(buffer.device)
-            weighted = squares if plain or squares is None else torch.zeros_like(squares)
+            squares = weighted = None
+            if self._noise.measuring:
+                self._noise.see(buffer, taken.segments, tag)
+                squares = self._noise.squares(buffer.device)
+                weighted = squares if plain else torch.zeros_like(squares)
             self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)
             if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, weight)
@@ -111,12 +109,16 @@ class Sums:
         count: bool,
     ) -> None:
         device = buffer.device
-        options: dict[str, Any] = {"tag": tag}  # those of use: the dispatcher takes its time for each
+        options: dict[str, Any] = {"tag": tag}  # only what is of use: the dispatcher takes its time for each
+        if buffer.contiguous:
+            options["contiguous"] = True
+        if not count:
+            options["count"] = False
         if self._overflow is not None:
             options["flags"] = buffer.flags
         if isinstance(weight, Tensor):
             options["weight_tensor"] = move(weight, device)
-        else:
+        elif weight != 1:
             options["weight"] = weight
         if loss_scale is not None:
             options["loss_scale"] = loss_scale if loss_scale.device == device else move(loss_scale, device)
@@ -124,10 +126,7 @@ class Sums:
             options["drop"] = drops[device]
         if squares is not None:
             options["sq_norm"] = squares
-        if not count:
-            options["count"] = False
-        if buffer.contiguous:
-            options["contiguous"] = True
+
         state, segments = self._store.states[device], captured.segments
         rows, first = buffer.rows(segments), buffer.first_touches(segments)
 
@@ -149,14 +148,14 @@ class Sums:
 def _call(op: Callable[[list[Tensor]], None], buffer: FlatBuffer, captured: Captured) -> None:
     """Give an op gradients in memory order.
 
-    Nearly always they are in it as they come. The op sees that, and refuses others before it has done anything: a look
-    at each of them here would take a third of its time.
+    Nearly always they are in it as backward made them. The op sees that, and refuses others before it has done
+    anything: a look at each of them here would take a third of its time.
     """
     grads = captured.grads if buffer.contiguous else in_memory_order(buffer, captured)
     try:
         op(grads)
     except RuntimeError:  # an op knows segments by number: where a size is wrong, the parameter is named here
         ordered = in_memory_order(buffer, captured)
-        if all(map(is_, ordered, grads)):
+        if not buffer.contiguous or all(map(is_, ordered, grads)):
             raise
         op(ordered)
