@@ -89,7 +89,7 @@ class FusedAccumulator:
             together are larger than a bucket; else, in a loop's own `loss.backward()`, and with `overflow="microbatch"`
             or "raise", as "microbatch". An exception breaks the window only where a bucket was added before it.
         bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
-            any moment. None (default): 16 MiB on a GPU, 32 MiB on a CPU.
+            any moment. None (default): 16 MiB on a GPU, 8 MiB on a CPU.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
@@ -102,8 +102,9 @@ class FusedAccumulator:
             that old counts half; True lets all windows count the same.
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
             per element and micro-batch instead of 24, the same bits. Needs `params` to be a module. "auto" (default)
-            does so inside `acc.backward`, where nobody can miss a `.grad`, and elsewhere leaves fp32 `.grad`s as torch
-            does; True does so in every backward; False never. After `param.data.copy_` in mid-window, which torch's
+            does so inside `acc.backward`, where nobody can miss a `.grad`, for modules with a parameter of at least
+            2**16 elements, and elsewhere leaves fp32 `.grad`s as torch does; True does so in every backward, for all
+            modules; False never. After `param.data.copy_` in mid-window, which torch's
             version counters do not notice either, old values are used until the window ends.
         fuse_weight_gradients: Let the backward of `nn.Linear` and `nn.Embedding` add the weight's gradient to the flat
             buffer, so that no gradient of it exists: inside `acc.backward`, for a `params` that is a module, without

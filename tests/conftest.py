@@ -28,6 +28,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def autocast_route_for_small_modules(monkeypatch):
+    """The models of tests are too small for the autocast route to be worth it; it is tested on them all the same."""
+    from accumkernels.capture import autocast_presence
+
+    monkeypatch.setattr(autocast_presence, "SMALLEST", 0)
+
+
 def pytest_configure(config):
     """The interpreter is numpy, which warns of the infinities that tests put in on purpose."""
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")

@@ -123,6 +123,7 @@ class AutocastRoute:
         hooks: What gradients are handed to as they come, where they are released in backward.
         always: Whether gradients are taken in every backward; else only inside `taking()`, and otherwise they are
             widened into `.grad`, where a loop of its own may look for them.
+        smallest: Modules whose parameters all have fewer elements are left to autocast.
 
     Attributes:
         keeps_whole: Whether no gradient may come in several parts.
@@ -137,6 +138,7 @@ class AutocastRoute:
         hooks: DuringBackward | None,
         always: bool,
         fused: FusedWeights | None = None,
+        smallest: int = 0,
     ) -> None:
         self._fused = fused
         self.keeps_whole = self.used = False
@@ -173,7 +175,8 @@ class AutocastRoute:
             hook_around(part, enter, leave, self._handles)
             self._handles.add(part.register_state_dict_pre_hook(Hook(self, AutocastRoute._leave_compiled)))
         for part in eager:
-            if part is module or any(p is not None and p.dtype == torch.float32 for p in part._parameters.values()):
+            params = [p for p in part._parameters.values() if p is not None and p.dtype == torch.float32]
+            if part is module or any(p.numel() >= smallest for p in params):
                 self._modules[id(part)] = _Slots(part)
                 self._handles.add(part.register_forward_pre_hook(Hook(self, AutocastRoute._enter)))
                 self._handles.add(part.register_forward_hook(Hook(self, AutocastRoute._leave), always_call=True))

@@ -25,8 +25,12 @@ Place = tuple[FlatBuffer, int]  # a segment
 
 
 def default_bucket_bytes(device: torch.device) -> int:
-    """A bucket's size where the user gives none: on a GPU what stays in L2 until it is read."""
-    return 16 * 2**20 if device.type == "cuda" else 32 * 2**20
+    """A bucket's size where the user gives none.
+
+    On a GPU what stays in L2 until it is read; on a CPU what the C library does not give back to the system as soon as
+    it is freed, so that the next backward would touch new pages (benchmarks.buckets).
+    """
+    return 16 * 2**20 if device.type == "cuda" else 8 * 2**20
 
 
 class _Pending:

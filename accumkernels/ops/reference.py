@@ -56,7 +56,7 @@ def accumulate_(
     if contiguous and not all(grad.is_contiguous() for grad in grads):
         raise RuntimeError("accumulate_: a gradient is not contiguous")
     segments = segments or range(len(grads))
-    overwrite = overwrite * len(grads) if len(overwrite) == 1 else overwrite
+    overwrite = list(overwrite) * len(grads) if len(overwrite) == 1 else overwrite
     one = torch.ones((), dtype=torch.float64, device=buffer.device)
     w = one * weight if weight_tensor is None else weight_tensor.reshape(())
     scale = one if loss_scale is None else loss_scale.reshape(()).double()

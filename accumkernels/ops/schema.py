@@ -12,17 +12,17 @@ Shared by all ops:
 `[segments, 2]` on the buffer's device, a row is (offset, numel) in elements; `layout_host` is the same on the CPU.
 `segments[i]` is the row of `grads[i]`, distinct within a call; without `segments`, they are rows 0, 1, 2, ...
 `overwrite[i]`, or the only element for all, says that it is the segment's first touch in the window: stored instead of
-added. With `contiguous`, a gradient whose memory order is not its index order is an error, before anything is done. The multiplier is computed in fp64 and rounded once to the buffer's
-dtype; the gradient is converted to the buffer's dtype, multiplied, and added, each rounded by itself (no fused
-multiply-add), so that all backends agree bit for bit. `state` is fp64 `[4]`, see `State`. With `flags` (int32
-`[segments]`) values are checked: where a product is not finite, `flags[segment] = tag`, and FOUND_INF and POISONED
-become 1; where only the sum is not finite (its terms were, or an earlier micro-batch was not), FOUND_INF and POISONED
-alone. `weight_tensor` replaces `weight`. Where `drop` is not 0, the micro-batch leaves no trace but FOUND_INF, except
-that a dropped first touch stores zeros. `sq_norm` (fp64 `[2]`) receives in [0] `+= weight * sum((gradient /
-loss_scale)**2)` over the list, in [1] `+= sum(after**2 - before**2)` over the elements touched, a first touch from 0:
-what the squared norm of the window's sum grows by. Both are summed in fp64 in a fixed order. With `count`, `state`
-takes in the weight: once per micro-batch and device. A weight that is negative or not finite is not added: it sets
-FOUND_INF and POISONED.
+added. With `contiguous`, a gradient whose memory order is not its index order is an error, before anything is done. The
+multiplier is computed in fp64 and rounded once to the buffer's dtype; the gradient is converted to the buffer's dtype,
+multiplied, and added, each rounded by itself (no fused multiply-add), so that all backends agree bit for bit. `state`
+is fp64 `[4]`, see `State`. With `flags` (int32 `[segments]`) values are checked: where a product is not finite,
+`flags[segment] = tag`, and FOUND_INF and POISONED become 1; where only the sum is not finite (its terms were, or an
+earlier micro-batch was not), FOUND_INF and POISONED alone. `weight_tensor` replaces `weight`. Where `drop` is not 0,
+the micro-batch leaves no trace but FOUND_INF, except that a dropped first touch stores zeros. `sq_norm` (fp64 `[2]`)
+receives in [0] `+= weight * sum((gradient / loss_scale)**2)` over the list, in [1] `+= sum(after**2 - before**2)` over
+the elements touched, a first touch from 0: what the squared norm of the window's sum grows by. Both are summed in fp64
+in a fixed order. With `count`, `state` takes in the weight: once per micro-batch and device. A weight that is negative
+or not finite is not added: it sets FOUND_INF and POISONED.
 
 `check_finite_` sets `found_inf` to 1 and `flags[segments[i]] = tag` where `grads[i]` holds a value that is not
 finite (`segments` as of `accumulate_`), and `found_inf` to 1 where `weight_tensor` is negative or not finite.

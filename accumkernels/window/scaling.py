@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from ..buffers.devices import move
 from ..buffers.parameters import NamedParameter
 
-
 _TORCHS_STEP = torch.amp.GradScaler.step
 
 

@@ -87,7 +87,7 @@ class Sums:
             if self._noise.measuring:
                 self._noise.see(buffer, taken.segments, tag)
                 squares = self._noise.squares(buffer.device)
-                weighted = squares if plain else torch.zeros_like(squares)
+                weighted = squares if plain or squares is None else torch.zeros_like(squares)
             self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)
             if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, weight)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
-from accumkernels.capture.autocast_presence import EVERY
+from accumkernels.capture import autocast_presence
+from accumkernels.capture.autocast_presence import EVERY, SMALLEST
 
 
 def hooks(model):
@@ -44,6 +45,34 @@ def test_never_without_autocast():
         backward(acc, model, autocast=False)
         acc.step(optimizer)
     assert "autocast route" not in repr(acc)
+
+
+@pytest.mark.parametrize(("route", "hooked"), [("auto", 2), (True, 4)])
+def test_small_modules_are_left_to_autocast(monkeypatch, route, hooked):
+    """Hooks take longer than a small module's casts: unless it is asked for, only large ones get them, and the root."""
+    monkeypatch.setattr(autocast_presence, "SMALLEST", SMALLEST)
+    width = SMALLEST // 4
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), nn.Linear(2, 2))
+    assert model[0].weight.numel() == SMALLEST
+    assert model[1].weight.numel() < SMALLEST
+    acc = ak.FusedAccumulator(model, autocast_route=route)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        backward(acc, model, autocast=True)
+        acc.step(optimizer)
+    assert hooks(model) == hooked
+    assert hooks(model[0]) == 1
+
+
+def test_small_models_get_no_hook(monkeypatch):
+    """Neither the root, where nothing in it is large."""
+    monkeypatch.setattr(autocast_presence, "SMALLEST", SMALLEST)
+    model = net()
+    acc = ak.FusedAccumulator(model)
+    for _ in range(EVERY + 2):
+        backward(acc, model, autocast=True)
+        assert hooks(model) == 0
 
 
 @pytest.mark.parametrize("before", [0, 1, EVERY, 2 * EVERY + 3])

@@ -46,7 +46,10 @@ def accumulate(backend, **changes):
         ({"overwrite": [False] * 3}, "overwrite has 3 elements, expected 2"),
         ({"overwrite": []}, "overwrite has 0 elements, expected 2"),
         ({"segments": [0]}, "segments has 1 elements, expected 2"),
-        ({"segments": [], "grads": [torch.ones(3), torch.ones(4)] * 2, "overwrite": [False]}, r"segments\[2\] is 2, expected 0 to 1"),
+        (
+            {"segments": [], "grads": [torch.ones(3), torch.ones(4)] * 2, "overwrite": [False]},
+            r"segments\[2\] is 2, expected 0 to 1",
+        ),
         ({"grads": [torch.ones(3), torch.ones(2, 2).t()], "contiguous": True}, r"grads\[1\] is not contiguous"),
         ({"segments": [0, 2]}, r"segments\[1\] is 2, expected 0 to 1"),
         ({"segments": [-1, 1]}, r"segments\[0\] is -1, expected 0 to 1"),
