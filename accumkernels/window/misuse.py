@@ -80,9 +80,8 @@ class Watch(Follower):
                 divided_by = 1 / number if number else None
         elif name == "DivBackward0":
             divided_by = _number(_other(node))
-        by_trainer = self._scaler.divided_by
-        if isinstance(by_trainer, Tensor) or by_trainer != 1:
-            divided_by = None  # a trainer divides losses, and its adapter makes up for it
+        if self._scaler.trainer_divides:
+            divided_by = None  # its adapter makes up for it
         if self._losses == 0:
             self._divided_by = divided_by
         elif divided_by != self._divided_by:
@@ -137,8 +136,8 @@ class Watch(Follower):
         self._warn(
             "division",
             "each loss of this window was divided by %d, the number of its micro-batches, and acc divides by the sum "
-            "of weights once more: pass the plain loss, acc.backward(loss), or divide by nothing, "
-            "acc.step(optimizer, divisor=1). A loss that is the mean over %d samples of its own is right as it is",
+            "of weights once more: pass the plain loss, acc.backward(loss). A loss that is the mean over %d samples of "
+            "its own is right as it is",
             count,
             count,
         )
