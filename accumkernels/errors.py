@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -17,3 +19,25 @@ def wrong_type(name: str, expected: str, value: object) -> TypeError:
         value: What was given. Its repr is cut to one short line; one that fails is replaced by the class's name.
     """
     return TypeError(f"{name} must be {expected}, got {' '.join(_SHORT.repr(value).split())}")
+
+
+def expect(value: Any, kind: Any, name: str, expected: str) -> Any:
+    """Check that `value` is an instance of `kind`, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not isinstance(value, kind):
+        raise wrong_type(name, expected, value)
+    return value
+
+
+def iterate(value: Any, name: str, expected: str = "an iterable") -> Iterator[Any]:
+    """Begin to iterate over `value`, which may also be a sequence without `__iter__`.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not isinstance(value, Iterable) and not hasattr(type(value), "__getitem__"):
+        raise wrong_type(name, expected, value)
+    return iter(value)
