@@ -252,7 +252,9 @@ class FusedAccumulator:
             )
         buffer, segment = place
         if buffer.released:
-            raise RuntimeError("main_grad(): release_buffers() freed the buffers; the next accumulate() makes them anew")
+            raise RuntimeError(
+                "main_grad(): release_buffers() freed the buffers; the next accumulate() makes them anew"
+            )
         return buffer.views[segment.index]
 
     def release_buffers(self) -> None:
