@@ -146,6 +146,13 @@ def scaled_twice():
         loop.acc.backward(loop.scaler.scale(loop.loss(x, y)))
 
 
+def scaled_twice_in_parts():
+    """The same in a loss of coupled samples."""
+    loop = Loop(scaled=True)
+    x, y = loop.windows(1)[0][0]
+    loop.acc.backward_coupled(x.split(1), loop.model, lambda rows: loop.scaler.scale(mse_loss(rows, y)))
+
+
 def unknown_scaler():
     """A scaled loss, and an accumulator that was built without the scaler."""
     loop = Loop(scaled=True, known=False)
@@ -379,6 +386,9 @@ MISUSES = {
     "loss * (1 / K)": Misuse(of(divided, lambda loss: loss * (1 / K)), None, "was divided by 4"),
     "loss / tensor": Misuse(of(divided, lambda loss: loss / torch.tensor(K)), None, "was divided by 4"),
     "scaled twice": Misuse(scaled_twice, RuntimeError, "pass the plain loss, acc.backward(loss), not"),
+    "scaled twice, coupled": Misuse(
+        scaled_twice_in_parts, RuntimeError, "pass the plain loss, acc.backward(loss), not"
+    ),
     "unknown scaler": Misuse(unknown_scaler, RuntimeError, "FusedAccumulator(..., scaler=scaler)"),
     "unknown scaler, clipped": Misuse(unknown_scaler_in_long_form, RuntimeError, "unscales gradients after acc.clip"),
     "unknown scaler, clipped, fused": Misuse(
@@ -637,6 +647,29 @@ def test_accumulator_freed_while_another_optimizer_steps():
         handle.remove()
         later.remove()
     assert freed() is None
+
+
+def test_many_short_runs_in_one_process():
+    """A thousand runs with masters end as garbage, each collected in the middle of a step of another optimizer."""
+    runs = 1000  # in 3 seconds: the youngest generation is all that has to be looked at
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    freed = []
+    gc.disable()
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: optimizer is other and gc.collect(0))
+    try:
+        for _ in range(runs):
+            loop = Loop(dtype=torch.bfloat16, master_weights=True)
+            x, y = loop.windows(1)[0][0]
+            loop.acc.backward(loop.loss(x, y))
+            loop.acc.step(loop.optimizer)
+            weakref.finalize(loop.acc, freed.append, None)
+            loop.circle = loop
+            del loop, x, y
+            other.step()
+    finally:
+        gc.enable()
+        handle.remove()
+    assert len(freed) == runs
 
 
 def test_followers_may_come_while_others_are_told():
