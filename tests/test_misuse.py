@@ -49,13 +49,23 @@ class Loop:
         """The mean loss."""
         return mse_loss(self.model(x), y)
 
+    def accumulate(self, window=None):
+        """A window as it should be, by default the first."""
+        for x, y in window or self.windows(1)[0]:
+            self.acc.backward(self.loss(x, y))
+
+    def accumulate_scaled(self, window):
+        """The same in the long form."""
+        for x, y in window:
+            self.scaler.scale(self.loss(x, y)).backward()
+            self.acc.accumulate()
+
 
 def stock_step_kept(**options):
     """The optimizer's own step after acc.backward."""
     loop = Loop(**options)
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
@@ -64,8 +74,7 @@ def stock_scaler_kept(fused=False):
     """The scaler's step after acc.backward."""
     loop = Loop(scaled=True, fused=fused)
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.scaler.step(loop.optimizer)
         loop.scaler.update()
 
@@ -74,8 +83,7 @@ def stock_step_before_ours():
     """Both steps."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.optimizer.step()
         loop.acc.step(loop.optimizer)
 
@@ -107,8 +115,7 @@ def lbfgs():
     """An optimizer that needs a closure, in step."""
     loop = Loop()
     optimizer = torch.optim.LBFGS(loop.acc.parameters())
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.step(optimizer)
 
 
@@ -116,8 +123,7 @@ def clipping_kept(clip=nn.utils.clip_grad_norm_, **options):
     """Torch's clipping before acc.step."""
     loop = Loop(**options)
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         clip(loop.model.parameters(), 1e-3)
         loop.acc.step(loop.optimizer)
 
@@ -125,8 +131,7 @@ def clipping_kept(clip=nn.utils.clip_grad_norm_, **options):
 def clip_before_finalize():
     """Our own in the wrong order."""
     loop = Loop()
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.clip_grad_norm_(1.0)
 
 
@@ -164,9 +169,7 @@ def unknown_scaler_in_long_form(fused=False):
     """The same, clipped before torch's scaler unscales."""
     loop = Loop(scaled=True, known=False, fused=fused)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.finalize(loop.optimizer)
         loop.acc.clip_grad_norm_(1e-3)
         loop.scaler.step(loop.optimizer)
@@ -178,17 +181,14 @@ def unknown_scaler_and_our_step():
     """The same, and nobody unscales."""
     loop = Loop(scaled=True, known=False)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.step(loop.optimizer)
 
 
 def unscaled():
     """scaler.unscale_ left in place."""
     loop = Loop(scaled=True)
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.scaler.unscale_(loop.optimizer)
     loop.acc.step(loop.optimizer)
 
@@ -204,8 +204,7 @@ def never_scaled():
 def update_after_step():
     """scaler.update left in place after acc.step."""
     loop = Loop(scaled=True)
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.step(loop.optimizer)
     loop.scaler.update()
 
@@ -214,9 +213,7 @@ def without_update():
     """scaler.update forgotten in the long form."""
     loop = Loop(scaled=True)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.finalize(loop.optimizer)
         loop.scaler.step(loop.optimizer)
         loop.acc.zero_()
@@ -248,8 +245,7 @@ def zero_grad_before_step():
     """zero_grad between finalize and the step."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)
         loop.optimizer.zero_grad()
         loop.optimizer.step()
@@ -270,8 +266,7 @@ def zero_before_step():
     """zero_ in the place before the step."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.zero_()
         loop.acc.step(loop.optimizer)
 
@@ -280,8 +275,7 @@ def zero_grad_for_zero():
     """zero_grad in place of zero_ at the end of the long form."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -298,8 +292,7 @@ def never_accumulated():
 def other_parameters(**options):
     """The optimizer was built over some of the parameters, or those that masters stand for."""
     loop = Loop(**options)
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.step(loop.optimizer)
 
 
@@ -386,9 +379,7 @@ MISUSES = {
     "loss * (1 / K)": Misuse(of(divided, lambda loss: loss * (1 / K)), None, "was divided by 4"),
     "loss / tensor": Misuse(of(divided, lambda loss: loss / torch.tensor(K)), None, "was divided by 4"),
     "scaled twice": Misuse(scaled_twice, RuntimeError, "pass the plain loss, acc.backward(loss), not"),
-    "scaled twice, coupled": Misuse(
-        scaled_twice_in_parts, RuntimeError, "pass the plain loss, acc.backward(loss), not"
-    ),
+    "scaled twice, coupled": Misuse(scaled_twice_in_parts, RuntimeError, "pass the plain loss"),
     "unknown scaler": Misuse(unknown_scaler, RuntimeError, "FusedAccumulator(..., scaler=scaler)"),
     "unknown scaler, clipped": Misuse(unknown_scaler_in_long_form, RuntimeError, "unscales gradients after acc.clip"),
     "unknown scaler, clipped, fused": Misuse(
@@ -498,8 +489,7 @@ def changing_gradients_after_clipping():
     """Noise on clipped gradients, without any scaler for this optimizer."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)
         loop.acc.clip_grad_norm_(1.0)
         for p in loop.model.parameters():
@@ -521,8 +511,7 @@ def dropped_once():
     """A window dropped after an exception, in the middle of a run."""
     loop = Loop()
     for index, window in enumerate(loop.windows()):
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         if index == 1:
             loop.acc.zero_()
         loop.acc.step(loop.optimizer)
@@ -547,9 +536,7 @@ def scaler_that_unscales_means():
     """A stock scaler over an accumulator that does not know it is right as long as nothing is clipped."""
     loop = Loop(scaled=True, known=False)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.finalize(loop.optimizer)
         loop.scaler.step(loop.optimizer)
         loop.scaler.update()

@@ -144,8 +144,8 @@ class AccumulationPlan:
             first_step: The optimizer step of the first window, if training is resumed.
 
         Raises:
-            TypeError, ValueError: `loader` is no iterable; `first_step` is not an int or is negative; `schedule` cannot be called, or returns
-                something else than a positive int.
+            TypeError, ValueError: `loader` is no iterable; `first_step` is not an int or is negative; `schedule` cannot
+                be called, or returns something else than a positive int.
         """
         if isinstance(first_step, bool) or not isinstance(first_step, int):
             raise wrong_type("first_step", "an int", first_step)

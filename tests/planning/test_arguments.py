@@ -55,11 +55,7 @@ CALLS = {
     correct_batchnorm_momentum: {"model": FIT["model"], "accumulation_steps": 2},
     Milestones: {"sizes": {0: 1}},
     Milestones.instead_of_decay: {"batch_size": 1, "milestones": [1]},
-    FollowNoiseScale: {
-        "accumulator": ak.FusedAccumulator([nn.Parameter(torch.ones(1))]),
-        "batch_size": 1,
-        "maximum": 1,
-    },
+    FollowNoiseScale: {"accumulator": ak.FusedAccumulator(nn.Linear(1, 1)), "batch_size": 1, "maximum": 1},
     ak.plan(8, 4).seconds_per_sample: {"accumulation_steps": 1},
     ak.plan(8, 4).split: {"batch": torch.ones(8)},
     ak.plan(8, 4).windows: {"loader": []},
