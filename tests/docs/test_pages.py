@@ -161,7 +161,7 @@ def said(node):
 
 
 def raised(room):
-    """Errors and warnings of a room, as (where, text, whether it is about an argument), also those made by a function."""
+    """Errors and warnings of a room, also those that functions return: (where, text, whether of an argument)."""
     folder = PACKAGE / room
     for path in [folder] if folder.suffix else sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
