@@ -15,7 +15,7 @@ from .batch_statistics import check_independent, synchronised_batchnorm, warn_of
 from .boundary import opaque, profiled
 from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
-from .errors import expect, iterate, wrong_type
+from .errors import expect, expect_iterable, wrong_type
 from .hooks import unfollow
 from .ops.schema import State
 from .ranks.alone import Alone
@@ -224,7 +224,7 @@ class FusedAccumulator:
         Raises:
             TypeError, ValueError: a group is no dict, or has no `params`.
         """
-        groups = list(iterate(groups, "groups", "an iterable of dicts"))
+        groups = list(expect_iterable(groups, "groups", "an iterable of dicts"))
         for index, group in enumerate(groups):
             check_group(group, index)
         if self._store.masters is None:
@@ -462,7 +462,7 @@ class FusedAccumulator:
         last = self._check_last(False)
         check_independent(self._module, "backward_coupled()")
         scalar = as_scalar(weight, "weight", self._store.device)
-        parts = list(iterate(chunks, "chunks"))
+        parts = list(expect_iterable(chunks, "chunks"))
         expect(encode, Callable, "encode", "callable")
         expect(loss_fn, Callable, "loss_fn", "callable")
         if not parts:
@@ -524,7 +524,7 @@ class FusedAccumulator:
         Yields:
             The batches.
         """
-        iterator = iterate(batches, "batches")
+        iterator = iter(expect_iterable(batches, "batches"))
         try:
             batch = next(iterator)
         except StopIteration:

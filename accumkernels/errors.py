@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 _SHORT = reprlib.Repr()
@@ -32,12 +32,12 @@ def expect(value: Any, kind: Any, name: str, expected: str) -> Any:
     return value
 
 
-def iterate(value: Any, name: str, expected: str = "an iterable") -> Iterator[Any]:
-    """Begin to iterate over `value`, which may also be a sequence without `__iter__`.
+def expect_iterable(value: Any, name: str, expected: str = "an iterable") -> Any:
+    """Check that `value` can be iterated over, as sequences without `__iter__` can too, and return it.
 
     Raises:
         TypeError: names the argument and its value.
     """
     if not isinstance(value, Iterable) and not hasattr(type(value), "__getitem__"):
         raise wrong_type(name, expected, value)
-    return iter(value)
+    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import iterate
+from ..errors import expect_iterable
 from .memory import PARTS, MemoryReport
 
 
@@ -25,7 +25,9 @@ def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | 
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('pictures need matplotlib: pip install "accumkernels[demo]"') from error
-    bars = sorted(iterate(reports, "reports", "an iterable of MemoryReports"), key=lambda report: report.batch_size)
+    bars = sorted(
+        expect_iterable(reports, "reports", "an iterable of MemoryReports"), key=lambda report: report.batch_size
+    )
     if not bars:
         raise ValueError("reports is empty: there is nothing to draw")
     colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#999999")  # Okabe and Ito

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import expect, iterate, wrong_type
+from ..errors import expect, expect_iterable, wrong_type
 from ..window.noise_scale import NoiseScale
 from .batch_size import BatchSize
 from .checks import is_callable, positive_float, positive_int, seconds
@@ -153,9 +153,9 @@ class AccumulationPlan:
             raise ValueError(f"first_step must not be negative, got {first_step}")
         if schedule is not None:
             is_callable(schedule, "schedule")
-        return self._windows(iterate(loader, "loader", "an iterable of micro-batches"), schedule, first_step)
+        return self._windows(expect_iterable(loader, "loader", "an iterable of micro-batches"), schedule, first_step)
 
-    def _windows(self, loader: Iterator[T], schedule: Callable[[int], int] | None, step: int) -> Iterator[list[T]]:
+    def _windows(self, loader: Iterable[T], schedule: Callable[[int], int] | None, step: int) -> Iterator[list[T]]:
         window: list[T] = []
         wanted = 0
         for micro_batch in loader:
