@@ -15,6 +15,7 @@ from .batch_statistics import check_independent, synchronised_batchnorm, warn_of
 from .boundary import opaque, profiled, without_graph
 from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
+from .errors import expect, expect_iterable, wrong_type
 from .hooks import unfollow
 from .ops.schema import State
 from .ranks.alone import Alone
@@ -224,7 +225,7 @@ class FusedAccumulator:
         Raises:
             TypeError, ValueError: a group is no dict, or has no `params`.
         """
-        groups = list(groups)
+        groups = list(expect_iterable(groups, "groups", "an iterable of dicts"))
         for index, group in enumerate(groups):
             check_group(group, index)
         if self._store.masters is None:
@@ -242,14 +243,19 @@ class FusedAccumulator:
         Its content is undefined until the parameter gets a gradient in this window.
 
         Raises:
-            ValueError: `param` is not accumulated here, or frozen.
+            TypeError, ValueError: `param` is no tensor, not accumulated here, or frozen.
         """
-        place = self._store.place(param)
+        place = self._store.place(expect(param, Tensor, "main_grad(): param", "a parameter"))
         if place is None:
-            raise ValueError("main_grad: this tensor is not one of the accumulator's trainable parameters")
+            raise ValueError(
+                f"main_grad(): a tensor of shape {tuple(param.shape)} is not one of the accumulator's trainable "
+                "parameters"
+            )
         buffer, segment = place
         if buffer.released:
-            raise RuntimeError("main_grad: release_buffers() freed the buffers; the next accumulate() makes them anew")
+            raise RuntimeError(
+                "main_grad(): release_buffers() freed the buffers; the next accumulate() makes them anew"
+            )
         return buffer.views[segment.index]
 
     def release_buffers(self) -> None:
@@ -392,7 +398,7 @@ class FusedAccumulator:
             loss: The plain loss of this micro-batch, one element, for `metrics()`; it is copied, not read.
 
         Raises:
-            TypeError, ValueError: `weight` is wrong.
+            TypeError, ValueError: `weight` or `loss` is wrong.
             RuntimeError: the window is finalized, or its last micro-batch was; a parameter changed since construction;
                 a gradient is sparse; `scaler.unscale_` was called.
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
@@ -403,6 +409,8 @@ class FusedAccumulator:
             refuse_in_stages(stages_of(self._store.named), self._release, scaled, together)
         last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
+        if loss is not None and expect(loss, Tensor, "loss", "a tensor").numel() != 1:
+            raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}")
         if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
@@ -453,13 +461,16 @@ class FusedAccumulator:
         last = self._check_last(False)
         check_independent(self._module, "backward_coupled()")
         scalar = as_scalar(weight, "weight", self._store.device)
-        parts = list(chunks)
+        parts = list(expect_iterable(chunks, "chunks"))
+        expect(encode, Callable, "encode", "callable")
+        expect(loss_fn, Callable, "loss_fn", "callable")
         if not parts:
             raise ValueError("backward_coupled(): chunks must not be empty")
         devices = list(self._store.states)
         try:
             first = FirstPass(parts, encode, devices)
-            loss = call_with(loss_fn, first.encodings)
+            loss = expect(call_with(loss_fn, first.encodings), Tensor, "what loss_fn returns", "a tensor")
+            self._watch.see_loss(loss)
             weighed = self._intake.backward(loss, scalar, False, {})
             after = RandomState(devices)
             for index, chunk in enumerate(parts):
@@ -511,7 +522,7 @@ class FusedAccumulator:
         Yields:
             The batches.
         """
-        iterator = iter(batches)
+        iterator = iter(expect_iterable(batches, "batches"))
         try:
             batch = next(iterator)
         except StopIteration:
@@ -597,20 +608,26 @@ class FusedAccumulator:
             The norm before clipping, 0-d on the first device; fp32 (fp64 for fp64 parameters). Nothing is read back.
 
         Raises:
+            TypeError, ValueError: `max_norm` or `norm_type` is wrong.
             RuntimeError: before `finalize`; or the norm is not finite and that was to be an error.
         """
+        limit = as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
+        try:
+            order = float(norm_type)
+        except (TypeError, ValueError):
+            raise wrong_type("norm_type", "a number", norm_type) from None
         if self._window.phase is not Phase.FINALIZED:
             raise RuntimeError(
                 "clip_grad_norm_() before finalize(): the order is acc.finalize(optimizer), "
                 "acc.clip_grad_norm_(max_norm), scaler.step(optimizer), scaler.update(), acc.zero_()"
             )
-        norm = self._end.norm(float(norm_type))
+        norm = self._end.norm(order)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
-        self._end.clip(norm, max_norm)
+        self._end.clip(norm, limit)
         self._watch.see_clip()
         return self._end.result(norm)
 
@@ -743,9 +760,11 @@ class FusedAccumulator:
         parallel rank, or of another number of them, is refused; one of all ranks (DTensors, or `reduced=True`) is not.
 
         Raises:
+            TypeError: it is no dict.
             RuntimeError: lists names that are missing, unexpected or of another shape, or says what else does not fit;
                 nothing is changed then.
         """
+        expect(state_dict, Mapping, "state_dict", "a dict")
         self._intake.settle()
         self._store.check_drift()
         state = share(self._ranks, check(self._store, self._ranks, state_dict))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
+from typing import Any
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -17,3 +19,25 @@ def wrong_type(name: str, expected: str, value: object) -> TypeError:
         value: What was given. Its repr is cut to one short line; one that fails is replaced by the class's name.
     """
     return TypeError(f"{name} must be {expected}, got {' '.join(_SHORT.repr(value).split())}")
+
+
+def expect(value: Any, kind: Any, name: str, expected: str) -> Any:
+    """Check that `value` is an instance of `kind`, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not isinstance(value, kind):
+        raise wrong_type(name, expected, value)
+    return value
+
+
+def expect_iterable(value: Any, name: str, expected: str = "an iterable") -> Any:
+    """Check that `value` can be iterated over, as sequences without `__iter__` can too, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    if not isinstance(value, Iterable) and not hasattr(type(value), "__getitem__"):
+        raise wrong_type(name, expected, value)
+    return value

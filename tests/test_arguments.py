@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -99,16 +100,37 @@ class Odd:
         return "an odd value"
 
 
-CONSTRUCTOR = list(inspect.signature(ak.FusedAccumulator).parameters)
-METHODS = [
-    (name, argument)
-    for name in ("backward", "accumulate", "finalize", "step", "param_groups")
-    for argument, parameter in inspect.signature(getattr(ak.FusedAccumulator, name)).parameters.items()
-    if argument not in ("self", "kwargs", "loss", "last")  # tensors and flags, taken as Python takes them
-]
+def parameters(function):
+    """Names of what is checked: flags mean what Python takes them for, and torch checks what is its own."""
+    flags = {"last", "window", "reduced", "error_if_nonfinite"}
+    return [name for name in inspect.signature(function).parameters if name not in {"self", "kwargs", "exc"} | flags]
 
 
-@pytest.mark.parametrize("argument", CONSTRUCTOR)
+CHUNKS = [torch.ones(2, 5)]
+# Every public method that takes arguments, with right ones.
+CALLS = {
+    "param_groups": lambda model, optimizer: {"groups": []},
+    "main_grad": lambda model, optimizer: {"param": model[0].weight},
+    "backward": lambda model, optimizer: {"loss": model(CHUNKS[0]).sum()},
+    "accumulate": lambda model, optimizer: {},
+    "backward_coupled": lambda model, optimizer: {"chunks": CHUNKS, "encode": model, "loss_fn": torch.sum},
+    "window": lambda model, optimizer: {"batches": []},
+    "discard": lambda model, optimizer: {},
+    "finalize": lambda model, optimizer: {"optimizers": optimizer},
+    "clip_grad_norm_": lambda model, optimizer: {"max_norm": 1.0},
+    "step": lambda model, optimizer: {"optimizers": optimizer},
+    "state_dict": lambda model, optimizer: {},
+    "load_state_dict": lambda model, optimizer: {"state_dict": {}},
+}
+
+
+def test_calls_are_all():
+    """A method that comes later has its arguments checked too."""
+    public = {name: f for name, f in vars(ak.FusedAccumulator).items() if inspect.isfunction(f) and name[0] != "_"}
+    assert set(CALLS) == {name for name, f in public.items() if len(inspect.signature(f).parameters) > 1}
+
+
+@pytest.mark.parametrize("argument", parameters(ak.FusedAccumulator))
 def test_every_option_repeats_what_it_was_given(argument):
     """A value of the wrong kind stands in the error, beside the name of the argument."""
     arguments = {"params": mlp(), argument: Odd()}
@@ -116,15 +138,45 @@ def test_every_option_repeats_what_it_was_given(argument):
         ak.FusedAccumulator(**arguments)
 
 
-@pytest.mark.parametrize(("method", "argument"), METHODS)
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [(method, name) for method in CALLS for name in parameters(getattr(ak.FusedAccumulator, method))],
+)
 def test_every_argument_repeats_what_it_was_given(method, argument):
-    """The same for weights, divisors, limits, optimizers and groups."""
+    """The same for losses, weights, divisors, limits, optimizers and groups; nothing is counted."""
     model = mlp()
     acc = ak.FusedAccumulator(model)
     optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-    acc.backward(model(torch.ones(1, 5)).sum())
-    first = {"backward": [model(torch.ones(1, 5)).sum()], "finalize": [optimizer], "step": [optimizer]}.get(method, [])
-    odd = {"optimizers": [Odd()], "groups": [[Odd()]]}.get(argument)
-    args, kwargs = (first, {argument: Odd()}) if odd is None else (odd, {})
-    with pytest.raises((TypeError, ValueError), match=rf"{argument.rstrip('s')}.* must be .*, got an odd value"):
-        getattr(acc, method)(*args, **kwargs)
+    acc.backward(model(CHUNKS[0]).sum())
+    if method == "clip_grad_norm_":
+        acc.finalize(optimizer)
+    arguments = {**CALLS[method](model, optimizer), argument: Odd()}
+    optimizers = [arguments.pop("optimizers")] if "optimizers" in arguments else []
+    call = functools.partial(getattr(acc, method), *optimizers, **arguments)
+    with pytest.raises((TypeError, ValueError), match=rf"{argument.removesuffix('s')}.* must be .*, got an odd value"):
+        list(call()) if method == "window" else call()
+    assert acc.micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda acc, o: acc.step([o]), TypeError, r"step\(\): name optimizers one by one, as step\(first, second\)"),
+        (lambda acc, o: acc.step(o, max_norm=[3]), TypeError, r"max_norm\[0\] must be a pair .*, got 3"),
+        (lambda acc, o: acc.step(o, max_norm=[([3], 1)]), TypeError, r"max_norm\[0\]: a parameter .*, got 3"),
+        (lambda acc, o: acc.step(o, ignore=[3]), TypeError, "ignore: a parameter must be a tensor, got 3"),
+        (lambda acc, o: acc.param_groups([3]), TypeError, "group 0 must be a dict, got 3"),
+        (lambda acc, o: acc.main_grad(torch.ones(3)), ValueError, r"a tensor of shape \(3,\) is not one of"),
+        (lambda acc, o: acc.accumulate(loss=torch.ones(3)), ValueError, r"one element, got a tensor of shape \(3,\)"),
+        (
+            lambda acc, o: acc.backward_coupled(CHUNKS, lambda chunk: chunk, lambda encodings: 3),
+            TypeError,
+            "what loss_fn returns must be a tensor, got 3",
+        ),
+    ],
+)
+def test_what_is_inside_an_argument(call, error, message):
+    """Entries of lists, shapes of tensors and what a function returns are named in the same way."""
+    acc = ak.FusedAccumulator(mlp())
+    with pytest.raises(error, match=message):
+        call(acc, torch.optim.SGD(acc.parameters(), lr=0.1))

@@ -49,13 +49,23 @@ class Loop:
         """The mean loss."""
         return mse_loss(self.model(x), y)
 
+    def accumulate(self, window=None):
+        """A window as it should be, by default the first."""
+        for x, y in window or self.windows(1)[0]:
+            self.acc.backward(self.loss(x, y))
+
+    def accumulate_scaled(self, window):
+        """The same in the long form."""
+        for x, y in window:
+            self.scaler.scale(self.loss(x, y)).backward()
+            self.acc.accumulate()
+
 
 def stock_step_kept(**options):
     """The optimizer's own step after acc.backward."""
     loop = Loop(**options)
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
@@ -64,8 +74,7 @@ def stock_scaler_kept(fused=False):
     """The scaler's step after acc.backward."""
     loop = Loop(scaled=True, fused=fused)
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.scaler.step(loop.optimizer)
         loop.scaler.update()
 
@@ -74,8 +83,7 @@ def stock_step_before_ours():
     """Both steps."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.optimizer.step()
         loop.acc.step(loop.optimizer)
 
@@ -107,8 +115,7 @@ def lbfgs():
     """An optimizer that needs a closure, in step."""
     loop = Loop()
     optimizer = torch.optim.LBFGS(loop.acc.parameters())
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.step(optimizer)
 
 
@@ -116,8 +123,7 @@ def clipping_kept(clip=nn.utils.clip_grad_norm_, **options):
     """Torch's clipping before acc.step."""
     loop = Loop(**options)
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         clip(loop.model.parameters(), 1e-3)
         loop.acc.step(loop.optimizer)
 
@@ -125,8 +131,7 @@ def clipping_kept(clip=nn.utils.clip_grad_norm_, **options):
 def clip_before_finalize():
     """Our own in the wrong order."""
     loop = Loop()
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.clip_grad_norm_(1.0)
 
 
@@ -146,6 +151,13 @@ def scaled_twice():
         loop.acc.backward(loop.scaler.scale(loop.loss(x, y)))
 
 
+def scaled_twice_in_parts():
+    """The same in a loss of coupled samples."""
+    loop = Loop(scaled=True)
+    x, y = loop.windows(1)[0][0]
+    loop.acc.backward_coupled(x.split(1), loop.model, lambda rows: loop.scaler.scale(mse_loss(rows, y)))
+
+
 def unknown_scaler():
     """A scaled loss, and an accumulator that was built without the scaler."""
     loop = Loop(scaled=True, known=False)
@@ -157,9 +169,7 @@ def unknown_scaler_in_long_form(fused=False):
     """The same, clipped before torch's scaler unscales."""
     loop = Loop(scaled=True, known=False, fused=fused)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.finalize(loop.optimizer)
         loop.acc.clip_grad_norm_(1e-3)
         loop.scaler.step(loop.optimizer)
@@ -171,17 +181,14 @@ def unknown_scaler_and_our_step():
     """The same, and nobody unscales."""
     loop = Loop(scaled=True, known=False)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.step(loop.optimizer)
 
 
 def unscaled():
     """scaler.unscale_ left in place."""
     loop = Loop(scaled=True)
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.scaler.unscale_(loop.optimizer)
     loop.acc.step(loop.optimizer)
 
@@ -197,8 +204,7 @@ def never_scaled():
 def update_after_step():
     """scaler.update left in place after acc.step."""
     loop = Loop(scaled=True)
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.step(loop.optimizer)
     loop.scaler.update()
 
@@ -207,9 +213,7 @@ def without_update():
     """scaler.update forgotten in the long form."""
     loop = Loop(scaled=True)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.finalize(loop.optimizer)
         loop.scaler.step(loop.optimizer)
         loop.acc.zero_()
@@ -241,8 +245,7 @@ def zero_grad_before_step():
     """zero_grad between finalize and the step."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)
         loop.optimizer.zero_grad()
         loop.optimizer.step()
@@ -263,8 +266,7 @@ def zero_before_step():
     """zero_ in the place before the step."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.zero_()
         loop.acc.step(loop.optimizer)
 
@@ -273,8 +275,7 @@ def zero_grad_for_zero():
     """zero_grad in place of zero_ at the end of the long form."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -291,8 +292,7 @@ def never_accumulated():
 def other_parameters(**options):
     """The optimizer was built over some of the parameters, or those that masters stand for."""
     loop = Loop(**options)
-    for x, y in loop.windows(1)[0]:
-        loop.acc.backward(loop.loss(x, y))
+    loop.accumulate()
     loop.acc.step(loop.optimizer)
 
 
@@ -379,6 +379,7 @@ MISUSES = {
     "loss * (1 / K)": Misuse(of(divided, lambda loss: loss * (1 / K)), None, "was divided by 4"),
     "loss / tensor": Misuse(of(divided, lambda loss: loss / torch.tensor(K)), None, "was divided by 4"),
     "scaled twice": Misuse(scaled_twice, RuntimeError, "pass the plain loss, acc.backward(loss), not"),
+    "scaled twice, coupled": Misuse(scaled_twice_in_parts, RuntimeError, "pass the plain loss"),
     "unknown scaler": Misuse(unknown_scaler, RuntimeError, "FusedAccumulator(..., scaler=scaler)"),
     "unknown scaler, clipped": Misuse(unknown_scaler_in_long_form, RuntimeError, "unscales gradients after acc.clip"),
     "unknown scaler, clipped, fused": Misuse(
@@ -488,8 +489,7 @@ def changing_gradients_after_clipping():
     """Noise on clipped gradients, without any scaler for this optimizer."""
     loop = Loop()
     for window in loop.windows():
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)
         loop.acc.clip_grad_norm_(1.0)
         for p in loop.model.parameters():
@@ -511,8 +511,7 @@ def dropped_once():
     """A window dropped after an exception, in the middle of a run."""
     loop = Loop()
     for index, window in enumerate(loop.windows()):
-        for x, y in window:
-            loop.acc.backward(loop.loss(x, y))
+        loop.accumulate(window)
         if index == 1:
             loop.acc.zero_()
         loop.acc.step(loop.optimizer)
@@ -537,9 +536,7 @@ def scaler_that_unscales_means():
     """A stock scaler over an accumulator that does not know it is right as long as nothing is clipped."""
     loop = Loop(scaled=True, known=False)
     for window in loop.windows():
-        for x, y in window:
-            loop.scaler.scale(loop.loss(x, y)).backward()
-            loop.acc.accumulate()
+        loop.accumulate_scaled(window)
         loop.acc.finalize(loop.optimizer)
         loop.scaler.step(loop.optimizer)
         loop.scaler.update()
@@ -637,6 +634,29 @@ def test_accumulator_freed_while_another_optimizer_steps():
         handle.remove()
         later.remove()
     assert freed() is None
+
+
+def test_many_short_runs_in_one_process():
+    """A thousand runs with masters end as garbage, each collected in the middle of a step of another optimizer."""
+    runs = 1000  # in 3 seconds: the youngest generation is all that has to be looked at
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    freed = []
+    gc.disable()
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: optimizer is other and gc.collect(0))
+    try:
+        for _ in range(runs):
+            loop = Loop(dtype=torch.bfloat16, master_weights=True)
+            x, y = loop.windows(1)[0][0]
+            loop.acc.backward(loop.loss(x, y))
+            loop.acc.step(loop.optimizer)
+            weakref.finalize(loop.acc, freed.append, None)
+            loop.circle = loop
+            del loop, x, y
+            other.step()
+    finally:
+        gc.enable()
+        handle.remove()
+    assert len(freed) == runs
 
 
 def test_followers_may_come_while_others_are_told():

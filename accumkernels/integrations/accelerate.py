@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulator import FusedAccumulator, parts_of
+from ..errors import expect, wrong_type
 from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
 from .window import TrainerWindow, backward_of_all, driven, missing
@@ -113,6 +114,7 @@ class Accelerator(Stock):
     """
 
     def __init__(self, *args: Any, accumulator_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        expect(accumulator_options, Mapping | None, "accumulator_options", "a dict of options")
         super().__init__(*args, **kwargs)
         self._fuse(accumulator_options or {})
 
@@ -325,6 +327,7 @@ class Accelerator(Stock):
                 )
             super().backward(loss, **kwargs)
             return
+        expect(loss, Tensor, "loss", "a tensor")
         weight = self.micro_batch_weight if weight is None else weight
         inside = windows[0].micro_batch is not None
         sums = weight is None and not inside
@@ -428,6 +431,7 @@ class Accelerator(Stock):
         Args:
             prefix: Of the names; with several optimizers, their places are put after it: "accumulator/1/weight".
         """
+        expect(prefix, str, "prefix", "a string")
         several = len(self._windows) > 1
         return {
             f"{prefix}{f'{index}/' if several else ''}{name}": float(value)
@@ -455,12 +459,12 @@ def fuse(accelerator: Stock, **options: Any) -> Accelerator:
         **options: Of FusedAccumulator.
 
     Raises:
-        TypeError: it is of a subclass of `accelerate.Accelerator`.
+        TypeError: it is none, or of a subclass of `accelerate.Accelerator`.
         RuntimeError: it has prepared a model or an optimizer.
         ValueError: as `Accelerator`.
     """
     if type(accelerator) is not Stock:
-        raise TypeError(f"fuse: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
+        raise wrong_type("fuse(): accelerator", "an accelerate.Accelerator itself, of no subclass", accelerator)
     if accelerator._models or accelerator._optimizers:
         raise RuntimeError("fuse: this accelerator has prepared models or optimizers; call fuse(accelerator) before")
     accelerator.__class__ = Accelerator

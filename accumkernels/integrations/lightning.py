@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
+from ..errors import expect
 from ..ranks.weight_unit import backward_may_cross_ranks
 from .window import TrainerWindow, driven, missing
 
@@ -60,7 +61,7 @@ class FusedAccumulation(pl.Callback):
     def __init__(
         self, weight: Callable[[Any], float | Tensor] | None = None, *, metrics: bool = False, **options: Any
     ) -> None:
-        self.weight = weight
+        self.weight = expect(weight, Callable | None, "weight", "a function of a batch, or None")
         self.metrics = metrics
         self._options = options
         self._batch_weight: float | Tensor = 1.0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accumulator import FusedAccumulator
+from ..errors import expect
 from .window import missing
 
 try:
@@ -59,6 +60,7 @@ class FusedAccumulationMixin(Base):
         log_windows: bool = False,
         **kwargs: Any,
     ) -> None:
+        expect(accumulator_options, Mapping | None, "accumulator_options", "a dict of options")
         self._accumulator_options = dict(accumulator_options or {})
         self._log_windows = log_windows
         super().__init__(*args, **kwargs)

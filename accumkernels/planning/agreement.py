@@ -6,15 +6,22 @@ from typing import Any
 
 import torch
 
+from ..ranks.choice import check_kind
+
 
 class Agreement:
     """Lets every rank know what all ranks found; without torch.distributed there is one.
 
     Args:
         process_group: The ranks that take part; None for all, False for this rank alone.
+
+    Raises:
+        TypeError, ValueError: `process_group` is something else, or a group that this rank is not in.
     """
 
     def __init__(self, process_group: Any = None) -> None:
+        if process_group is not None and process_group is not False:
+            check_kind(process_group)
         distributed = torch.distributed
         ready = distributed.is_available() and distributed.is_initialized() and process_group is not False
         self._group = process_group

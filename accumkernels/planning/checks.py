@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..buffers.store import has_accumulator
-from ..errors import wrong_type
+from ..errors import expect, wrong_type
 
 
 def positive_int(value: Any, name: str) -> int:
@@ -77,9 +78,7 @@ def is_callable(value: Any, name: str) -> Any:
     Raises:
         TypeError: names the argument and its value.
     """
-    if not callable(value):
-        raise wrong_type(name, "callable", value)
-    return value
+    return expect(value, Callable, name, "callable")
 
 
 def is_module(value: Any, name: str = "model") -> nn.Module:
@@ -88,9 +87,7 @@ def is_module(value: Any, name: str = "model") -> nn.Module:
     Raises:
         TypeError: names the argument and its value.
     """
-    if not isinstance(value, nn.Module):
-        raise wrong_type(name, "a torch.nn.Module", value)
-    return value
+    return expect(value, nn.Module, name, "a torch.nn.Module")
 
 
 def as_device(value: Any) -> torch.device:
@@ -113,9 +110,7 @@ def amp_dtype_or_none(value: Any) -> torch.dtype | None:
     Raises:
         TypeError: names the argument and its value.
     """
-    if value is not None and not isinstance(value, torch.dtype):
-        raise wrong_type("amp_dtype", "a torch.dtype or None", value)
-    return value
+    return expect(value, torch.dtype | None, "amp_dtype", "a torch.dtype or None")
 
 
 def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:

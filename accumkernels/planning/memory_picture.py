@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..errors import expect_iterable
 from .memory import PARTS, MemoryReport
 
 
@@ -18,13 +19,15 @@ def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | 
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there are no reports.
+        TypeError, ValueError: `reports` is no iterable, or empty.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('pictures need matplotlib: pip install "accumkernels[demo]"') from error
-    bars = sorted(reports, key=lambda report: report.batch_size)
+    bars = sorted(
+        expect_iterable(reports, "reports", "an iterable of MemoryReports"), key=lambda report: report.batch_size
+    )
     if not bars:
         raise ValueError("reports is empty: there is nothing to draw")
     colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#999999")  # Okabe and Ito

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import wrong_type
+from ..errors import expect, expect_iterable, wrong_type
 from ..window.noise_scale import NoiseScale
 from .batch_size import BatchSize
 from .checks import is_callable, positive_float, positive_int, seconds
@@ -144,8 +144,8 @@ class AccumulationPlan:
             first_step: The optimizer step of the first window, if training is resumed.
 
         Raises:
-            TypeError, ValueError: `first_step` is not an int or is negative; `schedule` cannot be called, or returns
-                something else than a positive int.
+            TypeError, ValueError: `loader` is no iterable; `first_step` is not an int or is negative; `schedule` cannot
+                be called, or returns something else than a positive int.
         """
         if isinstance(first_step, bool) or not isinstance(first_step, int):
             raise wrong_type("first_step", "an int", first_step)
@@ -153,7 +153,7 @@ class AccumulationPlan:
             raise ValueError(f"first_step must not be negative, got {first_step}")
         if schedule is not None:
             is_callable(schedule, "schedule")
-        return self._windows(loader, schedule, first_step)
+        return self._windows(expect_iterable(loader, "loader", "an iterable of micro-batches"), schedule, first_step)
 
     def _windows(self, loader: Iterable[T], schedule: Callable[[int], int] | None, step: int) -> Iterator[list[T]]:
         window: list[T] = []
@@ -179,8 +179,11 @@ class AccumulationPlan:
         Args:
             sampler: Yields one rank's indices: `torch.utils.data.RandomSampler(dataset)`,
                 `DistributedSampler(dataset)`, or a range.
+
+        Raises:
+            TypeError: `sampler` is no iterable.
         """
-        return BatchSampler(sampler, self.micro_batch_sizes)
+        return BatchSampler(expect(sampler, Iterable, "sampler", "an iterable of indices"), self.micro_batch_sizes)
 
     def __str__(self) -> str:
         counts = Counter(self.micro_batch_sizes)

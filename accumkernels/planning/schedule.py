@@ -94,6 +94,8 @@ class FollowNoiseScale:
     def __init__(
         self, accumulator: Any, batch_size: int, maximum: int, *, every: int = 50, growth: float = 2.0
     ) -> None:
+        if not callable(getattr(accumulator, "noise_scale", None)):
+            raise wrong_type("accumulator", "a FusedAccumulator", accumulator)
         self._accumulator = accumulator
         self._size = positive_int(batch_size, "batch_size")
         self._maximum = positive_int(maximum, "maximum")

@@ -105,7 +105,7 @@ def choose_ranks(params: Any, process_group: Any) -> Choice:
     _refuse_engines(params)
     ddp = _unwrapped(params)
     if process_group is not None and process_group is not False:
-        _check_kind(process_group)
+        check_kind(process_group)
     if ddp is None:
         return Choice(params, process_group, process_group or None, None)
     if process_group is False:
@@ -141,7 +141,12 @@ def _world_size() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _check_kind(process_group: Any) -> None:
+def check_kind(process_group: Any) -> None:
+    """Refuse what is neither None, False nor a group that this rank is in.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
     distributed = torch.distributed
     if distributed.is_available() and process_group is distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("process_group: this rank is not a member of the group")

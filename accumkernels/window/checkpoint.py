@@ -143,7 +143,7 @@ def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any
     Raises:
         RuntimeError: lists names that are missing, unexpected or of another shape; or says what else does not fit.
     """
-    version = state.get("version") if isinstance(state, Mapping) else None
+    version = state.get("version")
     if isinstance(version, int) and version != VERSION:
         raise RuntimeError(f"load_state_dict: format {version}, this version reads {VERSION}")
     fault = _fault(state, _FORM, "")

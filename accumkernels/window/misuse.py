@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..buffers.store import Store
-from ..errors import wrong_type
+from ..errors import expect
 from ..hooks import Follower, follow
 from ..ranks.alone import Alone
 from .micro_batch import Intake
@@ -68,9 +68,7 @@ class Watch(Follower):
             TypeError: it is no tensor.
             RuntimeError: a GradScaler scaled it already.
         """
-        if not isinstance(loss, Tensor):
-            raise wrong_type("backward(): loss", "a tensor", loss)
-        node, divided_by = loss.grad_fn, None
+        node, divided_by = expect(loss, Tensor, "loss", "a tensor").grad_fn, None
         name = None if node is None else node.name()
         if name == "MulBackward0":
             factor = _other(node)
@@ -80,9 +78,8 @@ class Watch(Follower):
                 divided_by = 1 / number if number else None
         elif name == "DivBackward0":
             divided_by = _number(_other(node))
-        by_trainer = self._scaler.divided_by
-        if isinstance(by_trainer, Tensor) or by_trainer != 1:
-            divided_by = None  # a trainer divides losses, and its adapter makes up for it
+        if self._scaler.trainer_divides:
+            divided_by = None  # its adapter makes up for it
         if self._losses == 0:
             self._divided_by = divided_by
         elif divided_by != self._divided_by:
@@ -137,8 +134,8 @@ class Watch(Follower):
         self._warn(
             "division",
             "each loss of this window was divided by %d, the number of its micro-batches, and acc divides by the sum "
-            "of weights once more: pass the plain loss, acc.backward(loss), or divide by nothing, "
-            "acc.step(optimizer, divisor=1). A loss that is the mean over %d samples of its own is right as it is",
+            "of weights once more: pass the plain loss, acc.backward(loss). A loss that is the mean over %d samples of "
+            "its own is right as it is",
             count,
             count,
         )

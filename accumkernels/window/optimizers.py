@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import wrong_type
+from ..errors import expect
 from ..hooks import has_global_step_pre_hooks
 
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
@@ -42,8 +42,9 @@ def check_optimizer(optimizer: object, caller: str) -> None:
         raise TypeError(
             f"{caller}: {type(optimizer).__qualname__} of {package} wraps an optimizer; {_TRAINERS[package]}"
         )
-    if not isinstance(optimizer, Optimizer):
-        raise wrong_type(f"{caller}: optimizer", "a torch.optim.Optimizer", optimizer)
+    if isinstance(optimizer, list | tuple):
+        raise TypeError(f"{caller}: name optimizers one by one, as {caller[:-1]}first, second), not in a list")
+    expect(optimizer, Optimizer, f"{caller}: optimizer", "a torch.optim.Optimizer")
 
 
 def check_no_closure(optimizer: Optimizer) -> None:

@@ -50,11 +50,13 @@ class LossScaler:
     Attributes:
         divided_by: What a trainer divides its losses by before they are scaled. Gradients are multiplied by it in the
             pass that adds them, so that sums, norms and divisors are those of the undivided losses.
+        trainer_divides: Whether there is such a trainer. What it divides by may still come to 1.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.divided_by: float | Tensor = 1
+        self.trainer_divides = False
         self._unscaled: set[int] = set()  # ids of optimizers that were refused for it
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
@@ -79,7 +81,7 @@ class LossScaler:
 
     def make_up_for(self, divided_by: float | Tensor) -> None:
         """Multiply gradients by what a trainer divides its losses by, from now on."""
-        self.divided_by = divided_by
+        self.divided_by, self.trainer_divides = divided_by, True
 
     def undivided(self, loss: Tensor | None) -> Tensor | None:
         """A loss as it was before a trainer divided it."""

@@ -42,15 +42,18 @@ def run(loop: Loop) -> Run:
     return Run(losses, seconds, live.peak)
 
 
-def changed_lines(stock: Loop, swapped: Loop) -> list[str]:
-    """The lines that go and come, without the name and the docstring of the function."""
-    sides = [inspect.getsource(loop).splitlines()[2:] for loop in (stock, swapped)]
-    return [line for line in difflib.ndiff(*sides) if line.startswith(("- ", "+ "))]
+def difference(stock: Loop, swapped: Loop) -> list[str]:
+    """Both loops as one diff with all of their lines, both called `train`; docstrings are left out."""
+    sides = []
+    for loop in (stock, swapped):
+        head, _, *body = inspect.getsource(loop).splitlines()
+        sides.append([head.replace(loop.__name__, "train"), *body])
+    return list(difflib.unified_diff(*sides, lineterm="", n=len(sides[0])))[3:]  # without the names of files
 
 
 def compare(stock: Loop, swapped: Loop) -> int:
     """Print the comparison; the exit status is 1 where a loss differs by more than 1e-5."""
-    lines = changed_lines(stock, swapped)
+    lines = [line for line in difference(stock, swapped) if line[0] != " "]
     print("\n".join(lines))
     print(f"{sum(line[0] == '-' for line in lines)} lines go, {sum(line[0] == '+' for line in lines)} come\n")
 

@@ -42,9 +42,8 @@ def micro_batches() -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(points, noise, level), BATCH)
 
 
-def stock() -> Iterator[float]:
-    """The loop of accelerate's documentation."""
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=STEPS)
+def loop(accelerator: accelerate.Accelerator) -> Iterator[float]:
+    """The loop of accelerate's documentation, which does not change."""
     model = Denoiser()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, micro_batches())
@@ -64,30 +63,16 @@ def stock() -> Iterator[float]:
             average.update_parameters(accelerator.unwrap_model(model))
             yield total
             total = 0.0
+
+
+def stock() -> Iterator[float]:
+    """With accelerate's own."""
+    return loop(accelerate.Accelerator(gradient_accumulation_steps=STEPS))
 
 
 def swapped() -> Iterator[float]:
-    """The same with another Accelerator."""
-    accelerator = Accelerator(gradient_accumulation_steps=STEPS)
-    model = Denoiser()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, micro_batches())
-    average = AveragedModel(accelerator.unwrap_model(model), multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    total = 0.0
-    for points, noise, level in loader:
-        with accelerator.accumulate(model):
-            noisy = (1 - level).sqrt() * points + level.sqrt() * noise
-            loss = nn.functional.mse_loss(model(noisy, level), noise)
-            accelerator.backward(loss)
-            total += loss.item() / STEPS
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            average.update_parameters(accelerator.unwrap_model(model))
-            yield total
-            total = 0.0
+    """With ours, which steps once per window as well."""
+    return loop(Accelerator(gradient_accumulation_steps=STEPS))
 
 
 if __name__ == "__main__":

@@ -53,9 +53,7 @@ def save(*objects: Stateful) -> list[dict]:
     return copy.deepcopy([each.state_dict() for each in objects])
 
 
-def load(
-    states: list[dict], *objects: nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
-) -> None:
+def load(states: list[dict], *objects: Stateful) -> None:
     """Go on from there."""
     for state, each in zip(states, objects, strict=True):
         each.load_state_dict(state)

@@ -12,6 +12,7 @@ import torch
 import accumkernels as ak
 from tests.support.doc_blocks import PAGES, ROOT, Block, blocks, commands, missing_packages, unknown
 
+PACKAGE = ROOT / "accumkernels"
 BLOCKS = {page: blocks(page) for page in PAGES}
 LANGUAGES = {"python", "diff", "bash", "text", "yaml", "json", "toml"}
 ELLIPSIS = "…"  # in a quoted message: what differs from case to case
@@ -144,29 +145,65 @@ def test_messages_of_troubleshooting():
     assert not missing, "\n".join(missing)
 
 
-# Rooms that a training loop meets; planning and trainers' adapters explain themselves in one sentence.
-ROOMS = ("accumulator.py", "batch_statistics.py", "buffers", "capture", "ranks", "window")
+# An argument that is wrong is named by its error; forms of such messages are listed. All others have an entry each. The
+# demo's are about its own options, and what the doctor finds it explains.
+OF_ARGUMENTS = {"ValueError", "TypeError", "ArgumentTypeError", "FitError", "DemoError"}
+SPOKEN = {"warn", "warning", "_warn"}
+ROOMS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")} - {"demo", "doctor"})
+
+
+def said(node):
+    """Texts of an expression that is a message, one for each way that it can turn out; none where it is a variable."""
+    if isinstance(node, ast.IfExp):
+        return [*said(node.body), *said(node.orelse)]
+    text = literals(node)
+    return [] if text is None else [text]
 
 
 def raised(room):
-    """Errors of order and drift, and warnings, as (where, text); what names a wrong argument needs no page."""
-    folder = ROOT / "accumkernels" / room
+    """Errors and warnings of a room, also those that functions return: (where, text, whether of an argument)."""
+    folder = PACKAGE / room
     for path in [folder] if folder.suffix else sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            name = getattr(node.func, "id", getattr(node.func, "attr", None)) if isinstance(node, ast.Call) else None
-            if name in ("RuntimeError", "FloatingPointError", "warning") and node.args:
-                yield f"{path.name}:{node.lineno}", literals(node.args[0])
+            found, name = [], None
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", "")) or ""
+                if name in SPOKEN:  # by its words, or by a key and its words
+                    found = max(map(said, node.args[:2]), key=lambda texts: len("".join(texts)), default=[])
+                elif name.endswith("Error") and node.args:
+                    found = said(node.args[0])
+            elif isinstance(node, ast.FunctionDef) and room in ("buffers", "ranks"):
+                if node.returns is not None and ast.unparse(node.returns) == "str | None":
+                    returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
+                    found = [text for value in returned for text in said(value) if " " in text]
+            for text in found:
+                if text[:2] != f"{ELLIPSIS};":  # what begins with another message is found by that one
+                    yield f"{path.name}:{node.lineno}", text, name in OF_ARGUMENTS or room == "ops"
+
+
+def explained(pattern):
+    """What the page says of messages, as regular expressions."""
+    lines = re.findall(pattern, (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert lines
+    return {line: re.compile(re.escape(line).replace(ELLIPSIS, ".*"), re.DOTALL) for line in lines}
+
+
+ENTRIES = explained(r"^#{3,} `(.+)`$")
+FORMS = explained(r"^\* `(.+?)`(?:;|:|,|$)")
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_message_is_explained(room):
-    """Each has an entry in troubleshooting, where ellipses stand for what differs."""
-    page = (ROOT / "docs/troubleshooting.md").read_text()
-    headings = [
-        re.compile(re.escape(heading).replace(ELLIPSIS, ".*"), re.DOTALL)
-        for heading in re.findall(r"^#{3,} `(.+)`", page, re.MULTILINE)
-    ]
-    # What begins with another message is found by that one.
-    found = [(where, text) for where, text in raised(room) if text is not None and text[:2] != f"{ELLIPSIS};"]
-    missing = [f"{where} {text}" for where, text in found if not any(h.match(text) for h in headings)]
+    """An entry in troubleshooting, where ellipses stand for what differs; or, for arguments, a form."""
+    missing = []
+    for where, text, of_argument in raised(room):
+        known = [*ENTRIES.values(), *(FORMS.values() if of_argument else ())]
+        if not any(pattern.match(text) for pattern in known):
+            missing.append(f"{where} {text}")
     assert not missing, "\n".join(missing)
+
+
+def test_every_form_is_raised():
+    """None is left of a message that is gone."""
+    texts = [text for room in ROOMS for _, text, _ in raised(room)]
+    assert [form for form, pattern in FORMS.items() if not any(map(pattern.match, texts))] == []

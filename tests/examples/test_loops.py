@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-LOOPS = Path(__file__).parents[2] / "examples" / "loops"
+ROOT = Path(__file__).parents[2]
+LOOPS = ROOT / "examples" / "loops"
 SAME = 1e-5  # of a loss, in every update: micro-batches are equal, and all is fp32
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -30,9 +31,11 @@ def marks(name):
     return pytest.mark.integrations if name == "diffusion" else ()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(p.stem, marks=marks(p.stem)) for p in sorted(LOOPS.glob("*.py")) if p.stem != "compare"]
-)
+NAMES = [path.stem for path in sorted(LOOPS.glob("*.py")) if path.stem != "compare"]
+each_loop = pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
+
+
+@each_loop
 def test_losses_are_stocks(name, loops, capsys, caplog):
     """Update by update, without a warning of ours; the losses move, and the file says how to run it."""
     if name == "diffusion":
@@ -48,6 +51,17 @@ def test_losses_are_stocks(name, loops, capsys, caplog):
     assert out.count("of tensors") == 2
     assert [r.getMessage() for r in caplog.records if r.name.startswith("accumkernels")] == []
     assert f"python examples/loops/{name}.py" in example.__doc__
+
+
+@each_loop
+def test_docs_show_the_difference(name, loops):
+    """The diff in docs/loops.md is that of the file."""
+    if name == "diffusion":
+        pytest.importorskip("accelerate")
+    example = loops(name)
+    shown = re.search(rf"<!-- loop: {name} -->\n```diff\n(.*?)\n```", (ROOT / "docs/loops.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert shown[1].split("\n") == loops("compare").difference(example.stock, example.swapped)
 
 
 def test_a_wrong_swap_is_seen(loops, capsys):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 
 import pytest
+import torch
 
 import accumkernels as ak
 from tests.support.models import mlp
@@ -40,3 +42,59 @@ def test_advice_for_wrapped_optimizers(module, adapter):
     wrapped = type("Wrapped", (), {"__module__": module, "optimizer": None})()
     with pytest.raises(TypeError, match=rf"{re.escape(adapter)}.*optimizer\.optimizer"):
         ak.FusedAccumulator(mlp()).step(wrapped)
+
+
+class Odd:
+    """What no argument takes."""
+
+    def __repr__(self):
+        return "an odd value"
+
+
+def prepared(name, argument):
+    """Accelerate's Accelerator of ours with a model, and one of its methods called with an odd value."""
+    from accelerate.state import AcceleratorState
+
+    from accumkernels.integrations.accelerate import Accelerator
+
+    AcceleratorState._reset_state(True)
+    accelerator, model = Accelerator(), mlp()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.ones(2, 5)).sum()
+    getattr(accelerator, name)(**{**({"loss": loss} if name == "backward" else {}), argument: Odd()})
+
+
+# Adapters' functions with arguments of their own, beside those that they hand on to the trainer.
+ADAPTERS = {
+    "accelerate": {
+        "Accelerator.__init__": lambda cls, argument: cls(**{argument: Odd()}),
+        "Accelerator.backward": lambda cls, argument: prepared("backward", argument),
+        "Accelerator.window_metrics": lambda cls, argument: prepared("window_metrics", argument),
+        "fuse": lambda fuse, argument: fuse(**{argument: Odd()}),
+    },
+    "lightning": {"FusedAccumulation.__init__": lambda cls, argument: cls(**{argument: Odd()})},
+    "transformers": {
+        "FusedAccumulationMixin.__init__": lambda cls, argument: cls(**{argument: Odd()}),
+        "Trainer.__init__": lambda cls, argument: cls(model=mlp(), **{argument: Odd()}),
+    },
+}
+FLAGS = {"metrics", "log_windows"}
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize(
+    ("package", "function"), [(package, function) for package, calls in ADAPTERS.items() for function in calls]
+)
+def test_every_argument_repeats_what_it_was_given(package, function):
+    """A value of the wrong kind stands in the error, beside the name of the argument."""
+    pytest.importorskip(package)
+    module = importlib.import_module(f"accumkernels.integrations.{package}")
+    name, _, method = function.partition(".")
+    called = getattr(module, name)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = inspect.signature(getattr(called, method) if method else called).parameters.values()
+    checked = [p.name for p in given if p.name != "self" and p.kind in kinds and p.name not in FLAGS]
+    assert checked
+    for argument in checked:
+        with pytest.raises(TypeError, match=f"{argument} must be .*, got an odd value"):
+            ADAPTERS[package][function](called, argument)

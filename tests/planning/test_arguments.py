@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import accumkernels as ak
 from accumkernels.errors import wrong_type
 from accumkernels.planning.batchnorm import correct_batchnorm_momentum
 from accumkernels.planning.costs import measure_step_costs
+from accumkernels.planning.memory_picture import draw_memory
 from accumkernels.planning.schedule import FollowNoiseScale, Milestones
 
 
@@ -52,12 +55,27 @@ CALLS = {
     correct_batchnorm_momentum: {"model": FIT["model"], "accumulation_steps": 2},
     Milestones: {"sizes": {0: 1}},
     Milestones.instead_of_decay: {"batch_size": 1, "milestones": [1]},
-    FollowNoiseScale: {"accumulator": None, "batch_size": 1, "maximum": 1},
+    FollowNoiseScale: {"accumulator": ak.FusedAccumulator(nn.Linear(1, 1)), "batch_size": 1, "maximum": 1},
     ak.plan(8, 4).seconds_per_sample: {"accumulation_steps": 1},
+    ak.plan(8, 4).split: {"batch": torch.ones(8)},
     ak.plan(8, 4).windows: {"loader": []},
+    ak.plan(8, 4).batch_sampler: {"sampler": range(8)},
+    draw_memory: {"path": "", "reports": []},
 }
-# Objects that are used as they are, and flags that only choose.
-UNCHECKED = {"accumulator", "loader", "process_group", "progress", "fake"}
+# Flags that only choose, what matplotlib draws, and any structure of tensors, which `split` judges by its samples.
+UNCHECKED = {"progress", "fake", "path", "limit", "batch"}
+
+
+def test_no_function_is_missing():
+    """All that is public, but for the accumulator and for what these functions return."""
+    returned = {"AccumulationPlan", "BatchSize", "FusedAccumulator", "MemoryReport", "NoiseScale"}
+    assert {function.__name__ for function in CALLS} >= set(ak.__all__) - returned
+    reference = (Path(__file__).parents[2] / "docs/reference/planning.md").read_text()
+    entries = {entry.rpartition(".")[2] for entry in re.findall("^::: (.+)$", reference, re.MULTILINE)}
+    assert {function.__name__ for function in CALLS} >= entries - returned - {"StepCosts", "schedule"}
+    methods = {name for name, f in vars(ak.AccumulationPlan).items() if inspect.isfunction(f) and name[0] != "_"}
+    taking = {name for name in methods if len(inspect.signature(getattr(ak.AccumulationPlan, name)).parameters) > 1}
+    assert {function.__name__ for function in CALLS} >= taking
 
 
 def arguments():
