@@ -51,7 +51,7 @@ class Sums:
                 tag=tag,
                 weight_tensor=move(weight, buffer.device) if isinstance(weight, Tensor) else None,
             )
-        if len(drops) > 1 or self._ranks.sharded:
+        if len(drops) > 1 or self._ranks.judged_together:
             bad = self._ranks.maximum(worst(drops.values(), self._store.device))
             drops = {device: move(bad, device) for device in drops}
         return drops

@@ -524,64 +524,6 @@ def zero_redundancy_optimizer(rank, size):
     assert held < 2 * sum(p.numel() for p in model.parameters())
 
 
-class _Stage(nn.Module):
-    """A half of a small model."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        torch.manual_seed(rank)
-        self.linear = nn.Linear(5, 5 if rank == 0 else 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[n, 5]` to `[n, 5]` or `[n, 3]`."""
-        return torch.tanh(self.linear(x))
-
-
-def pipeline_stages(rank, size):
-    """Two stages have one norm, one scale and one verdict; two schedule steps make a window."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    stage = PipelineStage(_Stage(rank), rank, size, torch.device("cpu"))
-    model = stage.submod
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for options, text in (
-        ({"release": "backward", "process_group": False}, "release='backward' with a PipelineStage"),
-        ({"scaler": scaler, "process_group": False}, "process_group=stage.group"),
-    ):
-        kind, found = message(ak.FusedAccumulator, model, **options)
-        assert kind == "ValueError"
-        assert text in found
-    acc = ak.FusedAccumulator(model, release="microbatch", scaler=scaler, process_group=dist.group.WORLD)
-    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.01)
-    twin = nn.Sequential(_Stage(0), _Stage(1))
-    stock = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, y: scaler.scale(mse_loss(out, y)))
-    poison = torch.zeros((), dtype=torch.float64)
-    model.linear.weight.register_hook(lambda grad: grad + poison)
-    for window in range(3):
-        before = parameters(model)
-        poison.fill_(torch.nan if window == 1 and rank == 0 else 0.0)
-        batches = [batch(4, torch.float64, seed=10 * window + i) for i in range(2)]
-        for x, y in batches:
-            schedule.step(x) if rank == 0 else schedule.step(target=y)
-            acc.accumulate(len(x))
-        everyones = [None] * size
-        dist.all_gather_object(everyones, acc.state_dict())
-        assert "saved by rank" in message(acc.load_state_dict, {**everyones[rank], "rank": 1 - rank})[1]
-        acc.load_state_dict(everyones[rank])
-        norm = acc.step(optimizer, max_norm=0.05)
-        assert acc.step_was_skipped is (window == 1)
-        assert scaler.get_scale() == (4.0 if window == 0 else 2.0)
-        if window == 1:
-            assert_close(parameters(model), before, rtol=0, atol=0)
-            continue
-        stock.zero_grad()
-        true_grads(twin, batches)
-        assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(twin.parameters(), 0.05).item(), rel=1e-12)
-        stock.step()
-        assert_close(parameters(model), parameters(twin[rank]))
-
-
 TWO_RANKS = [
     backward_that_crosses_ranks,
     equal_weights_keep_their_bits,
@@ -597,6 +539,5 @@ TWO_RANKS = [
     through_dcp,
     join_and_hooks,
     zero_redundancy_optimizer,
-    pipeline_stages,
 ]
 FOUR_RANKS = [backward_that_crosses_ranks, a_group_of_some, loaded_on_more]
