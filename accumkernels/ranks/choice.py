@@ -65,7 +65,7 @@ class Choice:
         if not stages:
             return self._replicas(named, comm_dtype, autocast_route, noise_scale, **options)
         given = self.process_group if self.group is None else self.group
-        group = group_of_stages(stages, options["release"], given)
+        group = group_of_stages(stages, options["release"], autocast_route, given)
         if given and is_group_of(group, given):  # no replicas, but what the parameters themselves say
             replicas: Alone = mesh_of(self.params, named, None, autocast_route, noise_scale) or Alone()
             replicas.check_trainable(named)

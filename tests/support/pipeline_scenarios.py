@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -272,6 +272,7 @@ def refused(rank, size):
     stage = PipelineStage(wrapped, rank, size, torch.device("cpu"))
     for target, options, kind, text in (
         (params, {"release": "backward", "process_group": group}, "ValueError", "release='auto' or 'microbatch'"),
+        (params, {"autocast_route": True, "process_group": group}, "ValueError", "autocast_route=True is not for"),
         (params, {"process_group": False}, "ValueError", "process_group= the group that the stages were built with"),
         (params, {}, "RuntimeError", "for the stages of a pipeline, the group that they were built with"),
         (wrapped, {}, "ValueError", "build the stage from the module inside"),
@@ -336,42 +337,6 @@ def stages_that_disagree(rank, size):
     pipeline.expect([(1, 0, 1, 0)])
     torch.optim.SGD(pipeline.twin.parameters(), lr=0.1).step()
     pipeline.check()
-
-
-class Cast(nn.Module):
-    """A stage of one layer, in fp32."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """fp32 to fp32."""
-        return torch.tanh(self.linear(x)).float()
-
-
-def autocast_inside_stages(rank, size):
-    """Nothing is taken on the autocast route, whose gradients the schedule could not divide: the bits of stock."""
-    grads = []
-    for ours in (False, True):
-        part = Cast(rank)
-        stage = PipelineStage(part, rank, size, torch.device("cpu"))
-        schedule = ScheduleGPipe(stage, CHUNKS, loss_fn=mse_loss)
-        acc = ak.FusedAccumulator(part, process_group=dist.group.WORLD) if ours else None
-        for i in range(3):  # autocast is known from the first forward on
-            x, y = (t.float() for t in data(0, i))
-            part.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                schedule.step(x) if rank == 0 else schedule.step(target=y)
-            if acc is not None:
-                acc.accumulate()
-                acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
-            grads.append([p.grad.clone() for p in part.parameters()])
-            if acc is not None:
-                acc.zero_()
-    for stock, found in zip(grads[:3], grads[3:], strict=True):
-        assert all(map(torch.equal, stock, found))
 
 
 # ---- two stages on two replicas each
@@ -451,7 +416,6 @@ TWO_RANKS = [
     loss_and_noise,
     states_of_stages,
     stages_that_disagree,
-    autocast_inside_stages,
     refused,
 ]
 FOUR_RANKS = [replicated_stages, sharded_stages]
