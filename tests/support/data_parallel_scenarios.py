@@ -142,6 +142,31 @@ def equal_weights_keep_their_bits(rank, size):
         assert_close(grads[2], grads[1], rtol=0, atol=0)
 
 
+def units_change_no_bits(rank, size):
+    """Whichever power of two ranks agree on: unequal weights give the same bits; equal powers of two those of 1."""
+
+    def grads(weights, dtype, unit=None):
+        model = mlp(dtype)
+        acc = ak.FusedAccumulator(model, process_group=group())
+        acc._intake._weigher._unit = unit
+        for (x, y), weight in zip(data(rank, [3, 3], dtype), weights, strict=True):
+            acc.backward(mse_loss(model(x), y), weight)
+        acc.finalize(sgd(acc))
+        return [p.grad.clone() for p in model.parameters()]
+
+    for dtype in (torch.float32, torch.bfloat16):
+        ones = grads((1, 1), dtype)
+        for weight in (0.25, 2, 64):
+            assert_close(grads((weight, weight), dtype), ones, rtol=0, atol=0)
+        unequal = (3 + 4 * rank, 5)
+        first = grads(unequal, dtype, 1.0)
+        for unit in (0.25, 4.0, 2.0**7):
+            assert_close(grads(unequal, dtype, unit), first, rtol=0, atol=0)
+        # 1.25 goes into the loss and 4 into the pass, and every product rounds once.
+        rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-6}[dtype]
+        assert_close(grads((5, 5), dtype), ones, rtol=rounding, atol=rounding)
+
+
 class _Records(logging.Handler):
     """Keeps messages."""
 
@@ -527,6 +552,7 @@ def zero_redundancy_optimizer(rank, size):
 TWO_RANKS = [
     backward_that_crosses_ranks,
     equal_weights_keep_their_bits,
+    units_change_no_bits,
     long_form_warns_of_synchronised_norms,
     collectives_of_the_users,
     unused_parameters_hold_nothing_back,
