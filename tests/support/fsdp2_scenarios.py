@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.ranks import message
 
 SIZES = [2, 1, 3]  # of the micro-batches of a window, on every rank
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -135,6 +136,54 @@ def equals_one_process(rank, size):
                 assert all(p.grad is None for p in model.parameters())
             assert grads
             assert_close(full(model.parameters()), twin.parameters())
+
+
+def parts_are_clipped(rank, size):
+    """Each by the norm of its whole tensors; what is in no part is left."""
+    for release, fused in itertools.product(("microbatch", "backward"), (False, True)):
+        model = shard(net())
+        acc = ak.FusedAccumulator(model, release=release)
+        optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=fused)
+        twin = net()
+        for p, grad in zip(twin.parameters(), true_grads(window()), strict=True):
+            p.grad = grad
+
+        def parts(module):
+            params = list(module.parameters())
+            return [(params[:2], 1e-3), (params[3:], 1e3)]
+
+        run_window(acc, model)
+        norms = acc.step(optimizer, max_norm=parts(model))
+        for norm, (params, limit) in zip(norms, parts(twin), strict=True):
+            expected = nn.utils.clip_grad_norm_(params, limit)
+            assert norm.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert norms[0] > 1e-3
+        torch.optim.AdamW(twin.parameters(), lr=0.1).step()
+        # AdamW divides by roots of squares.
+        assert_close(full(model.parameters()), list(twin.parameters()), rtol=1e-9, atol=1e-12)
+        acc.remove()
+
+
+def windows_that_differ(rank, size):
+    """Ranks that load states of different windows: an error on every rank at the next step, and nothing is stepped."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    first = acc.state_dict()
+    run_window(acc, model)
+    acc.step(optimizer)
+    second = acc.state_dict()
+    acc.load_state_dict(first if rank == 0 else second)
+    before = [p.clone() for p in full(model.parameters())]
+    run_window(acc, model)
+    kind, text = message(acc.step, optimizer)
+    assert kind == "RuntimeError"
+    assert f"different windows, by rank {[0] + [1] * (size - 1)}" in text
+    assert_close(full(model.parameters()), before, rtol=0, atol=0)
+    acc.load_state_dict(second)
+    run_window(acc, model)
+    acc.step(optimizer)
+    assert not acc.step_was_skipped
 
 
 def long_form_hands_out_dtensors(rank, size):
@@ -751,6 +800,8 @@ def experts(rank, size):
 
 TWO_RANKS = [
     equals_one_process,
+    parts_are_clipped,
+    windows_that_differ,
     long_form_hands_out_dtensors,
     tied_parameters,
     frozen_and_unused,
