@@ -145,7 +145,7 @@ def every_schedule(rank, size):
 
 def losses_that_are_sums(rank, size):
     """`scale_grads=False` sums over a schedule's own micro-batches; a divisor is that of the window."""
-    for name in SCHEDULES:
+    for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
         pipeline = Pipeline(name, scale_grads=False)
         acc = ak.FusedAccumulator(pipeline.parts, process_group=dist.group.WORLD)
         optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
@@ -346,7 +346,7 @@ def replicated_stages(rank, size):
     """Sums over a stage's replicas, whose weights differ; verdict, scale and norm over everything."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
     stages, replicas = mesh.get_group("stage"), mesh.get_group("replica")
-    for name, scaled in itertools.product(("GPipe", "1F1B", "InterleavedZeroBubble", "DualPipeV"), (False, True)):
+    for name, scaled in (("GPipe", True), ("InterleavedZeroBubble", False), ("DualPipeV", True)):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
         pipeline = Pipeline(name, scaler, stages, replica=rank // 2)
         acc = ak.FusedAccumulator(pipeline.parts, scaler=scaler, process_group=replicas)
