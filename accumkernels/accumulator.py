@@ -97,7 +97,8 @@ class FusedAccumulator:
             `params` is a DistributedDataParallel module, which has a group, and for DTensors, which know their ranks.
             Parameters and module buffers are broadcast from the group's rank 0 now, and buffers again after every
             window. Micro-batches communicate nothing (a DistributedDataParallel module is kept silent); `finalize` and
-            `step` are collective, also on a rank that ran no micro-batch: see `finalize`.
+            `step` are collective, also on a rank that ran no micro-batch: see `finalize`. For pipeline stages, the
+            group that they were built with, or that of the ranks with the same stages: see docs/pipeline.md.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
