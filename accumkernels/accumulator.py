@@ -20,7 +20,7 @@ from .hooks import unfollow
 from .ops.schema import State
 from .ranks.alone import Alone
 from .ranks.choice import choose_ranks
-from .ranks.pipeline import Stages, refuse_in_stages, stages_of
+from .ranks.pipeline import refuse_late_stages
 from .ranks.weight_unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
 from .window.coupled import FirstPass, RandomState, call_with
@@ -98,7 +98,8 @@ class FusedAccumulator:
             `params` is a DistributedDataParallel module, which has a group, and for DTensors, which know their ranks.
             Parameters and module buffers are broadcast from the group's rank 0 now, and buffers again after every
             window. Micro-batches communicate nothing (a DistributedDataParallel module is kept silent); `finalize` and
-            `step` are collective, also on a rank that ran no micro-batch: see `finalize`.
+            `step` are collective, also on a rank that ran no micro-batch: see `finalize`. For pipeline stages, the
+            group that they were built with, or that of the ranks with the same stages: see docs/pipeline.md.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
@@ -183,7 +184,7 @@ class FusedAccumulator:
         self._loss = WindowLoss(self._store.device)
         self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
         self._intake = Intake(
-            None if self._ranks.sharded else self._module,
+            None if self._ranks.only_in_grad else self._module,
             self._store,
             self._ranks,
             self._scaler,
@@ -198,6 +199,7 @@ class FusedAccumulator:
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise, self._loss)
         self._watch = Watch(self._store, self._ranks, self._scaler, self._intake)
         self._ended = 0  # windows
+        self._looked_for_stages = False
         self._in_last = False  # whether `window` has handed out its last batch
         self._open()
 
@@ -404,9 +406,9 @@ class FusedAccumulator:
             FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
         """
         self._require_accumulating("accumulate()")
-        if self._ended == self.micro_batches == 0:  # stages may have been built after the accumulator
-            together, scaled = isinstance(self._ranks, Stages), self._scaler.scaler is not None
-            refuse_in_stages(stages_of(self._store.named), self._release, scaled, together)
+        if not self._looked_for_stages:  # they may have been built after the accumulator
+            self._looked_for_stages = True
+            refuse_late_stages(self._store.named, self._ranks)
         last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.device)
         if loss is not None and expect(loss, Tensor, "loss", "a tensor").numel() != 1:

@@ -88,9 +88,11 @@ class Alone:
         rank: Which of them this is.
         ends_together: Whether the end of a window is collective, so that a rank without micro-batches takes part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
-        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard, or other parameters on
-            each rank: gradients are not to be reduced, but what is judged of them is.
-        distinct: Whether each rank has other parameters.
+        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
+        judged_together: Whether ranks hold different parts of the same gradients, so that all of them are judged.
+        only_in_grad: Whether gradients are right in `.grad` alone, after others have reduced or divided them there:
+            nothing is to be taken inside modules.
+        stage: Which rank of a pipeline this is; each has other parameters.
     """
 
     size = 1
@@ -98,7 +100,9 @@ class Alone:
     ends_together = False
     reduces_sums = False
     sharded = False
-    distinct = False
+    judged_together = False
+    only_in_grad = False
+    stage = 0
 
     def __str__(self) -> str:
         return ""

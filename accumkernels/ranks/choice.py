@@ -17,7 +17,7 @@ from .alone import Alone
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
 from .fsdp2 import mesh_of
 from .group import Group
-from .pipeline import Stages, is_group_of, refuse_in_stages, stages_of
+from .pipeline import Stages, group_of_stages, is_group_of, stages_of
 from .reduction import Reduction
 
 
@@ -62,10 +62,30 @@ class Choice:
                 with how parameters are sharded.
         """
         stages = stages_of(named)
-        together = self.ddp is None and self.group is not None and is_group_of(stages, self.group)
-        refuse_in_stages(stages, options["release"], scaled, together)
-        if together:
-            return Stages(named, self.group)
+        if not stages:
+            return self._replicas(named, comm_dtype, autocast_route, noise_scale, **options)
+        given = self.process_group if self.group is None else self.group
+        group = group_of_stages(stages, options["release"], autocast_route, given)
+        if given and is_group_of(group, given):  # no replicas, but what the parameters themselves say
+            replicas: Alone = mesh_of(self.params, named, None, autocast_route, noise_scale) or Alone()
+            replicas.check_trainable(named)
+        else:
+            # A schedule's backwards are over before anything could be sent.
+            options["release"] = "microbatch"
+            replicas = self._replicas(named, comm_dtype, autocast_route, noise_scale, **options)
+        joined = Stages(replicas, group)
+        joined.check_alike(overflow=options["overflow"], scaler=scaled, noise_scale=noise_scale, ranks=replicas.size)
+        return joined
+
+    def _replicas(
+        self,
+        named: Sequence[NamedParameter],
+        comm_dtype: torch.dtype | str,
+        autocast_route: Any,
+        noise_scale: Any,
+        **options: Any,
+    ) -> Alone:
+        """Meet the ranks that have the same parameters."""
         given = self.process_group if self.group is None else self.group
         mesh = mesh_of(self.params, named, given, autocast_route, noise_scale)
         if mesh is not None:
@@ -131,8 +151,8 @@ def _check_said(process_group: Any) -> None:
         raise RuntimeError(
             f"torch.distributed runs {_world_size()} ranks, and nothing says how their gradients are combined: "
             "pass the DistributedDataParallel module as params, or process_group=torch.distributed.group.WORLD for a "
-            "module or parameters that nothing wraps, or shard it with fully_shard (FSDP2); process_group=False if "
-            "this rank is alone on purpose"
+            "module or parameters that nothing wraps, or shard it with fully_shard (FSDP2); for the stages of a "
+            "pipeline, the group that they were built with; process_group=False if this rank is alone on purpose"
         )
 
 

@@ -35,6 +35,8 @@ class Mesh(Alone):
     """
 
     sharded = True
+    judged_together = True
+    only_in_grad = True
 
     def __init__(self, named: Sequence[NamedParameter], sharded_by_fsdp: bool) -> None:
         self._sharded_by_fsdp = sharded_by_fsdp

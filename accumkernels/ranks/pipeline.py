@@ -2,7 +2,8 @@
 
 A schedule runs all of a stage's backwards before `accumulate` sees any gradient, and divides `.grad` itself, so
 gradients are left alone until then. What stages have in common is the verdict, the loss scale that follows from it, and
-the norm.
+the norm. A stage may have replicas (data parallel), or be sharded (FSDP2): ranks of the same stage end the window among
+themselves first, as they would without a pipeline, and then each of them with those that have the other stages.
 """
 
 from __future__ import annotations
@@ -10,56 +11,229 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
-from ..buffers.norms import total_norm
 from ..buffers.parameters import NamedParameter
-from .fsdp2 import Mesh
+from ..ops.schema import State
+from .alone import Agreement, Alone, Report, different_windows
 
 
-class Stages(Mesh):
-    """The stages of one pipeline, which step or skip together and are clipped by one norm.
+class Stages(Alone):
+    """The ranks of one pipeline, which step or skip together and are clipped by one norm.
 
     Args:
-        named: The parameters of this rank's stages.
+        replicas: The ranks that have this rank's stages: itself alone, data parallel, or a mesh.
         group: The ranks of all stages.
     """
 
-    distinct = True
+    ends_together = True
+    judged_together = True
+    only_in_grad = True
 
-    def __init__(self, named: Sequence[NamedParameter], group: Any) -> None:
-        self.size, self.rank = group.size(), group.rank()
+    def __init__(self, replicas: Alone, group: Any) -> None:
+        self._replicas = replicas
         self._group = group
-        self._rows = (group,)
-        self._cuts = {}
-        self._replicas = {id(entry.param): 1 for entry in named}
-        self._sharded_by_fsdp = False
         self._compared = False
+        self.size, self.rank = replicas.size, replicas.rank
+        self.reduces_sums, self.sharded = replicas.reduces_sums, replicas.sharded
+        self.stage = group.rank()
 
     def __str__(self) -> str:
-        return f"stage rank {self.rank} of {self.size}"
+        replicas = str(self._replicas)
+        return f"pipeline rank {self.stage} of {self._group.size()}" + (f", {replicas}" if replicas else "")
 
-    def check_noise_scale(self) -> None:
-        """See `Alone`: squares of stages add up."""
+    def check_alike(self, **options: object) -> None:
+        """Check that accumulators of all stages judge windows alike; collective.
+
+        Raises:
+            RuntimeError: on all ranks, with the first difference.
+        """
+        everyones: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyones, options, group=self._group)
+        for stage, theirs in enumerate(everyones):
+            for key, value in everyones[0].items():
+                if theirs[key] != value:
+                    raise RuntimeError(
+                        f"pipeline: rank 0 has {key}={value!r}, rank {stage} has {theirs[key]!r}; "
+                        "all stages must be alike"
+                    )
+
+    # ---- agreement
+
+    def agree(self, report: Report) -> Agreement:
+        """Combine what all ranks report; collective: over replicas, then over stages.
+
+        The host reads the result on the CPU; elsewhere in the first window, and in those with a divisor.
+        """
+        agreement = self._replicas.agree(report)
+        device = report.state.device
+
+        # One row for each stage, in one vector that is summed.
+        squares = torch.zeros((), dtype=torch.float64) if agreement.squares is None else agreement.squares
+        divisor = torch.zeros((), dtype=torch.float64) if agreement.divisor is None else agreement.divisor
+        dropped = report.dropped or bool(agreement.dropped)
+        counts = [report.window, report.micro_batches, dropped, agreement.error is not None]
+        rows = torch.zeros(self._group.size(), len(State) + 8, dtype=torch.float64, device=device)
+        rows[self.stage] = torch.cat(
+            [
+                agreement.state,
+                report.loss_sums if agreement.loss is None else agreement.loss,
+                move(squares, device).reshape(1),
+                move(divisor, device).reshape(1),
+                move(torch.tensor(counts, dtype=torch.float64, device="cpu"), device),
+            ]
+        )
+        dist.all_reduce(rows, group=self._group)
+
+        # What the device alone can conclude: stages that differ overflow, and a window that is empty for one is empty.
+        states, losses, squares, divisors, windows, done, drops, errors = rows.split(
+            [len(State), 2, 1, 1, 1, 1, 1, 1], 1
+        )
+        weights = states[:, State.WEIGHT]
+        empty = (weights == 0).any()
+        differs = ~_alike(weights) | (divisors != divisors[0]).any() | (done != done[0]).any()
+        differs = differs & ~empty | (windows != windows[0]).any() | (errors > 0).any()
+        state = torch.where(empty, 0.0, agreement.state)
+        for flag in (State.FOUND_INF, State.POISONED):
+            state[flag] = ((states[:, flag] > 0).any() | differs).double()
+        agreement = agreement._replace(
+            state=state,
+            squares=None if agreement.squares is None else squares.sum(),
+            loss=torch.where(empty, 0.0, losses.sum(0)),
+        )
+
+        # What the host concludes, where it may look.
+        if device.type != "cpu" and self._compared and report.divisor is None:
+            return agreement._replace(dropped=None, weight=None)
+        self._compared = True
+        columns = [column.tolist() for column in rows.cpu().unbind(1)]
+        weights_by_stage, by_stage = columns[State.WEIGHT], columns[len(State) + 3 :]
+        return agreement._replace(
+            dropped=any(columns[-2]),
+            weight=0.0 if 0 in weights_by_stage else weights_by_stage[self.stage],
+            error=agreement.error or _disagreement(weights_by_stage, *by_stage),
+        )
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """See `Alone`; collective."""
+        tensor = self._replicas.maximum(tensor)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """See `Alone`; collective."""
+        tensor = self._replicas.sum_over_shards(tensor)
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
 
     def total_norm(
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
         """See `Alone`; not of orders 0 and less, which torch defines by whole tensors."""
-        norm = total_norm(buffers, norm_type, device, only)
-        if math.isinf(norm_type) and norm_type > 0:
-            return self.maximum(norm)
         if norm_type <= 0:
             raise ValueError(f"norm_type must be positive over the stages of a pipeline, got {norm_type}")
+        norm = self._replicas.total_norm(buffers, norm_type, device, only)
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+            return norm
         power = norm.pow(norm_type)
         dist.all_reduce(power, group=self._group)
         return power.pow(1 / norm_type)
+
+    # ---- what ranks of the same stage do among themselves
+
+    def check_trainable(self, named: Sequence[NamedParameter]) -> None:
+        """See `Alone`."""
+        self._replicas.check_trainable(named)
+
+    def check_noise_scale(self) -> None:
+        """See `Alone`."""
+        self._replicas.check_noise_scale()
+
+    def follow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """See `Alone`."""
+        self._replicas.follow(buffers)
+
+    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
+        """See `Alone`."""
+        self._replicas.share_from(shared)
+
+    def open_window(self) -> None:
+        """See `Alone`."""
+        self._replicas.open_window()
+
+    def end_last(self) -> None:
+        """See `Alone`; nothing is sent before the window ends, since a schedule's backwards are over by then."""
+        self._replicas.end_last()
+
+    def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+        """See `Alone`; over replicas."""
+        self._replicas.reduce(look)
+
+    def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """See `Alone`; over replicas."""
+        return self._replicas.joined(tensor, largest=largest)
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """See `Alone`; over replicas."""
+        return self._replicas.gather_rows(row)
+
+    @property
+    def shards(self) -> int:
+        """See `Alone`."""
+        return self._replicas.shards
+
+    @property
+    def shard(self) -> int:
+        """See `Alone`."""
+        return self._replicas.shard
+
+
+def _alike(weights: Tensor) -> Tensor:
+    """Whether weights are equal but for the order in which replicas have added them up; 0-d bool."""
+    return ((weights - weights[0]).abs() <= 1e-12 * weights[0].abs()).all()
+
+
+def _disagreement(
+    weights: list[float],
+    divisors: list[float],
+    windows: list[float],
+    done: list[float],
+    dropped: list[float],
+    errors: list[float],
+) -> str | None:
+    """What stages disagree about, in words."""
+    differ = different_windows(windows)
+    if differ is not None:
+        return differ
+    if any(errors):
+        return "ranks that share another stage of this pipeline disagree about this window: their error says in what"
+    if any(dropped):
+        return None
+    if len(set(done)) > 1:
+        return (
+            f"the stages of this pipeline counted different numbers of micro-batches, by stage rank "
+            f"{[int(n) for n in done]}: call acc.accumulate() on every rank after each schedule.step()"
+        )
+    if len(set(divisors)) > 1:
+        return f"divisor must be the same on all stages; by stage rank it is {divisors} (0.0: none)"
+    if not _alike(torch.tensor(weights, dtype=torch.float64, device="cpu")):
+        return (
+            f"the weights of this window sum, by stage rank, to {weights}: give accumulate() the same weight "
+            "on every stage"
+        )
+    return None
+
+
+# ---- which parameters belong to stages
 
 
 def stages_of(named: Iterable[NamedParameter]) -> list[Any]:
@@ -76,34 +250,70 @@ def stages_of(named: Iterable[NamedParameter]) -> list[Any]:
     ]
 
 
-def is_group_of(stages: Sequence[Any], group: Any) -> bool:
-    """Whether a group is that of the ranks of such stages, rather than of replicas of one stage."""
-    return any(
-        dist.get_process_group_ranks(stage.group) == dist.get_process_group_ranks(group)
-        for stage in stages
-        if stage.group_size > 1
-    )
-
-
-def refuse_in_stages(stages: Sequence[Any], release: str, scaled: bool, together: bool) -> None:
-    """Refuse what cannot be right for the parameters of pipeline stages.
+def group_of_stages(stages: Sequence[Any], release: str, autocast_route: Any, process_group: Any) -> Any:
+    """The group of the ranks that have the stages of this pipeline.
 
     Args:
-        stages: See `stages_of`.
+        stages: See `stages_of`; at least one.
         release: As FusedAccumulator's.
-        scaled: Whether there is a GradScaler.
-        together: Whether the accumulator knows the group of stages.
+        autocast_route: As FusedAccumulator's.
+        process_group: As FusedAccumulator's, or that of DistributedDataParallel.
 
     Raises:
-        ValueError: names the argument, and what to use instead.
+        ValueError: names what cannot be right for pipeline stages, and what to use instead.
     """
-    if stages and release == "backward":
+    group = _group(stages[0])
+    if release == "backward":
         raise ValueError(
             "release='backward' with a PipelineStage: its schedule divides .grad after all backwards, when they are "
-            "gone; use release='microbatch', and call acc.accumulate() after each schedule.step()"
+            "gone; use release='auto' or 'microbatch', and call acc.accumulate() after each schedule.step()"
         )
-    if stages and scaled and not together:
+    if autocast_route is True:
         raise ValueError(
-            "scaler with a PipelineStage: all stages must skip a step together and have one scale; build the stage "
-            "first, then the accumulator with process_group=stage.group"
+            "autocast_route=True is not for a PipelineStage, whose schedule divides .grad after all backwards; use "
+            "'auto' or False"
+        )
+    if any(isinstance(stage.submod, DistributedDataParallel) for stage in stages):
+        raise ValueError(
+            "a PipelineStage of a DistributedDataParallel module, which its schedule makes reduce in every step: build "
+            "the stage from the module inside, and pass that with process_group= the group of the stage's replicas"
+        )
+    ours = set(dist.get_process_group_ranks(group))
+    if any(set(dist.get_process_group_ranks(_group(stage))) != ours for stage in stages):
+        raise ValueError("params: they belong to stages of different pipelines; build an accumulator for each")
+    if process_group is False and len(ours) > 1:
+        raise ValueError(
+            "process_group=False with a PipelineStage: all stages must skip a step together, follow one loss scale and "
+            "be clipped by one norm; use process_group= the group that the stages were built with"
+        )
+    if process_group and not is_group_of(group, process_group):
+        shared = ours & set(dist.get_process_group_ranks(process_group))
+        if len(shared) > 1:
+            raise ValueError(
+                f"process_group has ranks {sorted(shared)}, which have different stages of a pipeline: use "
+                "process_group= the group that the stages were built with, or that of the ranks that have replicas of "
+                "this rank's stages"
+            )
+    return group
+
+
+def _group(stage: Any) -> Any:
+    return dist.group.WORLD if stage.group is None else stage.group
+
+
+def is_group_of(group: Any, other: Any) -> bool:
+    """Whether two groups have the same ranks."""
+    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
+
+
+def refuse_late_stages(named: Iterable[NamedParameter], ranks: Alone) -> None:
+    """Refuse stages that were built after their accumulator, which does not know of them.
+
+    Raises:
+        RuntimeError: says in which order to build them.
+    """
+    if not isinstance(ranks, Stages) and stages_of(named):
+        raise RuntimeError(
+            "the accumulator was built before the PipelineStage of its parameters: build the stage first, then the "
+            "accumulator with process_group= the group that the stages were built with"
         )

@@ -84,7 +84,8 @@ def save(
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
-        "rank": ALL_RANKS if of_all and not ranks.distinct else ranks.rank,
+        "rank": ALL_RANKS if of_all else ranks.rank,
+        "stage": ranks.stage,
         "world_size": ranks.size,
         "window": of_window,
         "serial": serial,
@@ -205,6 +206,9 @@ def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any
 
 def _of_other_ranks(store: Store, ranks: Alone, state: Mapping[str, Any]) -> str:
     """Why this rank cannot have the part of the window that the state holds, in words; empty where it can."""
+    stage = state.get("stage", 0)
+    if stage != ranks.stage:
+        return f"saved by rank {stage} of a pipeline, and this is rank {ranks.stage}: each stage loads its own state"
     done = state["window"]["micro_batches"]
     if not done or state["window"]["averaged"]:
         return ""

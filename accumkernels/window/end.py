@@ -251,7 +251,7 @@ class End:
                 for name in ("grad_scale", "found_inf"):
                     vars(optimizer).pop(name, None)
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
-        may_be_empty = window.may_be_empty or self._ranks.sharded
+        may_be_empty = window.may_be_empty or self._ranks.judged_together
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
         return norms if parts else [verdict.norm]
 
@@ -314,7 +314,7 @@ class End:
         if not ranks.reduces_sums:
             if agreement.error is not None:
                 raise RuntimeError(agreement.error)
-            if ranks.sharded:
+            if ranks.judged_together:
                 window.agreed(agreement)
                 self._store.agreed(agreement.state, None)
             self._noise_sums = None if sums is None else ranks.sum_over_shards(sums)
@@ -329,6 +329,8 @@ class End:
         measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
         by = verdict.divisor if divides else None
         of_sum = self._reduce(by, measures)
+        if measures:
+            of_sum = ranks.sum_over_shards(of_sum)
         self.check_sums(window, of_sum if measures else None)
         if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
             verdict = verdict.with_overflow((~torch.isfinite(of_sum)).double())

@@ -322,7 +322,7 @@ class Intake:
         stash = {} if self.route is None else self.route.taken()
         captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
         has_grads = any(c.grads for c in captured)
-        loss_scale = self._scaler.loss_scale(lazily=self._ranks.sharded) if has_grads else None
+        loss_scale = self._scaler.loss_scale(lazily=self._ranks.judged_together) if has_grads else None
         added_in_backward = self.added_in_backward
         if not has_grads and not added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
@@ -430,7 +430,7 @@ class Intake:
         if last == self.serial:
             what = f"gradients of {', '.join(names)}"
         else:
-            what = "the weight, or gradients on another rank" if self._ranks.sharded else "the weight"
+            what = "the weight, or gradients on another rank" if self._ranks.judged_together else "the weight"
         raise FloatingPointError(f"micro-batch {self._window.micro_batches} of the window dropped: not finite: {what}")
 
     def _owns_some(self, optimizer: Optimizer) -> bool:

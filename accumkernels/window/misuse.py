@@ -113,7 +113,7 @@ class Watch(Follower):
         """
         window = self._window
         calls = window.micro_batches + window.found_nothing
-        alone = not (self._ranks.ends_together or self._ranks.sharded)
+        alone = not (self._ranks.ends_together or self._ranks.judged_together)
         if calls and alone and not window.dropped and next(self._store.touched(), None) is None:
             raise RuntimeError(
                 f"{caller}: no gradient was found in any of this window's {calls} micro-batches. zero_grad() between "

@@ -52,7 +52,7 @@ class Sums:
                 buffer.ops.check_finite_, segments=rows, found_inf=drop, flags=buffer.flags, **options
             )
             _call(check, buffer, taken)
-        if len(drops) > 1 or self._ranks.sharded:
+        if len(drops) > 1 or self._ranks.judged_together:
             bad = self._ranks.maximum(worst(drops.values(), self._store.device))
             drops = {device: move(bad, device) for device in drops}
         return drops

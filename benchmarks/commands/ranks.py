@@ -5,13 +5,16 @@
 On the CPU the ranks are processes that share its cores and talk gloo over the loopback device; on GPUs there is one
 rank per GPU, with NCCL. Every method trains the same model on the same random tokens with fused SGD; they take turns,
 window by window, and a window takes as long as its slowest rank. Bytes are what the loopback device sent in a window,
-for each rank, headers included (nothing else may use it); NCCL's are not seen there. `difference` holds a method to the
+for each rank, headers included (nothing else may use it); NCCL's are not seen there. `held_MB` is what rank 0 holds
+between windows: parameters, buckets, flat buffers and the optimizer's state. `difference` holds a method to the
 first: how far parameters are apart after two windows, relative to how far they have moved.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import pickle
 import socket
 import sys
@@ -25,6 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accumkernels.demo.model import GPT
 
@@ -37,7 +41,7 @@ from ..methods.training import SIZES, Batch
 
 COLUMNS = (
     *("model", "parameters", "method", "device", "backend", "ranks", "micro_batches", "tokens_per_micro_batch"),
-    *("ms_median", "ms_p10", "ms_p90", "ratio_to_no_sync", "sent_MB", "difference", "windows", "threads"),
+    *("ms_median", "ms_p10", "ms_p90", "ratio_to_no_sync", "sent_MB", "held_MB", "difference", "windows", "threads"),
     *("instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
@@ -73,6 +77,31 @@ def _batches(setting: Setting, rank: int, device: torch.device) -> list[Batch]:
     return [(x.to(device), y.to(device)) for x, y in tokens]
 
 
+def _model(setting: Setting, device: torch.device) -> GPT:
+    torch.manual_seed(0)
+    return GPT(*SIZES[setting.model][:5]).to(device)
+
+
+def _values(model: nn.Module) -> Tensor:
+    """All parameters as one vector; collective where they are sharded."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().reshape(-1) for p in whole])
+
+
+class _Malloc(ctypes.Structure):
+    _fields_ = tuple((f"field_{i}", ctypes.c_size_t) for i in range(10))
+
+
+def _held(device: torch.device) -> int:
+    """Bytes that are allocated: on the CPU what glibc's malloc has given out to anybody, torch's C++ included."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Malloc
+    found = mallinfo2()
+    return found.field_4 + found.field_7  # in arenas, and in mappings of their own
+
+
 def _rank(rank: int, ranks: int, port: int, path: str, setting: Setting) -> None:
     """One process: every method, in turns; rank 0 writes what was measured."""
     torch.set_num_threads(setting.threads)
@@ -98,21 +127,26 @@ def _rank(rank: int, ranks: int, port: int, path: str, setting: Setting) -> None
     windows: dict[str, Window] = {}
     trained: dict[str, Tensor] = {}
     sent: dict[str, float | None] = {}
+    held: dict[str, float] = {}
+    METHODS[NO_SYNC](_model(setting, device))(batches)  # what libraries allocate once is nobody's
     for name, method in METHODS.items():
-        torch.manual_seed(0)
-        model: nn.Module = GPT(*SIZES[setting.model][:5]).to(device)
-        start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        start = _values(_model(setting, device))
+        gc.collect()
+        before = _held(device)
+        model = _model(setting, device)
         windows[name] = method(model)
         for _ in range(2):  # DistributedDataParallel rebuilds its buckets after the first
             windows[name](batches)
-        trained[name] = nn.utils.parameters_to_vector(model.parameters()).detach() - start
+        gc.collect()
+        held[name] = (_held(device) - before) / 1e6
+        trained[name] = _values(model) - start
         torch.distributed.barrier()
-        before = _sent() if backend == "gloo" else None
+        sent_before = _sent() if backend == "gloo" else None
         torch.distributed.barrier()
         windows[name](batches)
         torch.distributed.barrier()
         after = _sent()
-        sent[name] = None if before is None or after is None else (after - before) / ranks / 1e6
+        sent[name] = None if sent_before is None or after is None else (after - sent_before) / ranks / 1e6
     seconds: dict[str, list[float]] = {name: [] for name in windows}
     names = list(windows)
     for turn in range(setting.windows):
@@ -122,7 +156,7 @@ def _rank(rank: int, ranks: int, port: int, path: str, setting: Setting) -> None
     first = trained[NO_SYNC]
     apart = {name: ((moved - first).norm() / first.norm()).item() for name, moved in trained.items()}
     if rank == 0:
-        Path(path).write_bytes(pickle.dumps((seconds, sent, apart)))
+        Path(path).write_bytes(pickle.dumps((seconds, sent, held, apart)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -135,22 +169,26 @@ def measure(ranks: int, setting: Setting, about: Row) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measured")
         mp.spawn(_rank, (ranks, port, str(path), setting), nprocs=ranks)
-        seconds, sent, apart = pickle.loads(path.read_bytes())
+        seconds, sent, held, apart = pickle.loads(path.read_bytes())
     size = SIZES[setting.model]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
-    no_sync = median_and_spread(seconds[NO_SYNC])[0]
     found = []
     for name, samples in seconds.items():
-        median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))
+        times: Row = {}
+        if samples:
+            median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))
+            ratio = float(f"{median / 1e3 / median_and_spread(seconds[NO_SYNC])[0]:.3f}")
+            times = {"ms_median": median, "ms_p10": p10, "ms_p90": p90, "ratio_to_no_sync": ratio}
         row: Row = {
             **about,
             **{"model": setting.model, "parameters": parameters, "method": name, "ranks": ranks},
             **{"backend": "nccl" if setting.device == "cuda" else "gloo", "micro_batches": setting.micro_batches},
             **{"tokens_per_micro_batch": size.samples * size.length, "threads": setting.threads},
-            **{"ms_median": median, "ms_p10": p10, "ms_p90": p90, "windows": len(samples)},
-            "ratio_to_no_sync": float(f"{median / 1e3 / no_sync:.3f}"),
+            **times,
+            "windows": len(samples),
             "sent_MB": None if sent[name] is None else float(f"{sent[name]:.4g}"),
+            "held_MB": float(f"{held[name]:.4g}"),
             "difference": float(f"{apart[name]:.2g}"),
         }
         found.append({column: row.get(column) for column in COLUMNS})
@@ -164,13 +202,14 @@ def show(rows: Sequence[Row]) -> None:
         title = f"{first['ranks']} ranks ({first['backend']}), {first['model']}, {first['parameters']:,} parameters, "
         title += f"{first['micro_batches']} micro-batches of {first['tokens_per_micro_batch']} tokens, "
         title += f"{first['threads']} threads each; torch {first['torch']}, {first['device']}"
-        headers = ("method", "ms a window", "p10 to p90", "to no_sync", "MB sent a rank", "difference")
+        headers = ("method", "ms a window", "p10 to p90", "to no_sync", "MB sent a rank", "MB held", "difference")
         table = Table(title, headers)
         for r in group:
-            spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
+            times = ("", "", "")
+            if r["ms_median"] is not None:
+                times = (f"{r['ms_median']:g}", f"{r['ms_p10']:g} to {r['ms_p90']:g}", f"{r['ratio_to_no_sync']:g}")
             sent = "" if r["sent_MB"] is None else f"{r['sent_MB']:g}"
-            cells = (f"{r['ms_median']:g}", spread, f"{r['ratio_to_no_sync']:g}", sent, f"{r['difference']:g}")
-            table.add(str(r["method"]), *cells)
+            table.add(str(r["method"]), *times, sent, f"{r['held_MB']:g}", f"{r['difference']:g}")
         table.print()
 
 
@@ -181,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", help="comma-separated (default: 2,4; on GPUs as many as there are)")
     parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on GPUs, small on the CPU")
     parser.add_argument("--micro-batches", default="8", help="per window, comma-separated (default: 8)")
-    parser.add_argument("--windows", type=int, default=20, help="timed, per method")
+    parser.add_argument(
+        "--windows", type=int, default=20, help="timed, per method; 0: bytes alone, which a busy machine counts as well"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")

@@ -395,3 +395,22 @@ def test_ranks(tmp_path):
     if ranks._sent() is not None:
         often, once = (float(rows[name]["sent_MB"]) for name in ("DDP, every micro-batch", "FusedAccumulator"))
         assert once < 0.6 * often
+
+
+def test_bytes_of_ranks(tmp_path):
+    """Without timed windows: DistributedDataParallel's buckets are one copy of the gradients, and shards are less."""
+    path = tmp_path / "ranks.csv"
+    command("ranks", "--ranks", "2", "--micro-batches", "1", "--windows", "0", "--csv", str(path))
+    rows = {row["method"]: row for row in results.read_csv(path)}
+    copy = 4e-6 * int(rows["FusedAccumulator"]["parameters"])
+    held = {name: float(row["held_MB"]) / copy for name, row in rows.items()}
+    assert all(row["ms_median"] == "" for row in rows.values())
+    # In copies: parameters, sums or buckets, momentum; beside them a few hundred kB that are in no tensor.
+    for name, copies in (
+        ("DDP, no_sync", 3),
+        ("FusedAccumulator", 3),
+        ("FusedAccumulator(DistributedDataParallel)", 4),
+        ("FusedAccumulator, ZeroRedundancyOptimizer", 2.5),
+        ("FusedAccumulator, FSDP2", 1.5),
+    ):
+        assert copies - 0.01 < held[name] < copies + 0.45, (name, held[name])

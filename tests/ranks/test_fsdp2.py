@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.support import coupled_scenarios as coupled
+from tests.support import fsdp2_mesh_scenarios as meshes
+from tests.support import fsdp2_overflow_scenarios as overflow
 from tests.support import fsdp2_scenarios as training
 from tests.support import fsdp2_state_scenarios as checkpoints
 from tests.support import ranks
 
-TWO_RANKS = training.TWO_RANKS + coupled.TWO_RANKS_FSDP2 + checkpoints.TWO_RANKS
-FOUR_RANKS = training.FOUR_RANKS + checkpoints.FOUR_RANKS
+TWO_RANKS = training.TWO_RANKS + overflow.TWO_RANKS + coupled.TWO_RANKS_FSDP2 + checkpoints.TWO_RANKS
+FOUR_RANKS = meshes.FOUR_RANKS + checkpoints.FOUR_RANKS
 
 
 @pytest.fixture(scope="module")

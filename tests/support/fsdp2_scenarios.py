@@ -6,8 +6,6 @@ one output: only rank 0 has any of its elements.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import math
 
@@ -17,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.ranks import message
 
 SIZES = [2, 1, 3]  # of the micro-batches of a window, on every rank
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -135,6 +133,54 @@ def equals_one_process(rank, size):
                 assert all(p.grad is None for p in model.parameters())
             assert grads
             assert_close(full(model.parameters()), twin.parameters())
+
+
+def parts_are_clipped(rank, size):
+    """Each by the norm of its whole tensors; what is in no part is left."""
+    for release, fused in itertools.product(("microbatch", "backward"), (False, True)):
+        model = shard(net())
+        acc = ak.FusedAccumulator(model, release=release)
+        optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=fused)
+        twin = net()
+        for p, grad in zip(twin.parameters(), true_grads(window()), strict=True):
+            p.grad = grad
+
+        def parts(module):
+            params = list(module.parameters())
+            return [(params[:2], 1e-3), (params[3:], 1e3)]
+
+        run_window(acc, model)
+        norms = acc.step(optimizer, max_norm=parts(model))
+        for norm, (params, limit) in zip(norms, parts(twin), strict=True):
+            expected = nn.utils.clip_grad_norm_(params, limit)
+            assert norm.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert norms[0] > 1e-3
+        torch.optim.AdamW(twin.parameters(), lr=0.1).step()
+        # AdamW divides by roots of squares.
+        assert_close(full(model.parameters()), list(twin.parameters()), rtol=1e-9, atol=1e-12)
+        acc.remove()
+
+
+def windows_that_differ(rank, size):
+    """Ranks that load states of different windows: an error on every rank at the next step, and nothing is stepped."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    first = acc.state_dict()
+    run_window(acc, model)
+    acc.step(optimizer)
+    second = acc.state_dict()
+    acc.load_state_dict(first if rank == 0 else second)
+    before = [p.clone() for p in full(model.parameters())]
+    run_window(acc, model)
+    kind, text = message(acc.step, optimizer)
+    assert kind == "RuntimeError"
+    assert f"different windows, by rank {[0] + [1] * (size - 1)}" in text
+    assert_close(full(model.parameters()), before, rtol=0, atol=0)
+    acc.load_state_dict(second)
+    run_window(acc, model)
+    acc.step(optimizer)
+    assert not acc.step_was_skipped
 
 
 def long_form_hands_out_dtensors(rank, size):
@@ -278,189 +324,6 @@ def unequal_micro_batches_by_sums(rank, size):
         assert_close(full(p.grad for p in model.parameters()), expected)
 
 
-# ---- overflow
-
-
-def poisoned(model, acc, steps, rank, weight=2) -> None:
-    """Three micro-batches; in those of `steps` one element of a shard of `rank` alone becomes inf."""
-    for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [weight] * 3)):
-        loss = mse_loss(model(x), y)
-        (loss if acc._scaler.scaler is None else acc._scaler.scale(loss)).backward()
-        if step in steps and dist.get_rank() == rank:
-            model.middle.weight.grad.to_local()[0, 0] = math.inf
-        acc.accumulate(weight)
-
-
-def overflow_on_one_rank_skips_on_all(rank, size):
-    """The window's step, and the same scale afterwards, with fused and plain optimizers."""
-    for fused in (False, True):
-        model = shard(net())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        acc = ak.FusedAccumulator(model, scaler=scaler)
-        optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=fused)
-        before = full(model.parameters())
-        poisoned(model, acc, {1}, rank=1)
-        norm = acc.step(optimizer, max_norm=1.0)
-        assert not torch.isfinite(norm)
-        assert acc.step_was_skipped
-        assert scaler.get_scale() == 2.0**9
-        assert acc.overflow_report() == (["middle.weight"] if dist.get_rank() == 1 else [])
-        assert_close(full(model.parameters()), before)
-        for _ in range(2):
-            poisoned(model, acc, {}, rank=1)
-            acc.step(optimizer)
-        assert not acc.step_was_skipped
-        assert scaler.get_scale() == 2.0**10
-        assert not torch.equal(full(model.parameters())[0], before[0])
-
-
-def overflow_drops_a_micro_batch_on_all(rank, size):
-    """overflow="microbatch": the mean over the others, whichever rank saw it; the scale backs off on all."""
-    batches = window([2] * 3)
-    expected = true_grads([batches[0], batches[2]])
-    for rank in range(2):
-        model = shard(net())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        acc = ak.FusedAccumulator(model, scaler=scaler, overflow="microbatch")
-        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-        poisoned(model, acc, {1}, rank)
-        assert acc.weight == 4
-        assert acc.found_inf == 1
-        acc.finalize(optimizer)
-        assert_close(full(p.grad for p in model.parameters()), expected)
-        scaler.step(optimizer)
-        scaler.update()
-        acc.zero_()
-        assert scaler.get_scale() == 2.0**9
-        assert not acc.step_was_skipped
-
-
-def overflow_raises_on_all(rank, size):
-    """overflow="raise": where the shards were finite the error says that it was another rank."""
-    model = shard(net())
-    acc = ak.FusedAccumulator(model, overflow="raise")
-    where = "gradients of middle.weight" if dist.get_rank() == 1 else "gradients on another rank"
-    with pytest.raises(FloatingPointError, match=where):
-        poisoned(model, acc, {1}, rank=1)
-    assert acc.micro_batches == 1
-    assert all(p.grad is None for p in model.parameters())
-
-
-def rounding_overflows_on_one_rank(rank, size):
-    """A mean that fits fp32 and not fp16, in a shard of one rank: no rank steps."""
-    model = shard(net(torch.float16))
-    acc = ak.FusedAccumulator(model)
-    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-    before = full(model.parameters())
-    x, y = data(2, dist.get_rank(), torch.float16)
-    mse_loss(model(x), y).backward()
-    acc.accumulate(1)
-    if dist.get_rank() == 0:
-        acc.main_grad(model.first.weight)[0, 0] = 1e6
-    acc.step(optimizer)
-    assert acc.step_was_skipped
-    assert_close(full(model.parameters()), before)
-
-
-# ---- gradients that FSDP2 keeps
-
-
-def without_gradient_sync(rank, size):
-    """Only the last micro-batch is reduced, by FSDP2; equal weights give the mean over all, in every mode."""
-    expected = true_grads(window([2] * 3))
-    for kwargs in ({}, {"release": "backward"}, {"overflow": "microbatch"}, {"overflow": "raise"}):
-        for weight in (2, 0.1):
-            model = shard(net())
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-            acc = ak.FusedAccumulator(model, scaler=scaler, **kwargs)
-            optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-            for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [2] * 3)):
-                model.set_requires_gradient_sync(step == 2)
-                acc.backward(mse_loss(model(x), y), weight)
-            assert acc.micro_batches == 3
-            assert_close([acc.weight], [torch.tensor(3.0 * weight, dtype=torch.float64)])
-            acc.finalize(optimizer)
-            assert_close(full(p.grad for p in model.parameters()), expected)
-            acc.zero_()
-
-
-def without_gradient_sync_twice_per_window(rank, size):
-    """Runs of kept micro-batches may have weights of their own; one that overflows is dropped as a whole."""
-    batches = window([2] * 3)
-    for bad in (False, True):
-        model = shard(net())
-        acc = ak.FusedAccumulator(model, overflow="microbatch")
-        for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [2] * 3)):
-            model.set_requires_gradient_sync(step != 0)
-            mse_loss(model(x), y).backward()
-            if bad and step == 1 and dist.get_rank() == 0:
-                model.first.bias.grad.to_local()[0] = math.nan
-            acc.accumulate(4 if step == 2 else 1)
-        acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
-        weights = [0, 0, 4] if bad else [1, 1, 4]
-        parts = [true_grads([part]) for part in batches]
-        expected = [
-            sum(w * g for w, g in zip(weights, gs, strict=True)) / sum(weights) for gs in zip(*parts, strict=True)
-        ]
-        assert_close(full(p.grad for p in model.parameters()), expected)
-
-
-def what_goes_wrong_without_gradient_sync(rank, size):
-    """Unequal weights of a loop of its own, and windows or checkpoints without the last reduction."""
-    model = shard(net())
-    acc = ak.FusedAccumulator(model)
-    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-    x, y = data(2, 0)
-    model.set_requires_gradient_sync(False)
-    acc.backward(mse_loss(model(x), y), 2)
-    for call in (lambda: acc.step(optimizer), lambda: acc.finalize(optimizer), acc.state_dict):
-        with pytest.raises(
-            RuntimeError, match=r"the last 1 micro-batches left no gradient.*set_requires_gradient_sync"
-        ):
-            call()
-    model.set_requires_gradient_sync(True)
-    acc.backward(mse_loss(model(x), y), 2)
-    acc.finalize(optimizer)
-    assert acc.micro_batches == 2
-    assert_close(full(p.grad for p in model.parameters()), true_grads([(x, y)]))
-    acc.zero_()
-    for weight, sync in ((2, False), (3, True)):
-        model.set_requires_gradient_sync(sync)
-        mse_loss(model(x), y).backward()
-        if sync:
-            with pytest.raises(
-                RuntimeError, match=r"weight=3\.0\) after 1 micro-batches .* by 2\.0, whose gradients FSDP2"
-            ):
-                acc.accumulate(weight)
-        else:
-            acc.accumulate(weight)
-
-
-# ---- the loss of a window
-
-
-def loss_of_a_window(rank, size):
-    """The mean over all samples; without micro-batches dropped by all for one, or kept before."""
-    for overflow, sync, unit in itertools.product(("window", "microbatch", "raise"), (True, False), (1, 0.1)):
-        model = shard(net())
-        acc = ak.FusedAccumulator(model, overflow=overflow)
-        used = []
-        for step in range(4):
-            model.set_requires_gradient_sync(sync or step % 2 == 1)
-            bad = overflow != "window" and step == 1
-            x, y = micro_batches(rank, UNEQUAL[rank] + [2])[step]
-            loss = mse_loss(model(x), y) * (math.nan if bad and rank == 1 else 1)
-            with pytest.raises(FloatingPointError) if bad and overflow == "raise" else contextlib.nullcontext():
-                acc.backward(loss, unit * len(x))
-            used += [micro_batches(r, UNEQUAL[r] + [2])[step] for r in range(size)]
-            if bad:
-                used = used[: 0 if not sync else size]
-        acc.finalize()
-        x, y = (torch.cat(tensors) for tensors in zip(*used, strict=True))
-        assert acc.metrics()["loss"].item() == pytest.approx(mse_loss(net()(x), y).item(), rel=1e-12)
-        assert_close(full(p.grad for p in model.parameters()), true_grads(used))
-
-
 # ---- precision
 
 
@@ -574,26 +437,6 @@ def what_is_refused(rank, size):
                 ak.FusedAccumulator(params)
 
 
-def one_rank_drops_the_window(rank, size):
-    """discard(window=True) on one rank: no rank steps, and all keep the loss scale and its growth tracker."""
-    model = shard(net())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
-    acc = ak.FusedAccumulator(model, scaler=scaler)
-    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1)
-    before = full(model.parameters())
-    for _ in range(2):
-        run_window(acc, model)
-        if rank == 1:
-            acc.discard(window=True)
-        acc.step(optimizer)
-        assert acc.step_was_skipped
-        assert scaler.state_dict()["_growth_tracker"] == 0
-        assert_close(full(model.parameters()), before)
-    run_window(acc, model)
-    acc.step(optimizer)
-    assert scaler.state_dict()["_growth_tracker"] == 1
-
-
 def drift_is_seen(rank, size):
     """A parameter that is replaced, or whose shard is, is named; unsharded parameters in its place are not drift."""
     model = shard(net())
@@ -609,148 +452,10 @@ def drift_is_seen(rank, size):
         acc.load_state_dict({})
 
 
-# ---- more dimensions
-
-
-def hybrid_sharding(rank, size):
-    """Replicated over two pairs of ranks: norms do not count replicas twice, an overflow in one pair skips in both."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, twin = shard(net(), mesh), net()
-    acc = ak.FusedAccumulator(model, noise_scale=True)
-    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=True)
-    stock = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=True)
-    run_window(acc, model)
-    norm = acc.step(optimizer, max_norm=0.5)
-    true_grads(window(), twin)
-    assert_close([norm], [torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)])
-    stock.step()
-    assert_close(full(model.parameters()), twin.parameters())
-    assert acc.noise_scale().windows == 1
-    for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [2] * 3)):
-        model.set_requires_all_reduce(step == 2)
-        acc.backward(mse_loss(model(x), y), 2)
-    assert acc.micro_batches == 3
-    acc.finalize(optimizer)
-    stock.zero_grad()
-    assert_close(full(p.grad for p in model.parameters()), true_grads(window([2] * 3), twin))
-    acc.zero_()
-    poisoned(model, acc, {1}, rank=3)
-    acc.step(optimizer)
-    assert acc.step_was_skipped
-    for order in (1.0, math.inf):
-        run_window(acc, model)
-        acc.finalize(optimizer)
-        stock.zero_grad()
-        expected = total_norm(true_grads(window(), twin), order)
-        assert acc.clip_grad_norm_(1e9, order).item() == pytest.approx(expected, rel=1e-12)
-        acc.zero_()
-
-
-def tensor_parallel_too(rank, size):
-    """Two dimensions of sharding, and parameters that are cut along one of them alone."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 1)).double()
-    twin = copy.deepcopy(model)
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    acc = ak.FusedAccumulator(model)
-    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-    for x, y in micro_batches(mesh.get_local_rank("data")):
-        acc.backward(mse_loss(model(x), y), len(x))
-    acc.finalize(optimizer)
-    expected = true_grads(window(world_size=2), twin)
-    assert_close(full(p.grad for p in model.parameters()), expected)
-    for order in (2.0, math.inf, 1.0):
-        assert acc.clip_grad_norm_(1e9, order).item() == pytest.approx(total_norm(expected, order), rel=1e-12)
-    acc.remove()
-    with pytest.raises(ValueError, match="noise_scale needs parameters that are all cut"):
-        ak.FusedAccumulator(model, noise_scale=True)
-
-
-def unequal_weights_of_replicas(rank, size):
-    """HSDP, reduced over shards and replicas in each micro-batch, over replicas in the last, or over both."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected = true_grads([part for r in range(size) for part in micro_batches(r, UNEQUAL[r])])
-    for late in (None, "set_requires_all_reduce", "set_requires_gradient_sync"):
-        model = shard(net(), mesh)
-        acc = ak.FusedAccumulator(model)
-        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-        for step, (x, y) in enumerate(micro_batches(rank, UNEQUAL[rank])):
-            if late is not None:
-                getattr(model, late)(step == 2)
-            acc.backward(mse_loss(model(x), y), len(x))
-        acc.finalize(optimizer)
-        assert_close(full(p.grad for p in model.parameters()), expected)
-        norm = acc.clip_grad_norm_(1e9).item()
-        assert norm == pytest.approx(total_norm(expected), rel=1e-12)
-
-
-class Normed(nn.Module):
-    """Linear layers to cut, and a norm that is left as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[n, 5]` to `[n, 1]`."""
-        return self.last(torch.tanh(self.norm(torch.tanh(self.first(x)))))
-
-
-def plain_norms(rank, size):
-    """Tensor parallel alone: plain parameters, the same on all ranks, count once in one clip over all."""
-    model, twin = Normed().double(), Normed().double()
-    mesh = init_device_mesh("cpu", (size,))
-    parallelize_module(
-        model,
-        mesh,
-        {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())},
-    )
-    acc = ak.FusedAccumulator(model)
-    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-    for x, y in micro_batches(0):
-        acc.backward(mse_loss(model(x), y), len(x))
-    expected = true_grads(micro_batches(0), twin)
-    norm = acc.step(optimizer, max_norm=0.1)
-    assert norm.item() == pytest.approx(total_norm(expected), rel=1e-12)
-    nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    actual = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    assert_close(actual, twin.parameters())
-
-
-def experts(rank, size):
-    """Layers on a mesh of their own, other ones in each pair of ranks, though some begin alike: one norm on all."""
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
-    for begin_alike in (True, False):
-        model = net()
-        if not begin_alike:
-            with torch.no_grad():
-                for p in model.middle.parameters():
-                    p.mul_(1 + pairs.get_local_rank("expert"))
-        fully_shard(model.middle, mesh=pairs["shard"])
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-        acc = ak.FusedAccumulator(model)
-        run_window(acc, model)
-        acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
-        dense, expert = {}, {}
-        for name, p in model.named_parameters():
-            (expert if name.startswith("middle") else dense)[name] = p.grad.full_tensor()
-        everyones = [None] * size
-        dist.all_gather_object(everyones, expert)
-        parts = [*dense.values(), *everyones[0].values(), *everyones[1].values()]
-        norms = [None] * size
-        dist.all_gather_object(norms, {order: acc.clip_grad_norm_(1e9, order).item() for order in (2.0, math.inf)})
-        for norm in norms:
-            assert norm == norms[0]
-        for order, norm in norms[0].items():
-            assert norm == pytest.approx(total_norm(parts, order), rel=1e-12)
-
-
 TWO_RANKS = [
     equals_one_process,
+    parts_are_clipped,
+    windows_that_differ,
     long_form_hands_out_dtensors,
     tied_parameters,
     frozen_and_unused,
@@ -758,20 +463,10 @@ TWO_RANKS = [
     a_rank_without_weight,
     what_ranks_disagree_about,
     unequal_micro_batches_by_sums,
-    overflow_on_one_rank_skips_on_all,
-    overflow_drops_a_micro_batch_on_all,
-    overflow_raises_on_all,
-    rounding_overflows_on_one_rank,
-    without_gradient_sync,
-    without_gradient_sync_twice_per_window,
-    what_goes_wrong_without_gradient_sync,
-    loss_of_a_window,
     mixed_precision_policy,
     autocast_is_left_alone,
     master_weights,
     noise_scale,
     what_is_refused,
-    one_rank_drops_the_window,
     drift_is_seen,
 ]
-FOUR_RANKS = [hybrid_sharding, unequal_weights_of_replicas, tensor_parallel_too, plain_norms, experts]

@@ -1,0 +1,177 @@
+"""What tests/ranks/test_fsdp2.py runs on four ranks: HSDP, tensor parallel, experts on a mesh of their own."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
+
+import accumkernels as ak
+from tests.support.fsdp2_overflow_scenarios import poisoned
+from tests.support.fsdp2_scenarios import (
+    UNEQUAL,
+    assert_close,
+    full,
+    micro_batches,
+    net,
+    run_window,
+    shard,
+    total_norm,
+    true_grads,
+    window,
+)
+
+
+def hybrid_sharding(rank, size):
+    """Replicated over two pairs of ranks: norms do not count replicas twice, an overflow in one pair skips in both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, twin = shard(net(), mesh), net()
+    acc = ak.FusedAccumulator(model, noise_scale=True)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=True)
+    stock = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=True)
+    run_window(acc, model)
+    norm = acc.step(optimizer, max_norm=0.5)
+    true_grads(window(), twin)
+    assert_close([norm], [torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)])
+    stock.step()
+    assert_close(full(model.parameters()), twin.parameters())
+    assert acc.noise_scale().windows == 1
+    for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [2] * 3)):
+        model.set_requires_all_reduce(step == 2)
+        acc.backward(mse_loss(model(x), y), 2)
+    assert acc.micro_batches == 3
+    acc.finalize(optimizer)
+    stock.zero_grad()
+    assert_close(full(p.grad for p in model.parameters()), true_grads(window([2] * 3), twin))
+    acc.zero_()
+    poisoned(model, acc, {1}, rank=3)
+    acc.step(optimizer)
+    assert acc.step_was_skipped
+    for order in (1.0, math.inf):
+        run_window(acc, model)
+        acc.finalize(optimizer)
+        stock.zero_grad()
+        expected = total_norm(true_grads(window(), twin), order)
+        assert acc.clip_grad_norm_(1e9, order).item() == pytest.approx(expected, rel=1e-12)
+        acc.zero_()
+
+
+def tensor_parallel_too(rank, size):
+    """Two dimensions of sharding, and parameters that are cut along one of them alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 1)).double()
+    twin = copy.deepcopy(model)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    for x, y in micro_batches(mesh.get_local_rank("data")):
+        acc.backward(mse_loss(model(x), y), len(x))
+    acc.finalize(optimizer)
+    expected = true_grads(window(world_size=2), twin)
+    assert_close(full(p.grad for p in model.parameters()), expected)
+    for order in (2.0, math.inf, 1.0):
+        assert acc.clip_grad_norm_(1e9, order).item() == pytest.approx(total_norm(expected, order), rel=1e-12)
+    acc.remove()
+    with pytest.raises(ValueError, match="noise_scale needs parameters that are all cut"):
+        ak.FusedAccumulator(model, noise_scale=True)
+
+
+def unequal_weights_of_replicas(rank, size):
+    """HSDP, reduced over shards and replicas in each micro-batch, over replicas in the last, or over both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    expected = true_grads([part for r in range(size) for part in micro_batches(r, UNEQUAL[r])])
+    for late in (None, "set_requires_all_reduce", "set_requires_gradient_sync"):
+        model = shard(net(), mesh)
+        acc = ak.FusedAccumulator(model)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for step, (x, y) in enumerate(micro_batches(rank, UNEQUAL[rank])):
+            if late is not None:
+                getattr(model, late)(step == 2)
+            acc.backward(mse_loss(model(x), y), len(x))
+        acc.finalize(optimizer)
+        assert_close(full(p.grad for p in model.parameters()), expected)
+        norm = acc.clip_grad_norm_(1e9).item()
+        assert norm == pytest.approx(total_norm(expected), rel=1e-12)
+
+
+class Normed(nn.Module):
+    """Linear layers to cut, and a norm that is left as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, 5]` to `[n, 1]`."""
+        return self.last(torch.tanh(self.norm(torch.tanh(self.first(x)))))
+
+
+def plain_norms(rank, size):
+    """Tensor parallel alone: plain parameters, the same on all ranks, count once in one clip over all."""
+    model, twin = Normed().double(), Normed().double()
+    mesh = init_device_mesh("cpu", (size,))
+    parallelize_module(
+        model,
+        mesh,
+        {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())},
+    )
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    for x, y in micro_batches(0):
+        acc.backward(mse_loss(model(x), y), len(x))
+    expected = true_grads(micro_batches(0), twin)
+    norm = acc.step(optimizer, max_norm=0.1)
+    assert norm.item() == pytest.approx(total_norm(expected), rel=1e-12)
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    actual = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    assert_close(actual, twin.parameters())
+
+
+def experts(rank, size):
+    """Layers on a mesh of their own, other ones in each pair of ranks, though some begin alike: one norm on all."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    for begin_alike in (True, False):
+        model = net()
+        if not begin_alike:
+            with torch.no_grad():
+                for p in model.middle.parameters():
+                    p.mul_(1 + pairs.get_local_rank("expert"))
+        fully_shard(model.middle, mesh=pairs["shard"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        acc = ak.FusedAccumulator(model)
+        run_window(acc, model)
+        acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+        dense, expert = {}, {}
+        for name, p in model.named_parameters():
+            (expert if name.startswith("middle") else dense)[name] = p.grad.full_tensor()
+        everyones = [None] * size
+        dist.all_gather_object(everyones, expert)
+        parts = [*dense.values(), *everyones[0].values(), *everyones[1].values()]
+        norms = [None] * size
+        dist.all_gather_object(norms, {order: acc.clip_grad_norm_(1e9, order).item() for order in (2.0, math.inf)})
+        for norm in norms:
+            assert norm == norms[0]
+        for order, norm in norms[0].items():
+            assert norm == pytest.approx(total_norm(parts, order), rel=1e-12)
+
+
+FOUR_RANKS = [
+    hybrid_sharding,
+    tensor_parallel_too,
+    unequal_weights_of_replicas,
+    plain_norms,
+    experts,
+]
