@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,15 +60,25 @@ def _clock_running(method: Method) -> Iterator[None]:
 
     nodes = [get_gradient_edge(parameter).node for parameter in method.model.parameters()]  # AccumulateGrad
     handles = [node.register_prehook(start) for node in nodes] + [node.register_hook(stop) for node in nodes]
-    handles += [
-        method.optimizer.register_step_pre_hook(stop),
-        method.optimizer.register_step_post_hook(start),
-    ]
+    optimizer = method.optimizer
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_outside(*args: Any, **kwargs: Any) -> Any:
+        stop()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            start()
+
+    # Not by hooks of the optimizer: FusedAccumulator averages before them, as they may look at gradients.
+    optimizer.step = step_outside  # type: ignore[method-assign]
     clock.running = True
     try:
         yield
     finally:
         clock.running = False
+        del optimizer.step
         for handle in handles:
             handle.remove()
 
