@@ -23,7 +23,6 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.layout import Segment
 from ..buffers.parameters import NamedParameter
 from ..ranks.ddp import Silence, module_buffers
-from ..ranks.weight_unit import backward_may_cross_ranks
 from ..window.micro_batch_weight import Weight
 from ..window.optimizers import check_optimizer, owned
 
@@ -97,7 +96,7 @@ class TrainerWindow:
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
         folds: Whether nobody looks at `.grad` before the step or after it.
-        in_loss: The weight of the micro-batch under way, where it is in its loss.
+        under_way: The weight of the micro-batch whose backward has begun by `run`, until it is counted.
         micro_batch: Backwards in the micro-batch that the trainer says is under way; None where it says nothing.
     """
 
@@ -127,7 +126,8 @@ class TrainerWindow:
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
         self._idle = False
-        self.in_loss: Weight | None = None
+        self.under_way: Weight | None = None
+        self._last = False
         self._cleanup = contextlib.ExitStack()
         self._build()
 
@@ -158,6 +158,10 @@ class TrainerWindow:
                     lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
                 )
         self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
+        # In a static graph a parameter may get several gradients in a backward, and nothing tells which is the last.
+        _, ranks, intake, _ = parts_of(self.accumulator)
+        static = any(ddp.static_graph for ddp in wrapped)
+        self._sends_in_backward = ranks.reduces_sums and intake.hooks is not None and not static
         if self.sharded and self._options.get("master_weights"):
             raise ValueError(
                 "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
@@ -183,7 +187,11 @@ class TrainerWindow:
         store = parts_of(self.accumulator).store
         masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
         params = {id(store.target(e.param)): e.param for e in store.named}
-        self.close()
+        if parts_of(self.accumulator).ranks.begun and not self.finalized:  # an exception came: nobody sums the rest
+            parts_of(self.accumulator).scaler.forget()
+            store.drop_grads()
+        else:
+            self.close()
         self._translate(lambda tensor: params.get(id(tensor), tensor))
         self.accumulator.remove()
         self._cleanup.close()
@@ -258,28 +266,46 @@ class TrainerWindow:
                 "all of them a weight, or none"
             )
         parts_of(self.accumulator).scaler.make_up_for(1 if sums else self.divided_by)
-        self.in_loss = None
+        self.under_way = None
 
-    def backward(self, loss: Tensor, weight: float | Tensor, **kwargs: Any) -> None:
-        """A micro-batch, after `open` and `begin`."""
-        self.accumulator.backward(loss, 1.0 if self.sums else weight, **kwargs)
+    def backward(self, loss: Tensor, weight: float | Tensor, *, last: bool = False, **kwargs: Any) -> None:
+        """A micro-batch, after `open` and `begin`.
 
-    def weighed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """The loss to call backward on, before `take`: with its weight, where backward may cross ranks."""
-        if self.sums or not backward_may_cross_ranks():
-            return loss
+        Args:
+            loss: The trainer's.
+            weight: What it counts.
+            last: Whether it ends the window on this rank; others may end theirs otherwise.
+            **kwargs: Of `Tensor.backward`.
+        """
+        last = last and self._sends_in_backward
+        self.accumulator.backward(loss, 1.0 if self.sums else weight, last=last, **kwargs)
+
+    def run(
+        self, backward: Callable[[Tensor], None], loss: Tensor, weight: float | Tensor, *, last: bool = False
+    ) -> None:
+        """A micro-batch whose backward somebody else calls; after `open` and `begin`, and before `take`.
+
+        Args:
+            backward: Is called with the loss that backward is to be run of.
+            loss: The trainer's, scaled.
+            weight: What it counts.
+            last: As of `backward`.
+        """
+        self._last = last and self._sends_in_backward
+        loss, self.under_way = self.weigh(loss, weight)
+        parts_of(self.accumulator).intake.run(functools.partial(backward, loss), loss, self.under_way, self._last)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
+        """The loss to run backward of, with its weight where backward may cross ranks; and the weight."""
         store, _, intake, _ = parts_of(self.accumulator)
-        loss, self.in_loss = intake.weigh(loss, as_scalar(weight, "weight", store.device))
-        return loss
+        return intake.weigh(loss, as_scalar(1.0 if self.sums else weight, "weight", store.device))
 
-    def take(self, weight: float | Tensor) -> None:
-        """Count a micro-batch whose backward somebody else has called."""
-        in_loss, self.in_loss = self.in_loss, None
-        if in_loss is None:
-            self.accumulator.accumulate(1.0 if self.sums else weight)
-            return
+    def take(self, loss: Tensor | None = None) -> None:
+        """Count the micro-batch under way, whose loss, not scaled, was this."""
+        weight, self.under_way = self.under_way or Weight(1.0), None
+        last, self._last = self._last, False
         with torch.no_grad():
-            parts_of(self.accumulator).intake.accumulate(in_loss, last=False)
+            parts_of(self.accumulator).intake.accumulate(weight, last, loss)
 
     @property
     def reached(self) -> bool:
@@ -329,11 +355,17 @@ class TrainerWindow:
         self.finalized = True
 
     def _take_uncounted(self) -> None:
-        """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see."""
+        """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see.
+
+        A window that ends otherwise than by a micro-batch that was known to be the last has no other, then.
+        """
         self.take_back()
+        self.under_way = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
             parts_of(self.accumulator).scaler.make_up_for(1)
-            self.take(1.0)
+            self.take()
+        if self._sends_in_backward and self.accumulator.micro_batches:
+            parts_of(self.accumulator).ranks.end_last()
 
     def _divisor(self) -> float | None:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
@@ -426,7 +458,9 @@ class TrainerWindow:
         return self.accumulator.state_dict(reduced=self.several_ranks and self.accumulator.micro_batches > 0)
 
     def close(self) -> None:
-        """Drop the window, stepped or not, and open the next."""
+        """Drop the window, stepped or not, and open the next; collective where sums are on their way to other ranks."""
+        if parts_of(self.accumulator).ranks.begun:
+            self.finalize()
         self._shown = []
         self.accumulator.zero_()
         self._reset()
@@ -464,9 +498,7 @@ def backward_of_all(
         p.grad = None
     is_open = [window for window in windows if not window.finalized]
     if is_open:
-        loss = is_open[0].weighed(loss, weight)
-        for window in is_open:
-            window.in_loss = is_open[0].in_loss
+        plain, loss = loss, weigh_for_all(is_open, loss, weight)
     (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
     reached = [window for window in windows if window.reached]
     if any(window in ended for window in reached):
@@ -479,8 +511,16 @@ def backward_of_all(
     for p, grad in kept:
         p.grad = grad
     for window in reached:
-        window.take(weight)
+        window.take(plain)
     return reached
+
+
+def weigh_for_all(windows: Sequence[TrainerWindow], loss: Tensor, weight: float | Tensor) -> Tensor:
+    """The loss to run a backward of that several windows may count."""
+    loss, weighed = windows[0].weigh(loss, weight)
+    for window in windows:
+        window.under_way = weighed
+    return loss
 
 
 class _Stepped(FusedAccumulator):

@@ -93,8 +93,7 @@ def sharded(tmp_path_factory):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """What four ranks found."""
-    names = [scenarios.accelerate_two_optimizers, scenarios.lightning_two_optimizers, scenarios.transformers_tokens]
-    return run(4, tmp_path_factory.mktemp("four"), names)
+    return run(4, tmp_path_factory.mktemp("four"), scenarios.FOUR)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "backward", "fused", "find_unused_parameters"], ids=str)
@@ -162,6 +161,49 @@ def test_bytes_of_a_window(found):
         padding = 128 * len(list(mlp().parameters()))  # segments are aligned
         scalars = 8 * 64
         assert payload <= sum(sent) <= payload + padding + scalars
+
+
+@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("loop", ["accelerate", "lightning", "transformers", "without", "static graph"])
+def test_sent_while_backward_runs(ranks, loop, request):
+    """All chunks of whole windows, with the values and the bytes of sums that are sent at the end."""
+    results = request.getfixturevalue(ranks)
+    check(results, "sent_in_backward")
+    size = len(results["sent_in_backward"])
+    expected, _ = truth(size, uneven=loop not in ("lightning", "static graph"))
+    payload = sum(p.nbytes for p in mlp().parameters())
+    padding = 128 * len(list(mlp().parameters()))  # segments are aligned
+    for values, _, _, sent in (result[loop] for result in results["sent_in_backward"]):
+        assert_close(values, expected, ROUNDING["fp32"])
+        assert {when for when, _ in sent} == {"after" if loop in ("without", "static graph") else "backward"}
+        assert 2 * payload <= sum(nbytes for _, nbytes in sent) <= 2 * (payload + padding)
+
+
+def test_a_window_that_ends_otherwise_on_one_rank(found):
+    """Than by a micro-batch that is known to be its last, as the other rank's does."""
+    check(found, "accelerate_ends_otherwise")
+    numbers = [i for i in items(2)[0] if i != 2 * STEPS - 1]
+    gradient = window_gradient(mlp(), numbers, "fp32")
+    expected = {name: p - LR * g for (name, p), g in zip(mlp().named_parameters(), gradient, strict=True)}
+    for values in found["accelerate_ends_otherwise"]:
+        assert_close(values, expected, ROUNDING["fp32"])
+
+
+def test_reentrant_checkpointing_of_a_layer_called_twice(found):
+    """As in stock an error, for its gradients are sent when they have come; with the option that it names it works."""
+    check(found, "reentrant_checkpointing")
+    model = scenarios.CalledTwice()
+    for rank in range(2):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+        (model(x) / 2).backward()
+    expected = {name: p - LR * p.grad for name, p in model.named_parameters()}
+    for result in found["reentrant_checkpointing"]:
+        assert result["stock"][0] == "RuntimeError"
+        assert result["default"][0] == "RuntimeError"
+        assert "release='microbatch'" in result["default"][1]
+        assert result["microbatch"] == ("", "")
+        for name, p in expected.items():
+            torch.testing.assert_close(result["values"][name], p.detach())
 
 
 def test_refused_on_several_ranks(found):

@@ -283,6 +283,108 @@ def accelerate_bytes(rank, size):
     return sent, one.step
 
 
+@contextlib.contextmanager
+def chunks_sent():
+    """A list that gets ("backward", bytes) for each chunk that goes out while a backward runs, "after" for others."""
+    from accumkernels.ranks.group import Group
+
+    sent, original = [], Group.send
+
+    def send(self, piece, dtype):
+        when = "after" if torch._C._current_graph_task_id() == -1 else "backward"
+        sent.append((when, piece.nbytes))
+        return original(self, piece, dtype)
+
+    with unittest.mock.patch.object(Group, "send", send):
+        yield sent
+
+
+SMALL = {"release": "backward", "bucket_bytes": 256}  # of which the model's gradients fill several
+
+
+def sent_in_backward(rank, size):
+    """What each trainer sends while backward runs, by itself, and where it may not; and what comes out of it."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from tests.support import ranks
+
+    environment(rank, size)
+    found = {}
+    numbers = list(range((STEPS + 2) * size - 1))
+
+    def transformers_loop():
+        trainer = transformers_trainer(size, ranks.shared, Regressor(), Items(numbers, ("x", "y")))
+        trainer.accelerator._accumulator_options = SMALL
+        trainer.train()
+        return parameters(trainer.model), [], None
+
+    static = DDPStrategy(process_group_backend="gloo", static_graph=True)
+    loops = {
+        "accelerate": lambda: accelerate_loop(rank, size, options=SMALL),
+        "lightning": lambda: lightning_loop(rank, size, options=SMALL),
+        "transformers": transformers_loop,
+        "without": lambda: accelerate_loop(rank, size, options={"release": "microbatch"}),
+        "static graph": lambda: lightning_loop(rank, size, strategy=static, options=SMALL),
+    }
+    for name, loop in loops.items():
+        with chunks_sent() as sent:
+            found[name] = *loop(), sent
+    return found
+
+
+def accelerate_ends_otherwise(rank, size):
+    """The last rank leaves out the backward of the micro-batch that ends the window, after others of its own."""
+    environment(rank, size)
+    one = accelerator(options=SMALL)
+    model = mlp()
+    model, optimizer = one.prepare(model, sgd(model.parameters()))
+    for i in items(size)[0][rank::size]:
+        x, y = item(i)
+        with one.accumulate(model):
+            if rank + 1 < size or not one.sync_gradients:
+                one.backward(mse_loss(model(x), y), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+    values = parameters(model)
+    one.free_memory()
+    return values
+
+
+class CalledTwice(nn.Module):
+    """Its second layer is checkpointed twice, in a way in which its parameters get two gradients in one backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def reentrant_checkpointing(rank, size):
+    """A layer called twice, which DistributedDataParallel refuses; and what the option makes of it."""
+    environment(rank, size)
+    found = {}
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    twin = DistributedDataParallel(CalledTwice())
+    found["stock"] = message(lambda: twin(x).backward())
+    for name, options in (("default", SMALL), ("microbatch", {"release": "microbatch"})):
+        one = accelerator(options=options, steps=1)
+        model = CalledTwice()
+        model, optimizer = one.prepare(model, sgd(model.parameters()))
+        found[name] = message(lambda one=one, model=model: one.backward(model(x)))
+        if name == "microbatch":
+            optimizer.step()
+            found["values"] = parameters(model)
+        one.free_memory()
+        assert all(p.grad is None for p in model.parameters()) or name == "microbatch"
+    return found
+
+
 def accelerate_refuses(rank, size):
     """What would hang or be wrong, on all ranks alike."""
     environment(rank, size)
@@ -370,9 +472,8 @@ def lightning_loop(rank, size, precision="fp32", clip=None, strategy=None, **att
     """Parameters, None, and the scale."""
     from accumkernels.integrations.lightning import FusedAccumulation
 
-    trainer = lightning_trainer(
-        rank, size, FusedAccumulation(weight=lambda data: len(data[0])), precision, clip, strategy
-    )
+    callback = FusedAccumulation(weight=lambda data: len(data[0]), **attributes.pop("options", {}))
+    trainer = lightning_trainer(rank, size, callback, precision, clip, strategy)
     module = lightning_module(precision, **attributes)
     trainer.fit(module, loader(items(size, rank, uneven=False)))  # Lightning communicates in every batch
     scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -674,6 +775,9 @@ DDP = [
     accelerate_recipe,
     accelerate_two_optimizers,
     accelerate_bytes,
+    accelerate_ends_otherwise,
+    sent_in_backward,
+    reentrant_checkpointing,
     accelerate_refuses,
     lightning_ddp,
     lightning_overflow,
@@ -684,4 +788,5 @@ DDP = [
     transformers_tokens,
     transformers_resumed,
 ]
+FOUR = [accelerate_two_optimizers, lightning_two_optimizers, transformers_tokens, sent_in_backward]
 SHARDED = [accelerate_fsdp2, lightning_fsdp2, transformers_fsdp2]
