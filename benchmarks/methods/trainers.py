@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import tempfile
 import time
@@ -186,6 +187,15 @@ TRAINERS: dict[str, Run] = {
     "lightning": run_lightning,
     "transformers": run_transformers,
 }
+
+
+def as_launched() -> None:
+    """Set what `torchrun` sets, for trainers in ranks that have a process group already."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)},
+        GROUP_RANK="0", NODE_RANK="0", TORCHELASTIC_RUN_ID="here", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+    )  # fmt: skip
 
 
 def reset() -> None:
