@@ -65,11 +65,12 @@ class Task(NamedTuple):
     micro_batches: int
     windows: int
     device: torch.device
+    ranks: int = 1
 
     def samples(self) -> list[dict[str, Tensor]]:
-        """Random tokens: what they are makes no difference to the time."""
+        """Random tokens, of all ranks: what they are makes no difference to the time."""
         generator = torch.Generator().manual_seed(1)
-        shape = (self.size.samples * self.micro_batches * self.windows, self.size.length)
+        shape = (self.size.samples * self.micro_batches * self.windows * self.ranks, self.size.length)
         inputs, labels = (torch.randint(self.size.vocabulary, shape, generator=generator) for _ in range(2))
         return [{"inputs": one, "labels": other} for one, other in zip(inputs, labels, strict=True)]
 
@@ -114,6 +115,7 @@ def run_accelerate(task: Task, model: nn.Module, clock: Clock, options: dict[str
 def run_lightning(task: Task, model: nn.Module, clock: Clock, options: dict[str, Any] | None) -> None:
     """Automatic optimization."""
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
 
     from accumkernels.integrations.lightning import FusedAccumulation
 
@@ -135,7 +137,8 @@ def run_lightning(task: Task, model: nn.Module, clock: Clock, options: dict[str,
 
     trainer = pl.Trainer(
         accelerator="cpu" if task.device.type == "cpu" else "gpu",
-        devices=1,
+        devices=task.ranks,
+        strategy=DDPStrategy() if task.ranks > 1 else "auto",
         max_epochs=1,
         precision="bf16-mixed",
         accumulate_grad_batches=task.micro_batches,
@@ -173,6 +176,7 @@ def run_transformers(task: Task, model: nn.Module, clock: Clock, options: dict[s
             logging_strategy="no",
             report_to=[],
             use_cpu=task.device.type == "cpu",
+            ddp_backend=torch.distributed.get_backend() if task.ranks > 1 else None,
             disable_tqdm=True,
         )
         cls = functools.partial(Trainer, accumulator_options=options) if options is not None else transformers.Trainer
