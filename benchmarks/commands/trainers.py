@@ -38,16 +38,8 @@ from ..methods.training import SIZES
 COLUMNS = (
     *("trainer", "trainer_version", "method", "model", "parameters", "device", "dtype", "ranks"),
     *("micro_batches", "tokens_per_micro_batch", "samples_per_second", "tokens_per_second"),
-    *(
-        "ms_median",
-        "ms_p10",
-        "ms_p90",
-        "peak_gradient_MB",
-        "speed_to_without",
-        "gradients_to_without",
-        "runs",
-        "unavailable",
-    ),
+    *("ms_median", "ms_p10", "ms_p90", "peak_gradient_MB", "speed_to_without", "gradients_to_without"),
+    *("runs", "unavailable"),
     *("threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
