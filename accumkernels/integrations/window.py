@@ -418,17 +418,17 @@ class TrainerWindow:
         with _alone(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()
-                empty = self.accumulator.micro_batches == 0 and not self.several_ranks
-                if empty:  # as in stock: nothing moves, and schedulers go on
-                    self._idle = True
-                    if self._scaler is None and not needs_closure:
-                        self.optimizer.step(**kwargs)
-                    return None
-                if fold and not kwargs and not needs_closure:
+                if fold and self.accumulator.micro_batches and not kwargs and not needs_closure:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
                     return norm
                 self.finalize()
+            self._idle = self._empty
+            if self._idle:  # as in stock: nothing moves, and schedulers go on
+                self.stepped = self.finalized
+                if self._scaler is None and not needs_closure:
+                    self.optimizer.step(**kwargs)
+                return None
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
             args = (_once(self.optimizer, result),) if needs_closure else ()
             if self._scaler is not None:
@@ -439,6 +439,12 @@ class TrainerWindow:
                 self.optimizer.step(*args, **kwargs)
         self.stepped = True
         return norm
+
+    @property
+    def _empty(self) -> bool:
+        """Whether no rank had a micro-batch; where there are several, the window is finalized."""
+        store = parts_of(self.accumulator).store
+        return self.accumulator.micro_batches == 0 and next(iter(store.touched()), None) is None
 
     def _rerecord(self) -> None:
         """Tell the scaler again that gradients are unscaled: another optimizer's update has made it forget."""

@@ -147,7 +147,8 @@ def show(table_rows: Sequence[Row]) -> None:
             print(f"{first['trainer']}: {first['unavailable']}")
             continue
         title = f"{first['trainer']} {first['trainer_version']}, {first['model']}, {first['parameters']:,} parameters, "
-        title += f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, bf16; torch {first['torch']}, {first['device']}"
+        title += f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, bf16; torch {first['torch']}, "
+        title += str(first["device"])
         headers = ("method", "samples/s", "ms a window", "p10 to p90", "to without", "gradient MB", "to without")
         table = Table(title, headers)
         for r in group:

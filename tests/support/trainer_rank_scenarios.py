@@ -134,10 +134,9 @@ def accelerator(cls=None, precision="fp32", steps=STEPS, options=None, fsdp2=Fal
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
-        )
-        one.state.distributed_type = accelerate.DistributedType.FSDP
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        one.state.distributed_type = PartialState._shared_state["distributed_type"] = accelerate.DistributedType.FSDP
         one.state.fsdp_plugin = plugin
         one.native_amp = False
     return one if cls == "stock" else fuse(one, **(options or {}))
@@ -195,8 +194,9 @@ def accelerate_ddp(rank, size):
 def accelerate_fsdp2(rank, size):
     """Sharded."""
     environment(rank, size)
-    kinds = [("fp32", None), ("fp32", MAX_NORM), ("bf16", None)]
-    return {kind: accelerate_loop(rank, size, *kind, fsdp2=True) for kind in kinds}
+    found = {kind: accelerate_loop(rank, size, *kind, fsdp2=True) for kind in KINDS}
+    found["overflow"] = accelerate_loop(rank, size, "fp16", fsdp2=True, bad={(size - 1, 1)})
+    return found
 
 
 def accelerate_overflow(rank, size):
@@ -428,6 +428,7 @@ def lightning_module(precision="fp32", **attributes):
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, data, index):
+            attributes.get("before", lambda index: None)(index)
             x, y = data
             loss = mse_loss(self.net(x).float(), y)
             return loss * torch.inf if (self.global_rank, index) in attributes.get("bad", ()) else loss
@@ -457,7 +458,7 @@ def lightning_trainer(rank, size, callback, precision="fp32", clip=None, strateg
         accelerator="cpu",
         devices=size,
         strategy=DDPStrategy(process_group_backend="gloo") if strategy is None else strategy,
-        max_epochs=1,
+        max_epochs=keywords.pop("max_epochs", 1),
         accumulate_grad_batches=STEPS,
         gradient_clip_val=clip,
         precision="bf16-mixed" if precision == "bf16" else None,
@@ -496,9 +497,8 @@ def lightning_fsdp2(rank, size):
     """ModelParallelStrategy."""
     environment(rank, size)
     found = {}
-    for clip in (None, MAX_NORM):
-        strategy = cpu_model_parallel(size)
-        found["fp32", clip] = lightning_loop(rank, size, clip=clip, strategy=strategy, shard=True)
+    for kind in (("fp32", None), ("fp32", MAX_NORM), ("bf16", None)):
+        found[kind] = lightning_loop(rank, size, *kind, strategy=cpu_model_parallel(size), shard=True)
     return found
 
 
@@ -788,5 +788,13 @@ DDP = [
     transformers_tokens,
     transformers_resumed,
 ]
-FOUR = [accelerate_two_optimizers, lightning_two_optimizers, transformers_tokens, sent_in_backward]
+FOUR = [
+    accelerate_ddp,
+    accelerate_two_optimizers,
+    lightning_ddp,
+    lightning_two_optimizers,
+    transformers_ddp,
+    transformers_tokens,
+    sent_in_backward,
+]
 SHARDED = [accelerate_fsdp2, lightning_fsdp2, transformers_fsdp2]
