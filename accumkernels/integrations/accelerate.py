@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..accumulator import FusedAccumulator, parts_of
 from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
-from .window import TrainerWindow, backward_of_all, driven, missing
+from .several import backward_of_all, driven
+from .window import TrainerWindow, missing
 
 try:
     from accelerate import Accelerator as Stock

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from .window import TrainerWindow, driven, missing, weigh_for_all
+from .several import driven, weigh_for_all
+from .window import TrainerWindow, missing
 
 try:
     import lightning.pytorch as pl

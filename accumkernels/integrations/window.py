@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +20,10 @@ from ..buffers.dtensors import local, shaped_like
 from ..buffers.flat import FlatBuffer
 from ..buffers.layout import Segment
 from ..buffers.parameters import NamedParameter
-from ..ranks.ddp import Silence, module_buffers
+from ..ranks.ddp import module_buffers
 from ..window.micro_batch_weight import Weight
 from ..window.optimizers import check_optimizer, owned
+from .ddp import counting, silent, unwrapped
 
 _log = logging.getLogger(__name__)
 
@@ -48,27 +47,6 @@ def check_optimizer_once(optimizer: Optimizer) -> None:
             "LBFGS evaluates the loss of a window several times in one step, which trainers with micro-batches cannot; "
             "use it with accumkernels.FusedAccumulator itself, which FusedAccumulator.step(lbfgs) shows"
         )
-
-
-def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers that can have windows of their own; others are left to the trainer.
-
-    Those are optimizers without parameters, and those that share some: a gradient that several step has no one window.
-
-    Raises:
-        ValueError: optimizers share parameters, and torch.distributed runs several ranks: accumulators keep
-            DistributedDataParallel silent, and nobody would reduce what is left to the trainer.
-    """
-    owners: dict[int, int] = {}
-    for p in owned(optimizers):
-        owners[id(p)] = owners.get(id(p), 0) + 1
-    shared = [o for o in optimizers if any(owners[id(p)] > 1 for p in owned((o,)))]
-    if shared:
-        names = ", ".join(type(o).__name__ for o in shared)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            raise ValueError(f"{names} step the same parameters, which is not accumulated over ranks: keep them apart")
-        _log.warning("%s step the same parameters: their gradients are left to the trainer", names)
-    return [o for o in optimizers if owned((o,)) and not any(o is other for other in shared)]
 
 
 class TrainerWindow:
@@ -137,7 +115,7 @@ class TrainerWindow:
         """Make the accumulator of the parameters that the optimizer steps, and let it step masters."""
         self._owned = self._owners()
         stepped = {id(p) for p in owned((self.optimizer,))}
-        wrapped = [ddp for ddp in map(_unwrapped, self.modules) if isinstance(ddp, DistributedDataParallel)]
+        wrapped = [ddp for ddp in map(unwrapped, self.modules) if isinstance(ddp, DistributedDataParallel)]
         if len(self.modules) == 1 and self.alone:
             self.accumulator = _Stepped(self.modules[0], stepped, scaler=self._scaler, **self._options)
         else:
@@ -149,7 +127,7 @@ class TrainerWindow:
             ]
             options = {**self._options, "autocast_route": False}
             for ddp in wrapped:
-                self._cleanup.enter_context(_silent(ddp))
+                self._cleanup.enter_context(silent(ddp))
             if wrapped:
                 options["process_group"] = wrapped[0].process_group
             self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
@@ -157,7 +135,7 @@ class TrainerWindow:
                 parts_of(self.accumulator).ranks.share_from(
                     lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
                 )
-        self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
+        self._no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
         # In a static graph a parameter may get several gradients in a backward, and nothing tells which is the last.
         _, ranks, intake, _ = parts_of(self.accumulator)
         static = any(ddp.static_graph for ddp in wrapped)
@@ -476,59 +454,6 @@ class TrainerWindow:
         self.micro_batch = None if self.micro_batch is None else 0
 
 
-def backward_of_all(
-    windows: Sequence[TrainerWindow],
-    loss: Tensor,
-    weight: float | Tensor,
-    scaler: torch.amp.GradScaler | None,
-    **kwargs: Any,
-) -> list[TrainerWindow]:
-    """A backward whose gradients may be those of several optimizers; it counts for those that it reaches.
-
-    Args:
-        windows: Those that are open have had `begin`.
-        loss: The trainer's.
-        weight: What it counts.
-        scaler: The trainer's.
-        **kwargs: Of `Tensor.backward`.
-
-    Returns:
-        The windows that it reached.
-
-    Raises:
-        RuntimeError: it reaches parameters of a window that has ended and was not stepped.
-    """
-    ended = [window for window in windows if window.finalized]
-    kept = [(p, p.grad) for window in ended for p in window.accumulator.parameters() if p.grad is not None]
-    for p, _ in kept:
-        p.grad = None
-    is_open = [window for window in windows if not window.finalized]
-    if is_open:
-        plain, loss = loss, weigh_for_all(is_open, loss, weight)
-    (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
-    reached = [window for window in windows if window.reached]
-    if any(window in ended for window in reached):
-        for window in reached:
-            parts_of(window.accumulator).store.drop_grads()
-        raise RuntimeError(
-            "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or keep "
-            "its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"
-        )
-    for p, grad in kept:
-        p.grad = grad
-    for window in reached:
-        window.take(plain)
-    return reached
-
-
-def weigh_for_all(windows: Sequence[TrainerWindow], loss: Tensor, weight: float | Tensor) -> Tensor:
-    """The loss to run a backward of that several windows may count."""
-    loss, weighed = windows[0].weigh(loss, weight)
-    for window in windows:
-        window.under_way = weighed
-    return loss
-
-
 class _Stepped(FusedAccumulator):
     """Leaves out what the optimizer does not step, as trainers do: a frozen tower, or layers that are added later."""
 
@@ -546,13 +471,6 @@ class _Stepped(FusedAccumulator):
                 f" and {len(ignored) - 3} more" if len(ignored) > 3 else "",
             )
         return [e for e in named if id(e.param) in self._stepped]
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Without what torch.compile puts around it."""
-    while "_orig_mod" in module._modules:
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
-    return module
 
 
 @functools.cache
@@ -589,70 +507,3 @@ def _alone(scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> Iterato
         yield
     finally:
         scaler._per_optimizer_states.update(others)
-
-
-# ---- DistributedDataParallel modules, which several windows may share
-
-_silences: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
-_no_syncs: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
-
-
-@dataclasses.dataclass
-class _Shared:
-    """What the windows of a module need once."""
-
-    held: Any
-    windows: int = 0
-
-
-@contextlib.contextmanager
-def _silent(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Keep the module silent until the last of its windows has gone."""
-    if ddp not in _silences:
-        _silences[ddp] = _Shared(Silence(ddp))
-    _silences[ddp].windows += 1
-    try:
-        yield
-    finally:
-        _silences[ddp].windows -= 1
-        if _silences[ddp].windows == 0:
-            _silences.pop(ddp).held.remove()
-
-
-@contextlib.contextmanager
-def _counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
-    """The module's `no_sync`, which from now on knows whether a loop is inside it."""
-    if ddp not in _no_syncs:
-        ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
-        _no_syncs[ddp] = _Shared(ddp.no_sync)
-    _no_syncs[ddp].windows += 1
-    try:
-        yield _no_syncs[ddp].held
-    finally:
-        _no_syncs[ddp].windows -= 1
-        if _no_syncs[ddp].windows == 0:
-            del _no_syncs[ddp]
-            del ddp.no_sync
-
-
-class _NoSync:
-    """Counts who is inside `no_sync`; a copy or a pickle of the module has one that does nothing."""
-
-    def __init__(self, kind: type[DistributedDataParallel], ddp: weakref.ref[DistributedDataParallel]) -> None:
-        self.depth = 0
-        self._kind = kind
-        self._ddp = ddp
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        ddp = self._ddp()
-        assert ddp is not None
-        with self._kind.no_sync(ddp):
-            self.depth += 1
-            try:
-                yield
-            finally:
-                self.depth -= 1
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (contextlib.nullcontext,)

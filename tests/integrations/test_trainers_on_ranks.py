@@ -294,9 +294,7 @@ SHARDED_ROUNDING = {"fp32": ROUNDING["fp32"], "bf16": 0.02, "fp16": 2e-3}
 
 FSDP2_CASES = [("accelerate", kind) for kind in KINDS]
 FSDP2_CASES += [("lightning", kind) for kind in KINDS if kind[0] != "fp16"]  # which it has on GPUs only
-FSDP2_CASES += [
-    ("transformers", kind) for kind in KINDS if kind[0] == "fp32"
-]  # 16 bit is the plugin's
+FSDP2_CASES += [("transformers", kind) for kind in KINDS if kind[0] == "fp32"]  # 16 bit is the plugin's
 
 
 @pytest.mark.parametrize(("trainer", "kind"), FSDP2_CASES, ids=str)

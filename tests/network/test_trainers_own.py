@@ -1,7 +1,7 @@
 """`make test-trainers-own`: accelerate's own tests, once as they are and once with our Accelerator in place of its own.
 
-They come with accelerate's source distribution, from the package index. Lightning's has no tests, and transformers' only
-those that models share, without the Trainer's: what those two serve is in tests/integrations. What passes as it is and
+They come with accelerate's source distribution, from the package index. Lightning's has no tests, and transformers' has
+only those that models share, not the Trainer's: what those two serve is in tests/integrations. What passes as it is and
 fails with ours is listed in `KNOWN`, with the reason that the guide gives; anything else is an error.
 """
 
