@@ -29,7 +29,8 @@ from ..accumulator import FusedAccumulator, parts_of
 from ..errors import expect, wrong_type
 from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
-from .window import TrainerWindow, backward_of_all, driven, missing
+from .several import backward_of_all, driven
+from .window import TrainerWindow, missing
 
 try:
     from accelerate import Accelerator as Stock
@@ -339,7 +340,7 @@ class Accelerator(Stock):
         weight = 1.0 if weight is None else weight
         if len(windows) == 1:
             self._check_first(windows)
-            windows[0].backward(loss / steps, weight, **kwargs)
+            windows[0].backward(loss / steps, weight, last=self._ends(windows[0]), **kwargs)
             reached = windows
         else:
             reached = backward_of_all(windows, loss / steps, weight, self.scaler, **kwargs)
@@ -365,7 +366,7 @@ class Accelerator(Stock):
                 )
 
     def _ends(self, window: TrainerWindow) -> bool:
-        """Whether the backward that has run was the last one of its window."""
+        """Whether the backward that is under way is the last one of its window."""
         if window.micro_batch is not None or self.counts_micro_batches:
             return bool(self.sync_gradients)
         # Others count themselves. DistributedDataParallel would have averaged now; one process does nothing yet.

@@ -8,16 +8,18 @@ trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_cl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
 from ..errors import expect
-from ..ranks.weight_unit import backward_may_cross_ranks
-from .window import TrainerWindow, driven, missing
+from .several import driven, weigh_for_all
+from .window import TrainerWindow, missing
 
 try:
     import lightning.pytorch as pl
@@ -55,7 +57,7 @@ class FusedAccumulation(pl.Callback):
         weight: From a batch the number of samples or tokens that its loss is the mean of; None: every batch counts 1.
             The mean is over the batches of all ranks.
         metrics: Whether to log the accumulator's metrics of each window, as `accumulator/grad_norm`.
-        **options: Of FusedAccumulator, as `release="backward"` (then without `weight`).
+        **options: Of FusedAccumulator, as `release="backward"`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class FusedAccumulation(pl.Callback):
         self._options = options
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
+        self._loss: Tensor | None = None  # of the last backward, not scaled
         self._stepped: list[int] = []  # places of windows that this batch has stepped
         self._precision: Precision | None = None
         self._lightning_optimizers: list[Any] = []
@@ -126,7 +129,7 @@ class FusedAccumulation(pl.Callback):
         precision.optimizer_step = self._optimizer_step
         precision.clip_gradients = self._clip_gradients
         precision.clip_grad_by_norm = self._clip_grad_by_norm
-        if backward_may_cross_ranks() and self._windows:
+        if self._windows:
             precision.backward = self._backward
         if not pl_module.automatic_optimization:
             for optimizer in trainer.strategy._lightning_optimizers:
@@ -189,19 +192,26 @@ class FusedAccumulation(pl.Callback):
             window.divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             window.begin()
 
-    def _backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The precision plugin's, of a loss that has its weight: backward may average over ranks, as FSDP2's does."""
+    def _backward(self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """The precision plugin's, whose gradients are taken while it runs, or after it."""
         assert self._precision is not None
-        tensor = self._windows[0].weighed(tensor, self._batch_weight)
-        for window in self._windows:
-            window.in_loss = self._windows[0].in_loss
-        type(self._precision).backward(self._precision, tensor, *args, **kwargs)
+        own = functools.partial(type(self._precision).backward, self._precision)
+        windows = self._windows
+        scaler = getattr(self._precision, "scaler", None)
+        self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
+        if len(windows) == 1 and windows[0].alone:
+            # In manual optimization nobody knows which backward is the last.
+            last = model.automatic_optimization and not model.trainer.fit_loop._should_accumulate()
+            run = lambda loss: own(loss, model, *args, **kwargs)  # noqa: E731
+            windows[0].run(run, tensor, self._batch_weight, last=last)
+        else:
+            own(weigh_for_all(windows, tensor, self._batch_weight), model, *args, **kwargs)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the gradients, for the optimizers that they are of."""
         for window in self._windows:
             if window.alone or window.reached:
-                window.take(self._batch_weight)
+                window.take(self._loss)
 
     # ---- the end of a window, in place of the precision plugin's
 

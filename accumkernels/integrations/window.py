@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,10 +20,10 @@ from ..buffers.dtensors import local, shaped_like
 from ..buffers.flat import FlatBuffer
 from ..buffers.layout import Segment
 from ..buffers.parameters import NamedParameter
-from ..ranks.ddp import Silence, module_buffers
-from ..ranks.weight_unit import backward_may_cross_ranks
+from ..ranks.ddp import module_buffers
 from ..window.micro_batch_weight import Weight
 from ..window.optimizers import check_optimizer, owned
+from .ddp import counting, silent, unwrapped
 
 _log = logging.getLogger(__name__)
 
@@ -49,27 +47,6 @@ def check_optimizer_once(optimizer: Optimizer) -> None:
             "LBFGS evaluates the loss of a window several times in one step, which trainers with micro-batches cannot; "
             "use it with accumkernels.FusedAccumulator itself, which FusedAccumulator.step(lbfgs) shows"
         )
-
-
-def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers that can have windows of their own; others are left to the trainer.
-
-    Those are optimizers without parameters, and those that share some: a gradient that several step has no one window.
-
-    Raises:
-        ValueError: optimizers share parameters, and torch.distributed runs several ranks: accumulators keep
-            DistributedDataParallel silent, and nobody would reduce what is left to the trainer.
-    """
-    owners: dict[int, int] = {}
-    for p in owned(optimizers):
-        owners[id(p)] = owners.get(id(p), 0) + 1
-    shared = [o for o in optimizers if any(owners[id(p)] > 1 for p in owned((o,)))]
-    if shared:
-        names = ", ".join(type(o).__name__ for o in shared)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            raise ValueError(f"{names} step the same parameters, which is not accumulated over ranks: keep them apart")
-        _log.warning("%s step the same parameters: their gradients are left to the trainer", names)
-    return [o for o in optimizers if owned((o,)) and not any(o is other for other in shared)]
 
 
 class TrainerWindow:
@@ -97,7 +74,7 @@ class TrainerWindow:
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
         folds: Whether nobody looks at `.grad` before the step or after it.
-        in_loss: The weight of the micro-batch under way, where it is in its loss.
+        under_way: The weight of the micro-batch whose backward has begun by `run`, until it is counted.
         micro_batch: Backwards in the micro-batch that the trainer says is under way; None where it says nothing.
     """
 
@@ -127,7 +104,8 @@ class TrainerWindow:
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
         self._idle = False
-        self.in_loss: Weight | None = None
+        self.under_way: Weight | None = None
+        self._last = False
         self._cleanup = contextlib.ExitStack()
         self._build()
 
@@ -137,7 +115,7 @@ class TrainerWindow:
         """Make the accumulator of the parameters that the optimizer steps, and let it step masters."""
         self._owned = self._owners()
         stepped = {id(p) for p in owned((self.optimizer,))}
-        wrapped = [ddp for ddp in map(_unwrapped, self.modules) if isinstance(ddp, DistributedDataParallel)]
+        wrapped = [ddp for ddp in map(unwrapped, self.modules) if isinstance(ddp, DistributedDataParallel)]
         if len(self.modules) == 1 and self.alone:
             self.accumulator = _Stepped(self.modules[0], stepped, scaler=self._scaler, **self._options)
         else:
@@ -149,7 +127,7 @@ class TrainerWindow:
             ]
             options = {**self._options, "autocast_route": False}
             for ddp in wrapped:
-                self._cleanup.enter_context(_silent(ddp))
+                self._cleanup.enter_context(silent(ddp))
             if wrapped:
                 options["process_group"] = wrapped[0].process_group
             self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
@@ -157,7 +135,11 @@ class TrainerWindow:
                 parts_of(self.accumulator).ranks.share_from(
                     lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
                 )
-        self._no_syncs = [self._cleanup.enter_context(_counting(ddp)) for ddp in wrapped]
+        self._no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
+        # In a static graph a parameter may get several gradients in a backward, and nothing tells which is the last.
+        _, ranks, intake, _ = parts_of(self.accumulator)
+        static = any(ddp.static_graph for ddp in wrapped)
+        self._sends_in_backward = ranks.reduces_sums and intake.hooks is not None and not static
         if self.sharded and self._options.get("master_weights"):
             raise ValueError(
                 "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
@@ -183,7 +165,11 @@ class TrainerWindow:
         store = parts_of(self.accumulator).store
         masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
         params = {id(store.target(e.param)): e.param for e in store.named}
-        self.close()
+        if parts_of(self.accumulator).ranks.begun and not self.finalized:  # an exception came: nobody sums the rest
+            parts_of(self.accumulator).scaler.forget()
+            store.drop_grads()
+        else:
+            self.close()
         self._translate(lambda tensor: params.get(id(tensor), tensor))
         self.accumulator.remove()
         self._cleanup.close()
@@ -258,28 +244,46 @@ class TrainerWindow:
                 "all of them a weight, or none"
             )
         parts_of(self.accumulator).scaler.make_up_for(1 if sums else self.divided_by)
-        self.in_loss = None
+        self.under_way = None
 
-    def backward(self, loss: Tensor, weight: float | Tensor, **kwargs: Any) -> None:
-        """A micro-batch, after `open` and `begin`."""
-        self.accumulator.backward(loss, 1.0 if self.sums else weight, **kwargs)
+    def backward(self, loss: Tensor, weight: float | Tensor, *, last: bool = False, **kwargs: Any) -> None:
+        """A micro-batch, after `open` and `begin`.
 
-    def weighed(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """The loss to call backward on, before `take`: with its weight, where backward may cross ranks."""
-        if self.sums or not backward_may_cross_ranks():
-            return loss
+        Args:
+            loss: The trainer's.
+            weight: What it counts.
+            last: Whether it ends the window on this rank; others may end theirs otherwise.
+            **kwargs: Of `Tensor.backward`.
+        """
+        last = last and self._sends_in_backward
+        self.accumulator.backward(loss, 1.0 if self.sums else weight, last=last, **kwargs)
+
+    def run(
+        self, backward: Callable[[Tensor], None], loss: Tensor, weight: float | Tensor, *, last: bool = False
+    ) -> None:
+        """A micro-batch whose backward somebody else calls; after `open` and `begin`, and before `take`.
+
+        Args:
+            backward: Is called with the loss that backward is to be run of.
+            loss: The trainer's, scaled.
+            weight: What it counts.
+            last: As of `backward`.
+        """
+        self._last = last and self._sends_in_backward
+        loss, self.under_way = self.weigh(loss, weight)
+        parts_of(self.accumulator).intake.run(functools.partial(backward, loss), loss, self.under_way, self._last)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
+        """The loss to run backward of, with its weight where backward may cross ranks; and the weight."""
         store, _, intake, _ = parts_of(self.accumulator)
-        loss, self.in_loss = intake.weigh(loss, as_scalar(weight, "weight", store.device))
-        return loss
+        return intake.weigh(loss, as_scalar(1.0 if self.sums else weight, "weight", store.device))
 
-    def take(self, weight: float | Tensor) -> None:
-        """Count a micro-batch whose backward somebody else has called."""
-        in_loss, self.in_loss = self.in_loss, None
-        if in_loss is None:
-            self.accumulator.accumulate(1.0 if self.sums else weight)
-            return
+    def take(self, loss: Tensor | None = None) -> None:
+        """Count the micro-batch under way, whose loss, not scaled, was this."""
+        weight, self.under_way = self.under_way or Weight(1.0), None
+        last, self._last = self._last, False
         with torch.no_grad():
-            parts_of(self.accumulator).intake.accumulate(in_loss, last=False)
+            parts_of(self.accumulator).intake.accumulate(weight, last, loss)
 
     @property
     def reached(self) -> bool:
@@ -329,11 +333,17 @@ class TrainerWindow:
         self.finalized = True
 
     def _take_uncounted(self) -> None:
-        """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see."""
+        """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see.
+
+        A window that ends otherwise than by a micro-batch that was known to be the last has no other, then.
+        """
         self.take_back()
+        self.under_way = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
             parts_of(self.accumulator).scaler.make_up_for(1)
-            self.take(1.0)
+            self.take()
+        if self._sends_in_backward and self.accumulator.micro_batches:
+            parts_of(self.accumulator).ranks.end_last()
 
     def _divisor(self) -> float | None:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
@@ -386,17 +396,17 @@ class TrainerWindow:
         with _alone(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()
-                empty = self.accumulator.micro_batches == 0 and not self.several_ranks
-                if empty:  # as in stock: nothing moves, and schedulers go on
-                    self._idle = True
-                    if self._scaler is None and not needs_closure:
-                        self.optimizer.step(**kwargs)
-                    return None
-                if fold and not kwargs and not needs_closure:
+                if fold and self.accumulator.micro_batches and not kwargs and not needs_closure:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
                     return norm
                 self.finalize()
+            self._idle = self._empty
+            if self._idle:  # as in stock: nothing moves, and schedulers go on
+                self.stepped = self.finalized
+                if self._scaler is None and not needs_closure:
+                    self.optimizer.step(**kwargs)
+                return None
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
             args = (_once(self.optimizer, result),) if needs_closure else ()
             if self._scaler is not None:
@@ -407,6 +417,12 @@ class TrainerWindow:
                 self.optimizer.step(*args, **kwargs)
         self.stepped = True
         return norm
+
+    @property
+    def _empty(self) -> bool:
+        """Whether no rank had a micro-batch; where there are several, the window is finalized."""
+        store = parts_of(self.accumulator).store
+        return self.accumulator.micro_batches == 0 and next(iter(store.touched()), None) is None
 
     def _rerecord(self) -> None:
         """Tell the scaler again that gradients are unscaled: another optimizer's update has made it forget."""
@@ -426,7 +442,9 @@ class TrainerWindow:
         return self.accumulator.state_dict(reduced=self.several_ranks and self.accumulator.micro_batches > 0)
 
     def close(self) -> None:
-        """Drop the window, stepped or not, and open the next."""
+        """Drop the window, stepped or not, and open the next; collective where sums are on their way to other ranks."""
+        if parts_of(self.accumulator).ranks.begun:
+            self.finalize()
         self._shown = []
         self.accumulator.zero_()
         self._reset()
@@ -434,53 +452,6 @@ class TrainerWindow:
     def _reset(self) -> None:
         self.finalized = self.stepped = False
         self.micro_batch = None if self.micro_batch is None else 0
-
-
-def backward_of_all(
-    windows: Sequence[TrainerWindow],
-    loss: Tensor,
-    weight: float | Tensor,
-    scaler: torch.amp.GradScaler | None,
-    **kwargs: Any,
-) -> list[TrainerWindow]:
-    """A backward whose gradients may be those of several optimizers; it counts for those that it reaches.
-
-    Args:
-        windows: Those that are open have had `begin`.
-        loss: The trainer's.
-        weight: What it counts.
-        scaler: The trainer's.
-        **kwargs: Of `Tensor.backward`.
-
-    Returns:
-        The windows that it reached.
-
-    Raises:
-        RuntimeError: it reaches parameters of a window that has ended and was not stepped.
-    """
-    ended = [window for window in windows if window.finalized]
-    kept = [(p, p.grad) for window in ended for p in window.accumulator.parameters() if p.grad is not None]
-    for p, _ in kept:
-        p.grad = None
-    is_open = [window for window in windows if not window.finalized]
-    if is_open:
-        loss = is_open[0].weighed(loss, weight)
-        for window in is_open:
-            window.in_loss = is_open[0].in_loss
-    (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
-    reached = [window for window in windows if window.reached]
-    if any(window in ended for window in reached):
-        for window in reached:
-            parts_of(window.accumulator).store.drop_grads()
-        raise RuntimeError(
-            "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or keep "
-            "its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"
-        )
-    for p, grad in kept:
-        p.grad = grad
-    for window in reached:
-        window.take(weight)
-    return reached
 
 
 class _Stepped(FusedAccumulator):
@@ -500,13 +471,6 @@ class _Stepped(FusedAccumulator):
                 f" and {len(ignored) - 3} more" if len(ignored) > 3 else "",
             )
         return [e for e in named if id(e.param) in self._stepped]
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Without what torch.compile puts around it."""
-    while "_orig_mod" in module._modules:
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
-    return module
 
 
 @functools.cache
@@ -543,70 +507,3 @@ def _alone(scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> Iterato
         yield
     finally:
         scaler._per_optimizer_states.update(others)
-
-
-# ---- DistributedDataParallel modules, which several windows may share
-
-_silences: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
-_no_syncs: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
-
-
-@dataclasses.dataclass
-class _Shared:
-    """What the windows of a module need once."""
-
-    held: Any
-    windows: int = 0
-
-
-@contextlib.contextmanager
-def _silent(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Keep the module silent until the last of its windows has gone."""
-    if ddp not in _silences:
-        _silences[ddp] = _Shared(Silence(ddp))
-    _silences[ddp].windows += 1
-    try:
-        yield
-    finally:
-        _silences[ddp].windows -= 1
-        if _silences[ddp].windows == 0:
-            _silences.pop(ddp).held.remove()
-
-
-@contextlib.contextmanager
-def _counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
-    """The module's `no_sync`, which from now on knows whether a loop is inside it."""
-    if ddp not in _no_syncs:
-        ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
-        _no_syncs[ddp] = _Shared(ddp.no_sync)
-    _no_syncs[ddp].windows += 1
-    try:
-        yield _no_syncs[ddp].held
-    finally:
-        _no_syncs[ddp].windows -= 1
-        if _no_syncs[ddp].windows == 0:
-            del _no_syncs[ddp]
-            del ddp.no_sync
-
-
-class _NoSync:
-    """Counts who is inside `no_sync`; a copy or a pickle of the module has one that does nothing."""
-
-    def __init__(self, kind: type[DistributedDataParallel], ddp: weakref.ref[DistributedDataParallel]) -> None:
-        self.depth = 0
-        self._kind = kind
-        self._ddp = ddp
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        ddp = self._ddp()
-        assert ddp is not None
-        with self._kind.no_sync(ddp):
-            self.depth += 1
-            try:
-                yield
-            finally:
-                self.depth -= 1
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (contextlib.nullcontext,)

@@ -36,6 +36,9 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
         group = None
     else:  # ranks outside of the group do not come here
         group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+    if like is not None:
+        # A rank that has connected may end before it communicates; others would find it gone while they connect.
+        dist.all_reduce(torch.zeros(1, device=device), group=like)
     _groups[key] = (world, group)
     return group
 

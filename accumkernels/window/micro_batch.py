@@ -225,7 +225,7 @@ class Intake:
             weighed = Weight(weight)
         if self._window.kept:
             self._window.check_kept(weighed)
-        self._run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
+        self.run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
         return weighed
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
@@ -240,7 +240,7 @@ class Intake:
         """
         run = functools.partial(torch.autograd.backward, tensors, grads)
         if self._adds_in_backward:
-            self._run(run, tensors[0], weight, last)
+            self.run(run, tensors[0], weight, last)
         else:
             run()
 
@@ -248,7 +248,7 @@ class Intake:
     def _adds_in_backward(self) -> bool:
         return self.fused is not None or (self.hooks is not None and self.hooks.listens)
 
-    def _run(self, run: Callable[[], None], root: Tensor, weight: Weight, last: bool) -> None:
+    def run(self, run: Callable[[], None], root: Tensor, weight: Weight, last: bool) -> None:
         """Run a backward whose graph begins at `root`; some gradients may be added while it runs."""
         if self._adds_in_backward and self._window.micro_batches == 0:
             with torch.no_grad():
@@ -419,7 +419,8 @@ class Intake:
                 self._window.phase = Phase.BROKEN
                 raise RuntimeError(
                     f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a parameter "
-                    "may get one only (reentrant checkpointing makes more)"
+                    "may get one only (reentrant checkpointing of a layer that is called twice makes more: "
+                    "use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch')"
                 )
 
     def _check_segment_not_sent(self, buffer: FlatBuffer, index: int) -> None:

@@ -1,6 +1,6 @@
 """What the adapters gain: samples per second and gradient bytes of each trainer, with and without FusedAccumulator.
 
-    python -m benchmarks.trainers [--device cpu|cuda] [--csv FILE]
+    python -m benchmarks.trainers [--device cpu|cuda] [--model small,medium] [--ranks 1,2] [--csv FILE]
 
 accelerate, Lightning and transformers train the demo's GPT (GPT-2 124M on a GPU) under bf16 autocast, with clipping and
 AdamW (fused, but not in Lightning, which alone refuses to clip it), on the same random tokens; the methods of one
@@ -8,34 +8,46 @@ trainer take turns, run by run. A run's windows are timed from one optimizer ste
 sets up does not count. The peak of live gradient bytes is of all that holds gradients: `.grad`s, 16-bit gradients not
 yet added, and flat buffers. It is looked at when a module's backward ends, before and after gradients are added and
 before the optimizer steps, from the second window on, in a run of its own. A trainer that is not installed is listed as
-such.
+such. On several ranks, each a process on this machine, trainers run under DistributedDataParallel; samples and tokens
+are those of all ranks, and times and bytes those of rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import pickle
+import socket
+import tempfile
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from ..harness.gradient_bytes import GradientBytes
 from ..harness.machine import environment, version
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, groups, write_csv
 from ..harness.tables import Table, progress
-from ..methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, reset
+from ..methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, as_launched, reset
 from ..methods.training import SIZES
 
 COLUMNS = (
-    *("trainer", "trainer_version", "method", "model", "parameters", "device", "dtype", "micro_batches"),
-    *("tokens_per_micro_batch", "samples_per_second", "tokens_per_second", "ms_median", "ms_p10", "ms_p90"),
-    *("peak_gradient_MB", "speed_to_without", "gradients_to_without", "runs", "unavailable"),
+    *("trainer", "trainer_version", "method", "model", "parameters", "device", "dtype", "ranks"),
+    *("micro_batches", "tokens_per_micro_batch", "samples_per_second", "tokens_per_second"),
+    *("ms_median", "ms_p10", "ms_p90", "peak_gradient_MB", "speed_to_without", "gradients_to_without"),
+    *("runs", "unavailable"),
     *("threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
 
-def measure(trainer: str, task: Task, runs: int) -> dict[str, tuple[list[float], int]]:
+Found = dict[str, tuple[list[float], int]]
+
+
+def measure(trainer: str, task: Task, runs: int) -> Found:
     """Per method the seconds of windows and the peak of gradient bytes."""
     run = TRAINERS[trainer]
     peaks: dict[str, int] = {}
@@ -63,7 +75,36 @@ def measure(trainer: str, task: Task, runs: int) -> dict[str, tuple[list[float],
     return {name: (seconds[name], peaks[name]) for name in names}
 
 
-def rows(trainer: str, found: dict[str, tuple[list[float], int]] | str, task: Task, about: Row) -> list[Row]:
+def _rank(rank: int, port: int, path: str, trainer: str, task: Task, runs: int, threads: int) -> None:
+    """One process; rank 0 writes what it measured."""
+    torch.set_num_threads(threads)
+    backend = "gloo"
+    if task.device.type == "cuda":
+        backend, task = "nccl", task._replace(device=torch.device("cuda", rank))
+        torch.cuda.set_device(task.device)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, address, timedelta(minutes=10), world_size=task.ranks, rank=rank)
+    as_launched()
+    found = measure(trainer, task, runs)
+    if rank == 0:
+        Path(path).write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_on_ranks(trainer: str, task: Task, runs: int, threads: int) -> Found:
+    """As `measure`, in as many processes as the task has ranks, with so many threads in all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "measured")
+        each = max(1, threads // task.ranks)
+        mp.spawn(_rank, (port, str(path), trainer, task, runs, each), nprocs=task.ranks)
+        return pickle.loads(path.read_bytes())
+
+
+def rows(trainer: str, found: Found | str, task: Task, about: Row) -> list[Row]:
     """One per method; one in all where the trainer is not installed."""
     parameters = sum(p.numel() for p in Model(task.size).parameters())
     tokens = task.size.samples * task.size.length
@@ -73,6 +114,7 @@ def rows(trainer: str, found: dict[str, tuple[list[float], int]] | str, task: Ta
         "trainer_version": version(trainer),
         "parameters": parameters,
         "dtype": "bf16",
+        "ranks": task.ranks,
         "micro_batches": task.micro_batches,
         "tokens_per_micro_batch": tokens,
     }
@@ -85,8 +127,8 @@ def rows(trainer: str, found: dict[str, tuple[list[float], int]] | str, task: Ta
         row: Row = {
             **common,
             "method": method,
-            "samples_per_second": float(f"{task.micro_batches * task.size.samples / median:.4g}"),
-            "tokens_per_second": float(f"{task.micro_batches * tokens / median:.4g}"),
+            "samples_per_second": float(f"{task.ranks * task.micro_batches * task.size.samples / median:.4g}"),
+            "tokens_per_second": float(f"{task.ranks * task.micro_batches * tokens / median:.4g}"),
             **{f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))},
             "peak_gradient_MB": float(f"{peak / 1e6:.4g}"),
             "speed_to_without": float(f"{before / median:.3f}"),
@@ -98,14 +140,15 @@ def rows(trainer: str, found: dict[str, tuple[list[float], int]] | str, task: Ta
 
 
 def show(table_rows: Sequence[Row]) -> None:
-    """A table per trainer."""
-    for group in groups(table_rows, "trainer", "micro_batches").values():
+    """A table per trainer, model and number of ranks."""
+    for group in groups(table_rows, "trainer", "model", "ranks", "micro_batches").values():
         first = group[0]
         if first["unavailable"]:
             print(f"{first['trainer']}: {first['unavailable']}")
             continue
         title = f"{first['trainer']} {first['trainer_version']}, {first['model']}, {first['parameters']:,} parameters, "
-        title += f"{first['micro_batches']} micro-batches, bf16; torch {first['torch']}, {first['device']}"
+        title += f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, bf16; torch {first['torch']}, "
+        title += str(first["device"])
         headers = ("method", "samples/s", "ms a window", "p10 to p90", "to without", "gradient MB", "to without")
         table = Table(title, headers)
         for r in group:
@@ -119,7 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on a GPU, small on the CPU")
+    parser.add_argument("--model", help=f"of {', '.join(SIZES)}; default: gpt2 on a GPU, small on the CPU")
+    parser.add_argument("--ranks", default="1", help="numbers of processes, comma-separated (default: 1)")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--windows", type=int, default=6, help="of a run; the first is not timed")
     parser.add_argument("--runs", type=int, default=5, help="per method")
@@ -128,20 +172,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     names = arguments.trainers.split(",")
-    for name in names:
-        if name not in TRAINERS:
-            parser.error(f"--trainers: {name!r} is not one of {', '.join(TRAINERS)}")
+    models = (arguments.model or ("gpt2" if arguments.device == "cuda" else "small")).split(",")
+    for option, given, known in (("--trainers", names, TRAINERS), ("--model", models, SIZES)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{option}: {name!r} is not one of {', '.join(known)}")
     if arguments.windows < 2:
         parser.error("--windows: 2 or more, the first is not timed")
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    model = arguments.model or ("gpt2" if arguments.device == "cuda" else "small")
-    task = Task(SIZES[model], arguments.micro_batches, arguments.windows, device)
-    about: Row = {**environment(device), "model": model}
+    about = environment(device)
     found: list[Row] = []
-    for name in names:
-        cause = None if version(name) else "not installed"
-        added = rows(name, cause or measure(name, task, arguments.runs), task, about)
+    for model, ranks, name in itertools.product(models, map(int, arguments.ranks.split(",")), names):
+        task = Task(SIZES[model], arguments.micro_batches, arguments.windows, device, ranks)
+        measured: Found | str
+        if not version(name):
+            measured = "not installed"
+        elif ranks == 1:
+            measured = measure(name, task, arguments.runs)
+        else:
+            measured = measure_on_ranks(name, task, arguments.runs, arguments.threads)
+        added = rows(name, measured, task, {**about, "model": model})
         show(added)
         found += added
         if arguments.csv:

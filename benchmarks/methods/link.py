@@ -7,10 +7,11 @@ the methods' own work, in chunks and buckets that are smaller than usual by one 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 import accumkernels as ak
 import accumkernels.ranks.reduction as reduction
 
+from .trainers import as_launched
+
 LAYERS, ELEMENTS = 32, 2**16
 BYTES = LAYERS * ELEMENTS * 4
 SHRINK = 32  # of chunks and buckets
+BUCKET_BYTES = 32 * 2**20 // SHRINK
 FORWARD, BACKWARD = 0.002, 0.004  # seconds in a layer
 
 Window = Callable[[int], None]  # of so many micro-batches
@@ -118,26 +122,54 @@ def stock(link: Link) -> Window:
     return window
 
 
-def fused(link: Link, looks_ahead: bool) -> Window:
-    """FusedAccumulator, in a loop over `acc.window` or without it."""
+@contextlib.contextmanager
+def _chunks_over(link: Link) -> Iterator[None]:
+    """FusedAccumulator's chunks, of shrunken size; its scalars go as ever."""
     all_reduce = dist.all_reduce
 
     def over_the_link(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return link.send(tensor) if kwargs.get("async_op") else all_reduce(tensor, *args, **kwargs)
 
+    with (
+        mock.patch.object(dist, "all_reduce", over_the_link),
+        mock.patch.object(reduction, "CHUNK_BYTES", BUCKET_BYTES),
+    ):
+        yield
+
+
+def fused(link: Link, looks_ahead: bool) -> Window:
+    """FusedAccumulator, in a loop over `acc.window` or without it."""
     model = _model()
-    options: dict[str, Any] = {"bucket_bytes": 32 * 2**20 // SHRINK, "process_group": dist.group.WORLD}
-    acc = ak.FusedAccumulator(model, **options)
+    acc = ak.FusedAccumulator(model, bucket_bytes=BUCKET_BYTES, process_group=dist.group.WORLD)
     optimizer = _sgd(acc.parameters())
 
     def window(micro_batches: int) -> None:
-        with (
-            mock.patch.object(dist, "all_reduce", over_the_link),
-            mock.patch.object(reduction, "CHUNK_BYTES", 32 * 2**20 // SHRINK),
-        ):
+        with _chunks_over(link):
             for _ in acc.window(range(micro_batches)) if looks_ahead else range(micro_batches):
                 acc.backward(_loss(model))
             acc.step(optimizer)
+
+    return window
+
+
+def adapter(link: Link) -> Window:
+    """Our Accelerator, in the loop of accelerate's documentation, around DistributedDataParallel."""
+    from accumkernels.integrations.accelerate import Accelerator
+
+    as_launched()
+    accelerator = Accelerator(cpu=True, accumulator_options={"bucket_bytes": BUCKET_BYTES})
+    model = _model()
+    model, optimizer = accelerator.prepare(model, _sgd(model.parameters()))
+
+    def window(micro_batches: int) -> None:
+        accelerator.gradient_accumulation_steps = micro_batches
+        accelerator.step = 0  # where accelerate counts micro-batches
+        with _chunks_over(link):
+            for _ in range(micro_batches):
+                with accelerator.accumulate(model):
+                    accelerator.backward(_loss(model))
+                    optimizer.step()
+                    optimizer.zero_grad()
 
     return window
 
@@ -148,3 +180,5 @@ METHODS: dict[str, Callable[[Link], Window]] = {
     "FusedAccumulator": lambda link: fused(link, False),
     "FusedAccumulator, acc.window": lambda link: fused(link, True),
 }
+if importlib.util.find_spec("accelerate"):
+    METHODS["accelerate's loop, our Accelerator"] = adapter

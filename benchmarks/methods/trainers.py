@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import tempfile
 import time
@@ -64,11 +65,12 @@ class Task(NamedTuple):
     micro_batches: int
     windows: int
     device: torch.device
+    ranks: int = 1
 
     def samples(self) -> list[dict[str, Tensor]]:
-        """Random tokens: what they are makes no difference to the time."""
+        """Random tokens, of all ranks: what they are makes no difference to the time."""
         generator = torch.Generator().manual_seed(1)
-        shape = (self.size.samples * self.micro_batches * self.windows, self.size.length)
+        shape = (self.size.samples * self.micro_batches * self.windows * self.ranks, self.size.length)
         inputs, labels = (torch.randint(self.size.vocabulary, shape, generator=generator) for _ in range(2))
         return [{"inputs": one, "labels": other} for one, other in zip(inputs, labels, strict=True)]
 
@@ -113,6 +115,7 @@ def run_accelerate(task: Task, model: nn.Module, clock: Clock, options: dict[str
 def run_lightning(task: Task, model: nn.Module, clock: Clock, options: dict[str, Any] | None) -> None:
     """Automatic optimization."""
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
 
     from accumkernels.integrations.lightning import FusedAccumulation
 
@@ -134,7 +137,8 @@ def run_lightning(task: Task, model: nn.Module, clock: Clock, options: dict[str,
 
     trainer = pl.Trainer(
         accelerator="cpu" if task.device.type == "cpu" else "gpu",
-        devices=1,
+        devices=task.ranks,
+        strategy=DDPStrategy() if task.ranks > 1 else "auto",
         max_epochs=1,
         precision="bf16-mixed",
         accumulate_grad_batches=task.micro_batches,
@@ -172,6 +176,7 @@ def run_transformers(task: Task, model: nn.Module, clock: Clock, options: dict[s
             logging_strategy="no",
             report_to=[],
             use_cpu=task.device.type == "cpu",
+            ddp_backend=torch.distributed.get_backend() if task.ranks > 1 else None,
             disable_tqdm=True,
         )
         cls = functools.partial(Trainer, accumulator_options=options) if options is not None else transformers.Trainer
@@ -186,6 +191,15 @@ TRAINERS: dict[str, Run] = {
     "lightning": run_lightning,
     "transformers": run_transformers,
 }
+
+
+def as_launched() -> None:
+    """Set what `torchrun` sets, for trainers in ranks that have a process group already."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)},
+        GROUP_RANK="0", NODE_RANK="0", TORCHELASTIC_RUN_ID="here", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+    )  # fmt: skip
 
 
 def reset() -> None:

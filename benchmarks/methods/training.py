@@ -29,6 +29,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "gpt2": Size(50257, 768, 12, 12, 1024, 8),
+    "medium": Size(256, 384, 6, 6, 128, 4),  # 11M parameters
     "small": Size(256, 128, 2, 4, 128, 8),
     "tiny": Size(64, 32, 1, 2, 16, 2),
 }

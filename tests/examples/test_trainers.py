@@ -44,13 +44,14 @@ def test_ends_where_the_big_batch_does(name, package, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_on_two_ranks():
+@pytest.mark.parametrize(("name", "package"), TRAINERS)
+def test_on_two_ranks(name, package):
     """As `make trainers-on-ranks` runs all three: the windows of both ranks together are the big batch."""
-    pytest.importorskip("accelerate")
+    pytest.importorskip(package)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     found = subprocess.run(
-        [*command, str(EXAMPLES / "accelerate_loop.py")], capture_output=True, text=True, env=environment, timeout=300
+        [*command, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=environment, timeout=300
     )
     assert found.returncode == 0, found.stderr[-4000:]
     assert "on 2 ranks" in found.stdout

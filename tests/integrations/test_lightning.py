@@ -205,14 +205,15 @@ def test_the_last_window_may_be_short(steps):
     assert relative_error(moved(stock), [grad * 2 / steps for grad in truth]) < ROUNDING
 
 
-def test_unequal_micro_batches():
+@pytest.mark.parametrize("options", [{}, {"release": "backward", "bucket_bytes": 64}], ids=str)
+def test_unequal_micro_batches(options):
     """Micro-batches of 3, 3, 3 and 1 samples, each counted by its samples, are the big batch.
 
     Lightning makes the mean of means (https://github.com/Lightning-AI/pytorch-lightning/issues/20350).
     """
     truth = big_batch_grads(mlp(), *batch(10))
     for weight in (lambda data: len(data[0]), lambda data: torch.tensor(len(data[0]))):
-        ours, _ = fit(sgd(), 10, FusedAccumulation(weight))
+        ours, _ = fit(sgd(), 10, FusedAccumulation(weight, **options))
         assert relative_error(moved(ours), truth) < ROUNDING
     stock, _ = fit(sgd(), 10)
     assert relative_error(moved(stock), truth) > 0.01
@@ -330,5 +331,3 @@ def test_errors():
         FusedAccumulation().on_fit_start(one, Regression())
     with pytest.raises(TypeError, match="LBFGS"):
         fit(Regression(torch.optim.LBFGS, lr=0.1), 4 * SIZE, FusedAccumulation())
-    with pytest.raises(RuntimeError, match="release='backward'"):  # the weight comes too late
-        fit(Regression(), 4 * SIZE, FusedAccumulation(weight=lambda data: 3, release="backward"))

@@ -16,6 +16,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks import BackboneFinetuning  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from accumkernels import FusedAccumulator  # noqa: E402
@@ -187,12 +188,19 @@ def test_two_optimizers(toggles):
     assert_close(*both(lambda: Gan(toggles), steps=1, epochs=2))
 
 
-def test_metrics_are_logged(tmp_path):
-    """Of every window, to the Trainer's logger."""
+@pytest.mark.parametrize("scaler", [False, True])
+def test_metrics_are_logged(scaler, tmp_path):
+    """Of every window, to the Trainer's logger; the loss as it was before it was divided and scaled."""
     callback = FusedAccumulation(weight=lambda data: len(data[0]), metrics=True)
-    one = trainer(callback, logger=CSVLogger(tmp_path, version=0), log_every_n_steps=1, gradient_clip_val=0.05)
-    one.fit(Module())
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))] if scaler else None
+    settings = {"log_every_n_steps": 1, "gradient_clip_val": 0.05, "plugins": plugins}
+    one = trainer(callback, logger=CSVLogger(tmp_path, version=0), **settings)
+    module, losses = Module(), []
+    original = module.loss
+    module.loss = lambda data: losses.append(original(data)) or losses[-1]
+    one.fit(module)
     logged = one.logged_metrics
+    assert logged["accumulator/loss"].item() == pytest.approx(sum(map(float, losses[-4:])) / 4, rel=1e-6)
     assert logged["accumulator/weight"] == 4 * SIZE
     assert logged["accumulator/micro_batches"] == 4
     assert logged["accumulator/grad_norm"] > 0.05

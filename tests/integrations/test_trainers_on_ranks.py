@@ -21,53 +21,9 @@ pytest.importorskip("transformers")
 import accumkernels as ak  # noqa: E402
 from tests.support import trainer_rank_scenarios as scenarios  # noqa: E402
 from tests.support.trainer_rank_scenarios import KINDS, LR, MAX_NORM, SCALE, STEPS, item, items  # noqa: E402
+from tests.support.trainer_truth import ROUNDING, assert_close, truth, window_gradient  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-
-# Of the way that the parameters go, which is a hundredth of them: fp32 parameters are rounded twice; measured 2e-6, and
-# 1e-7 of the parameters. In 16 bit a parameter of the second window that is one fp32 unit off may round to the next
-# 16-bit value, on its way through autocast; measured 2e-5.
-ROUNDING = {"fp32": 5e-6, "bf16": 1e-3, "fp16": 2e-4}
-
-
-def window_gradient(model, numbers, precision):
-    """The weighted mean gradient of micro-batches, each computed as a stock loop does, in float64; and their norm."""
-    sums, weight = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()], 0
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    for i in numbers:
-        x, y = item(i)
-        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            out = model(x)
-        # Divided and scaled as trainers do, which decides what underflows in fp16.
-        scale = SCALE / STEPS if precision == "fp16" else 1 / STEPS
-        (mse_loss(out.float(), y) * scale).backward()
-        for total, p in zip(sums, model.parameters(), strict=True):
-            total += p.grad.double() / scale * len(x)
-            p.grad = None
-        weight += len(x)
-    return [total / weight for total in sums]
-
-
-def truth(size, precision="fp32", clip=None, uneven=True, skipped=()):
-    """Parameters by name, and the norms of the windows."""
-    model = mlp()
-    norms = []
-    for window, numbers in enumerate(items(size, uneven=uneven)):
-        grads = window_gradient(model, numbers, precision)
-        norm = torch.cat([g.flatten() for g in grads]).norm().item()
-        norms.append(norm)
-        for p, grad in zip(model.parameters(), grads, strict=True):
-            if window not in skipped:
-                p.data -= (LR * grad * min(1.0, (clip or float("inf")) / norm)).float()
-    return dict(model.named_parameters()), norms
-
-
-def assert_close(found, expected, rounding):
-    """Of the way from `mlp()`, over all parameters; found by name, in any order."""
-    start = dict(mlp().named_parameters())
-    assert set(found) == set(expected)
-    way = [[values[name].detach() - start[name].detach() for name in start] for values in (found, expected)]
-    assert relative_error(*way) < rounding
 
 
 def assert_same(found, name, key=None):
@@ -79,37 +35,34 @@ def assert_same(found, name, key=None):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What two ranks found."""
+    """What two ranks found: in one start, since the trainers take seconds to import."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {**run(2, folder, scenarios.DDP), "folder": folder}
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    """What two ranks found, with FSDP2."""
-    return run(2, tmp_path_factory.mktemp("sharded"), scenarios.SHARDED)
+    return {**run(2, folder, [*scenarios.DDP, *scenarios.SHARDED]), "folder": folder}
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """What four ranks found."""
-    names = [scenarios.accelerate_two_optimizers, scenarios.lightning_two_optimizers, scenarios.transformers_tokens]
-    return run(4, tmp_path_factory.mktemp("four"), names)
+    return run(4, tmp_path_factory.mktemp("four"), [*scenarios.FOUR, *scenarios.SHARDED])
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "backward", "fused", "find_unused_parameters"], ids=str)
-@pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
-def test_one_process_on_all_the_data(found, trainer, kind):
+TRAINERS = ("accelerate", "lightning", "transformers")
+CASES = [(trainer, kind) for trainer in TRAINERS for kind in (*KINDS, "fused")]
+CASES += [("accelerate", "backward"), ("lightning", "find_unused_parameters")]
+
+
+@pytest.mark.parametrize(("trainer", "kind"), CASES, ids=str)
+@pytest.mark.parametrize("ranks", ["found", "four"])
+def test_one_process_on_all_the_data(ranks, trainer, kind, request):
     """Unequal micro-batches, a short last window; clipped or not, and its norms.
 
     The last rank has one micro-batch less, but in Lightning, which communicates in every batch.
     """
+    found = request.getfixturevalue(ranks)
     name = f"{trainer}_ddp"
     check(found, name)
-    if kind not in found[name][0]:
-        pytest.skip("another trainer's")
     precision, clip = kind if isinstance(kind, tuple) else ("fp32", MAX_NORM if kind == "fused" else None)
-    expected, norms = truth(2, precision, clip, uneven=trainer != "lightning")
+    expected, norms = truth(len(found[name]), precision, clip, uneven=trainer != "lightning")
     assert_same(found, name, kind)
     values, own_norms, scale = found[name][0][kind]
     assert_close(values, expected, ROUNDING[precision])
@@ -162,6 +115,49 @@ def test_bytes_of_a_window(found):
         padding = 128 * len(list(mlp().parameters()))  # segments are aligned
         scalars = 8 * 64
         assert payload <= sum(sent) <= payload + padding + scalars
+
+
+@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("loop", ["accelerate", "lightning", "transformers", "without", "static graph"])
+def test_sent_while_backward_runs(ranks, loop, request):
+    """All chunks of whole windows, with the values and the bytes of sums that are sent at the end."""
+    results = request.getfixturevalue(ranks)
+    check(results, "sent_in_backward")
+    size = len(results["sent_in_backward"])
+    expected, _ = truth(size, uneven=loop not in ("lightning", "static graph"))
+    payload = sum(p.nbytes for p in mlp().parameters())
+    padding = 128 * len(list(mlp().parameters()))  # segments are aligned
+    for values, _, _, sent in (result[loop] for result in results["sent_in_backward"]):
+        assert_close(values, expected, ROUNDING["fp32"])
+        assert {when for when, _ in sent} == {"after" if loop in ("without", "static graph") else "backward"}
+        assert 2 * payload <= sum(nbytes for _, nbytes in sent) <= 2 * (payload + padding)
+
+
+def test_a_window_that_ends_otherwise_on_one_rank(found):
+    """Than by a micro-batch that is known to be its last, as the other rank's does."""
+    check(found, "accelerate_ends_otherwise")
+    numbers = [i for i in items(2)[0] if i != 2 * STEPS - 1]
+    gradient = window_gradient(mlp(), numbers, "fp32")
+    expected = {name: p - LR * g for (name, p), g in zip(mlp().named_parameters(), gradient, strict=True)}
+    for values in found["accelerate_ends_otherwise"]:
+        assert_close(values, expected, ROUNDING["fp32"])
+
+
+def test_reentrant_checkpointing_of_a_layer_called_twice(found):
+    """As in stock an error, for its gradients are sent when they have come; with the option that it names it works."""
+    check(found, "reentrant_checkpointing")
+    model = scenarios.CalledTwice()
+    for rank in range(2):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+        (model(x) / 2).backward()
+    expected = {name: p - LR * p.grad for name, p in model.named_parameters()}
+    for result in found["reentrant_checkpointing"]:
+        assert result["stock"][0] == "RuntimeError"
+        assert result["default"][0] == "RuntimeError"
+        assert "release='microbatch'" in result["default"][1]
+        assert result["microbatch"] == ("", "")
+        for name, p in expected.items():
+            torch.testing.assert_close(result["values"][name], p.detach())
 
 
 def test_refused_on_several_ranks(found):
@@ -292,21 +288,38 @@ def test_saved_inside_a_window(found):
     assert relative_error(moved, expected) < ROUNDING["fp32"]
 
 
-@pytest.mark.parametrize("kind", [("fp32", None), ("fp32", MAX_NORM), ("bf16", None)], ids=str)
-@pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
-def test_fsdp2(sharded, trainer, kind):
+# FSDP2 casts all parameters and gradients in 16 bit, not only those of matrix products.
+SHARDED_ROUNDING = {"fp32": ROUNDING["fp32"], "bf16": 0.02, "fp16": 2e-3}
+
+
+FSDP2_CASES = [("accelerate", kind) for kind in KINDS]
+FSDP2_CASES += [("lightning", kind) for kind in KINDS if kind[0] != "fp16"]  # which it has on GPUs only
+FSDP2_CASES += [("transformers", kind) for kind in KINDS if kind[0] == "fp32"]  # 16 bit is the plugin's
+
+
+@pytest.mark.parametrize(("trainer", "kind"), FSDP2_CASES, ids=str)
+@pytest.mark.parametrize("ranks", ["found", "four"])
+def test_fsdp2(ranks, trainer, kind, request):
     """Unequal micro-batches on ranks, whose gradients FSDP2 averages inside backward."""
+    found = request.getfixturevalue(ranks)
     name = f"{trainer}_fsdp2"
-    if name not in sharded:
-        pytest.skip("on GPUs only")
-    check(sharded, name)
-    if kind not in sharded[name][0]:
-        pytest.skip("another trainer's")
+    check(found, name)
     precision, clip = kind
-    expected, norms = truth(2, "fp32", clip, uneven=False)
-    for result in sharded[name]:
-        values, own_norms, _ = result[kind]
-        # FSDP2 casts all parameters and gradients in bf16, not only those of matrix products.
-        assert_close(values, expected, 0.02 if precision == "bf16" else ROUNDING["fp32"])
+    expected, norms = truth(len(found[name]), "fp32", clip, uneven=False)
+    for result in found[name]:
+        values, own_norms, scale = result[kind]
+        assert_close(values, expected, SHARDED_ROUNDING[precision])
         if own_norms:
-            assert own_norms == pytest.approx(norms, rel=1e-6)
+            assert own_norms == pytest.approx(norms, rel=1e-6 if precision == "fp32" else SHARDED_ROUNDING[precision])
+        assert scale == (SCALE if precision == "fp16" else None)
+
+
+def test_fsdp2_with_an_overflow_on_one_rank(found):
+    """With a GradScaler: all skip the window, and step the next."""
+    check(found, "accelerate_fsdp2")
+    expected, _ = truth(2, uneven=False, skipped={0})
+    for result in found["accelerate_fsdp2"]:
+        values, history, scale = result["overflow"]
+        assert_close(values, expected, SHARDED_ROUNDING["fp16"])
+        assert history == [True, False]
+        assert scale == SCALE / 2

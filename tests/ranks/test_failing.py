@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unittest.mock
 from datetime import timedelta
 
 import pytest
@@ -25,6 +26,24 @@ def _window(rank, group):
     acc.step(optimizer)
     acc.backward(model(torch.full((1, 5), rank + 1.0)).sum())
     return model, acc, optimizer
+
+
+def meets(rank, size):
+    """Rank 1 says whether rank 0 had made its accumulator before rank 1 had connected to the library's own group."""
+    store, original = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.new_group
+    early = []
+
+    def new_group(*args, **kwargs):
+        group = original(*args, **kwargs)
+        if rank == 1:
+            early.append(message(store.wait, ["made"], timedelta(milliseconds=300)) == ("", ""))
+        return group
+
+    with unittest.mock.patch.object(torch.distributed, "new_group", new_group):
+        acc = ak.FusedAccumulator(mlp(), process_group=torch.distributed.group.WORLD)
+    store.set("made", "")
+    acc.remove()
+    return early
 
 
 def raises(rank, size):
@@ -52,7 +71,12 @@ def dies(rank, size):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Per scenario, what each rank found."""
-    return run(2, tmp_path_factory.mktemp("failing"), [raises, dies])
+    return run(2, tmp_path_factory.mktemp("failing"), [meets, raises, dies])
+
+
+def test_meets(found):
+    """Nobody goes on, and perhaps ends, while another rank still connects to the group that was made."""
+    assert found["meets"] == [[], [False]]
 
 
 def test_raises(found):

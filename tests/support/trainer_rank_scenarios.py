@@ -134,10 +134,9 @@ def accelerator(cls=None, precision="fp32", steps=STEPS, options=None, fsdp2=Fal
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
-        )
-        one.state.distributed_type = accelerate.DistributedType.FSDP
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        one.state.distributed_type = PartialState._shared_state["distributed_type"] = accelerate.DistributedType.FSDP
         one.state.fsdp_plugin = plugin
         one.native_amp = False
     return one if cls == "stock" else fuse(one, **(options or {}))
@@ -195,8 +194,9 @@ def accelerate_ddp(rank, size):
 def accelerate_fsdp2(rank, size):
     """Sharded."""
     environment(rank, size)
-    kinds = [("fp32", None), ("fp32", MAX_NORM), ("bf16", None)]
-    return {kind: accelerate_loop(rank, size, *kind, fsdp2=True) for kind in kinds}
+    found = {kind: accelerate_loop(rank, size, *kind, fsdp2=True) for kind in KINDS}
+    found["overflow"] = accelerate_loop(rank, size, "fp16", fsdp2=True, bad={(size - 1, 1)})
+    return found
 
 
 def accelerate_overflow(rank, size):
@@ -283,6 +283,108 @@ def accelerate_bytes(rank, size):
     return sent, one.step
 
 
+@contextlib.contextmanager
+def chunks_sent():
+    """A list that gets ("backward", bytes) for each chunk that goes out while a backward runs, "after" for others."""
+    from accumkernels.ranks.group import Group
+
+    sent, original = [], Group.send
+
+    def send(self, piece, dtype):
+        when = "after" if torch._C._current_graph_task_id() == -1 else "backward"
+        sent.append((when, piece.nbytes))
+        return original(self, piece, dtype)
+
+    with unittest.mock.patch.object(Group, "send", send):
+        yield sent
+
+
+SMALL = {"release": "backward", "bucket_bytes": 256}  # of which the model's gradients fill several
+
+
+def sent_in_backward(rank, size):
+    """What each trainer sends while backward runs, by itself, and where it may not; and what comes out of it."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from tests.support import ranks
+
+    environment(rank, size)
+    found = {}
+    numbers = list(range((STEPS + 2) * size - 1))
+
+    def transformers_loop():
+        trainer = transformers_trainer(size, ranks.shared, Regressor(), Items(numbers, ("x", "y")))
+        trainer.accelerator._accumulator_options = SMALL
+        trainer.train()
+        return parameters(trainer.model), [], None
+
+    static = DDPStrategy(process_group_backend="gloo", static_graph=True)
+    loops = {
+        "accelerate": lambda: accelerate_loop(rank, size, options=SMALL),
+        "lightning": lambda: lightning_loop(rank, size, options=SMALL),
+        "transformers": transformers_loop,
+        "without": lambda: accelerate_loop(rank, size, options={"release": "microbatch"}),
+        "static graph": lambda: lightning_loop(rank, size, strategy=static, options=SMALL),
+    }
+    for name, loop in loops.items():
+        with chunks_sent() as sent:
+            found[name] = *loop(), sent
+    return found
+
+
+def accelerate_ends_otherwise(rank, size):
+    """The last rank leaves out the backward of the micro-batch that ends the window, after others of its own."""
+    environment(rank, size)
+    one = accelerator(options=SMALL)
+    model = mlp()
+    model, optimizer = one.prepare(model, sgd(model.parameters()))
+    for i in items(size)[0][rank::size]:
+        x, y = item(i)
+        with one.accumulate(model):
+            if rank + 1 < size or not one.sync_gradients:
+                one.backward(mse_loss(model(x), y), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+    values = parameters(model)
+    one.free_memory()
+    return values
+
+
+class CalledTwice(nn.Module):
+    """Its second layer is checkpointed twice, in a way in which its parameters get two gradients in one backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def reentrant_checkpointing(rank, size):
+    """A layer called twice, which DistributedDataParallel refuses; and what the option makes of it."""
+    environment(rank, size)
+    found = {}
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    twin = DistributedDataParallel(CalledTwice())
+    found["stock"] = message(lambda: twin(x).backward())
+    for name, options in (("default", SMALL), ("microbatch", {"release": "microbatch"})):
+        one = accelerator(options=options, steps=1)
+        model = CalledTwice()
+        model, optimizer = one.prepare(model, sgd(model.parameters()))
+        found[name] = message(lambda one=one, model=model: one.backward(model(x)))
+        if name == "microbatch":
+            optimizer.step()
+            found["values"] = parameters(model)
+        one.free_memory()
+        assert all(p.grad is None for p in model.parameters()) or name == "microbatch"
+    return found
+
+
 def accelerate_refuses(rank, size):
     """What would hang or be wrong, on all ranks alike."""
     environment(rank, size)
@@ -326,6 +428,7 @@ def lightning_module(precision="fp32", **attributes):
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, data, index):
+            attributes.get("before", lambda index: None)(index)
             x, y = data
             loss = mse_loss(self.net(x).float(), y)
             return loss * torch.inf if (self.global_rank, index) in attributes.get("bad", ()) else loss
@@ -355,7 +458,7 @@ def lightning_trainer(rank, size, callback, precision="fp32", clip=None, strateg
         accelerator="cpu",
         devices=size,
         strategy=DDPStrategy(process_group_backend="gloo") if strategy is None else strategy,
-        max_epochs=1,
+        max_epochs=keywords.pop("max_epochs", 1),
         accumulate_grad_batches=STEPS,
         gradient_clip_val=clip,
         precision="bf16-mixed" if precision == "bf16" else None,
@@ -370,9 +473,8 @@ def lightning_loop(rank, size, precision="fp32", clip=None, strategy=None, **att
     """Parameters, None, and the scale."""
     from accumkernels.integrations.lightning import FusedAccumulation
 
-    trainer = lightning_trainer(
-        rank, size, FusedAccumulation(weight=lambda data: len(data[0])), precision, clip, strategy
-    )
+    callback = FusedAccumulation(weight=lambda data: len(data[0]), **attributes.pop("options", {}))
+    trainer = lightning_trainer(rank, size, callback, precision, clip, strategy)
     module = lightning_module(precision, **attributes)
     trainer.fit(module, loader(items(size, rank, uneven=False)))  # Lightning communicates in every batch
     scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -395,9 +497,8 @@ def lightning_fsdp2(rank, size):
     """ModelParallelStrategy."""
     environment(rank, size)
     found = {}
-    for clip in (None, MAX_NORM):
-        strategy = cpu_model_parallel(size)
-        found["fp32", clip] = lightning_loop(rank, size, clip=clip, strategy=strategy, shard=True)
+    for kind in (("fp32", None), ("fp32", MAX_NORM), ("bf16", None)):
+        found[kind] = lightning_loop(rank, size, *kind, strategy=cpu_model_parallel(size), shard=True)
     return found
 
 
@@ -674,6 +775,9 @@ DDP = [
     accelerate_recipe,
     accelerate_two_optimizers,
     accelerate_bytes,
+    accelerate_ends_otherwise,
+    sent_in_backward,
+    reentrant_checkpointing,
     accelerate_refuses,
     lightning_ddp,
     lightning_overflow,
@@ -683,5 +787,14 @@ DDP = [
     transformers_ddp,
     transformers_tokens,
     transformers_resumed,
+]
+FOUR = [
+    accelerate_ddp,
+    accelerate_two_optimizers,
+    lightning_ddp,
+    lightning_two_optimizers,
+    transformers_ddp,
+    transformers_tokens,
+    sent_in_backward,
 ]
 SHARDED = [accelerate_fsdp2, lightning_fsdp2, transformers_fsdp2]
