@@ -90,7 +90,7 @@ class FusedAccumulator:
             together are larger than a bucket; else, in a loop's own `loss.backward()`, and with `overflow="microbatch"`
             or "raise", as "microbatch". An exception breaks the window only where a bucket was added before it.
         bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
-            any moment. None (default): 16 MiB on a GPU, 8 MiB on a CPU.
+            any moment. None (default): 16 MiB on a GPU; on a CPU twice the largest gradient, 2 to 32 MiB.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.

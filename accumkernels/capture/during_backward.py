@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..boundary import opaque
+from ..boundary import opaque, without_graph
 from ..buffers.dtensors import is_dtensor, local_grad
 from ..buffers.flat import FlatBuffer
 from ..hooks import Handles
@@ -24,13 +24,18 @@ Sink = Callable[[Bucket], None]
 Place = tuple[FlatBuffer, int]  # a segment
 
 
-def default_bucket_bytes(device: torch.device) -> int:
+def default_bucket_bytes(device: torch.device, largest: int) -> int:
     """A bucket's size where the user gives none.
 
-    On a GPU what stays in L2 until it is read; on a CPU what the C library does not give back to the system as soon as
-    it is freed, so that the next backward would touch new pages (benchmarks.buckets).
+    On a GPU what stays in L2 until it is read. On a CPU what the C library keeps when it is freed at once: glibc gives
+    the end of its heap back to the system where more than twice the largest block is free, and the next backward
+    touches new pages, which takes longer than everything else (benchmarks.buckets).
+
+    Args:
+        device: Of the gradients.
+        largest: Bytes of the largest one.
     """
-    return 16 * 2**20 if device.type == "cuda" else 8 * 2**20
+    return 16 * 2**20 if device.type == "cuda" else min(max(2 * largest, 2 * 2**20), 32 * 2**20)
 
 
 class _Pending:
@@ -48,11 +53,11 @@ class _Pending:
         self.streams = Streams()
         self.bucket_bytes = bucket_bytes
 
-    def append(self, place: Place, grad: Tensor) -> None:
+    def append(self, place: Place, grad: Tensor, nbytes: int) -> None:
         if grad.is_cuda:
             self.streams.see(grad.device)
         self.items.append((place, grad))
-        self.bytes += grad.nbytes
+        self.bytes += nbytes
         if self.bytes >= self.bucket_bytes:
             owner = self.owner()
             if owner is not None:
@@ -61,6 +66,8 @@ class _Pending:
 
 def _hook(pending: _Pending, place: Place, sharded: bool) -> Callable[[Tensor], None]:
     """What a parameter calls when backward has made its `.grad`."""
+    segment = place[0].segments[place[1]]
+    nbytes = segment.numel * segment.dtype.itemsize
 
     def take(param: Tensor) -> None:
         if is_dynamo_compiling():  # under compiled autograd, and it must not look into what follows
@@ -72,7 +79,7 @@ def _hook(pending: _Pending, place: Place, sharded: bool) -> Callable[[Tensor], 
         grad = local_grad(param) if sharded else param.grad
         if grad is not None:  # another hook may have taken it
             param.grad = None
-            pending.append(place, grad)
+            pending.append(place, grad, nbytes)
 
     return take
 
@@ -173,12 +180,12 @@ class DuringBackward:
         if not self._pending.ready and not _in_compiled_autograd():
             self._running = self._pending.ready = True
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-        self._pending.append(place, grad)
+        self._pending.append(place, grad, grad.nbytes)
 
     def _ended(self) -> None:
         self._running = self._pending.ready = False
 
-    @torch.no_grad()
+    @without_graph
     def hand_over(self, sink: Sink | None = None) -> None:
         """Hand over what is pending, if anything is; to `sink` where one is given."""
         with self._lock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -16,5 +18,4 @@ def keep_until_done(tensors: Sequence[Tensor]) -> None:
     """
     if tensors and tensors[0].is_cuda:
         stream = torch.cuda.current_stream(tensors[0].device)
-        for tensor in tensors:
-            tensor.record_stream(stream)
+        deque(map(Tensor.record_stream, tensors, repeat(stream)), maxlen=0)  # without a loop of Python

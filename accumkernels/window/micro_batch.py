@@ -85,7 +85,11 @@ class Intake:
         self._counted_by_backward = False
         self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self._release = release
-        self._bucket_bytes = default_bucket_bytes(store.device) if bucket_bytes is None else bucket_bytes
+        if bucket_bytes is None:
+            segments = (s for buffer in store.buffers for s in buffer.segments)
+            largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
+            bucket_bytes = default_bucket_bytes(store.device, largest)
+        self._bucket_bytes = bucket_bytes
         self.hooks: DuringBackward | None = None
         if release != "microbatch":
             # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
@@ -395,13 +399,19 @@ class Intake:
             sends: Whether these gradients complete their segments, which other ranks may then have.
         """
         self._store.allocate()
-        self._check_not_sent((buffer, segments) for buffer, (segments, _) in bucket)
+        if self._ranks.begun:
+            self._check_not_sent((buffer, segments) for buffer, (segments, _) in bucket)
         parts = dict(bucket)
-        captured = [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
         if self.fused is not None:
             for buffer in parts:
                 self.fused.take_turn(buffer)
-        self._sums.add(captured, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
+        self._sums.add(
+            [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers],
+            weight,
+            self._scaler.loss_scale(),
+            self.serial + 1,
+            count=False,
+        )
         if sends:
             for buffer, (segments, _) in bucket:
                 self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])

@@ -4,7 +4,8 @@
 
 A window is four micro-batches of an MLP of `Linear(16, 16)`, so small that what is measured is the work around the
 arithmetic. Process time on one thread of the CPU; the loops take turns. Each row is a set-up with and without
-GradScaler, autocast and clipping.
+GradScaler, autocast and clipping. Two more rows for each model are of one `acc.accumulate()` alone, with a GradScaler,
+and of a list of its parameters' `.grad`s, which any way of adding them up needs.
 """
 
 from __future__ import annotations
@@ -119,6 +120,37 @@ def measure(parameters: int, setup: SetUp, repetitions: int, about: Row) -> list
     return rows
 
 
+def measure_accumulate(parameters: int, repetitions: int, about: Row) -> list[Row]:
+    """A row for `acc.accumulate()` inside a window, and one for reading every `.grad`."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(parameters // 2)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.zeros(()))
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    params = list(model.parameters())
+    seconds: dict[str, list[float]] = {"acc.accumulate()": [], "reading .grad": []}
+    for repetition in range(20 * repetitions + 3):
+        grads = [
+            torch.ones_like(p) for p in params
+        ]  # kept until the clock stands: every loop frees gradients somewhere
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        start = time.process_time()
+        [p.grad for p in params]
+        read = time.process_time()
+        acc.accumulate()
+        end = time.process_time()
+        if repetition >= 3:
+            seconds["reading .grad"].append(read - start)
+            seconds["acc.accumulate()"].append(end - read)
+    rows = []
+    for name, found in seconds.items():
+        row: Row = {"parameters": parameters, "scaler": True, "method": name, "samples": len(found), **about}
+        values = zip(("median", "p10", "p90"), median_and_spread(found), strict=True)
+        row.update({f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in values})
+        rows.append({column: row.get(column) for column in COLUMNS})
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -131,10 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for count, setup in track([(c, s) for c in counts for s in SETUPS], "windows"):
         rows += measure(count, setup, arguments.repetitions, about)
+    for count in counts:
+        rows += measure_accumulate(count, arguments.repetitions, about)
     title = f"Windows of {MICRO_BATCHES} micro-batches, process time on one thread; torch {torch.__version__}"
     table = Table(title, ("method", "parameters", "scaler", "autocast", "clip", "ms", "p10 to p90", "to stock"))
     for r in rows:
-        flags = ("yes" if r[name] else "no" for name in SetUp._fields)
+        flags = ("" if r[name] is None else "yes" if r[name] else "no" for name in SetUp._fields)
         spread = f"{r['ms_p10']} to {r['ms_p90']}"
         table.add(r["method"], r["parameters"], *flags, r["ms_median"], spread, r["ratio_to_stock"])
     table.print()

@@ -87,10 +87,11 @@ CASES = {
 def loop(case: Case, steps: int) -> list[Callable[[], object]]:
     """A step of training with K micro-batches as a user writes it, in parts to be called in order.
 
-    They are the micro-batches and the update; for K = 1 there is no accumulator.
+    They are the micro-batches, each of new samples as in training (gradients of the same few words again and again leave
+    most of Adam's state at zero, which takes a CPU longer), and the update; for K = 1 there is no accumulator.
     """
     torch.manual_seed(0)
-    model, batch = case.model(), case.batch(case.micro_batch)
+    model = case.model()
     if steps == 1:
         trained = DistributedDataParallel(model) if case.ranks > 1 else model
         optimizer = case.optimizer(trained.parameters())
@@ -99,10 +100,10 @@ def loop(case: Case, steps: int) -> list[Callable[[], object]]:
             optimizer.step()
             optimizer.zero_grad()
 
-        return [lambda: trained(**batch).backward(), update]
+        return [lambda: trained(**case.batch(case.micro_batch)).backward(), update]
 
     group = torch.distributed.group.WORLD if case.ranks > 1 else None
     acc = ak.FusedAccumulator(model, process_group=group)
     windowed = case.optimizer(acc.parameters())
 
-    return [lambda: acc.backward(model(**batch))] * steps + [lambda: acc.step(windowed)]
+    return [lambda: acc.backward(model(**case.batch(case.micro_batch)))] * steps + [lambda: acc.step(windowed)]

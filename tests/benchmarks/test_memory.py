@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks.commands import buckets, memory, pictures
+from benchmarks.commands import bucket_windows, buckets, memory, pictures
 from benchmarks.harness import timeline
 from benchmarks.harness.case import Case
 from benchmarks.methods.training import METHODS, STOCK
@@ -102,6 +102,15 @@ class TestBuckets:
             assert calls == len(buckets.buckets(case, nbytes))
         expected = torch.cat([g.float().flatten() for g in case.grads])
         assert all(torch.equal(s, expected) for s in sums)
+
+    def test_windows(self, tmp_path):
+        """A row for stock, the default, whole micro-batches and each size."""
+        out = tmp_path / "windows.csv"
+        command("bucket_windows", "--models", "2x16", "--repetitions", "2", "--csv", str(out))
+        rows = list(csv.DictReader(out.open()))
+        assert [r["method"] for r in rows[:3]] == ["stock", "default", "whole micro-batches"]
+        assert [float(r["bucket_MiB"]) * 2**20 for r in rows[3:]] == list(bucket_windows.SIZES)
+        assert rows[0]["ratio_to_stock"] == "1.0"
 
     def test_command(self, tmp_path):
         """A row per size, the last for one call."""
