@@ -33,7 +33,8 @@ from ..ops.schema import State
 from .alone import Agreement, Alone, Report, different_windows
 from .group import Group
 
-CHUNK_BYTES = 32 * 2**20  # of a flat buffer: long enough for bandwidth, short enough that several are in flight
+# Of a flat buffer: long enough for bandwidth, and short, since a link waits until backward has completed a whole one.
+CHUNK_BYTES = 16 * 2**20
 _IN_FLIGHT = 4  # chunks whose narrower copies are alive; those that are reduced in place need no limit
 
 

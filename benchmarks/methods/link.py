@@ -29,6 +29,7 @@ LAYERS, ELEMENTS = 32, 2**16
 BYTES = LAYERS * ELEMENTS * 4
 SHRINK = 32  # of chunks and buckets
 BUCKET_BYTES = 32 * 2**20 // SHRINK
+CHUNK_BYTES = reduction.CHUNK_BYTES // SHRINK
 FORWARD, BACKWARD = 0.002, 0.004  # seconds in a layer
 
 Window = Callable[[int], None]  # of so many micro-batches
@@ -132,7 +133,7 @@ def _chunks_over(link: Link) -> Iterator[None]:
 
     with (
         mock.patch.object(dist, "all_reduce", over_the_link),
-        mock.patch.object(reduction, "CHUNK_BYTES", BUCKET_BYTES),
+        mock.patch.object(reduction, "CHUNK_BYTES", CHUNK_BYTES),
     ):
         yield
 

@@ -87,8 +87,8 @@ CASES = {
 def loop(case: Case, steps: int) -> list[Callable[[], object]]:
     """A step of training with K micro-batches as a user writes it, in parts to be called in order.
 
-    They are the micro-batches, each of new samples as in training (gradients of the same few words again and again leave
-    most of Adam's state at zero, which takes a CPU longer), and the update; for K = 1 there is no accumulator.
+    They are the micro-batches, each of new samples as in training (gradients of the same few words again and again
+    leave most of Adam's state at zero, which takes a CPU longer), and the update; for K = 1 there is no accumulator.
     """
     torch.manual_seed(0)
     model = case.model()

@@ -193,12 +193,13 @@ void run_block() {
   if (kThreadSanitizer) __tsan_release(&runner->block_start);
   try {
     run_fibers();
+    // Before the error is passed on: a thread of the block has made it, and others will read it.
+    if (kThreadSanitizer) __tsan_acquire(&runner->block_end);
     if (runner->error) std::rethrow_exception(runner->error);
   } catch (...) {
     runner->fibers.clear();  // some of them are in the middle of the kernel
     throw;
   }
-  if (kThreadSanitizer) __tsan_acquire(&runner->block_end);
 }
 
 // The blocks of a grid that are number `index` modulo kRunners.
