@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by ranks and what they are like: the world then, and the group
+# By ranks and what they are like: the world then, and the group. Held weakly: a group that lives on after
+# destroy_process_group() would end with the interpreter, and its threads with a crash.
+_groups: dict[tuple[Any, ...], tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+
+
+@atexit.register
+def _end() -> None:
+    """End groups that nobody has ended, while their threads can still be joined."""
+    for _, made in _groups.values():
+        group = made()
+        if group is not None and group in dist.distributed_c10d._world.pg_map:
+            with contextlib.suppress(Exception):  # another rank may be gone
+                dist.destroy_process_group(group)
 
 
 def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | None = None) -> Any:
@@ -27,9 +42,11 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
     backend, timeout = (None, None) if like is None else (dist.get_backend_config(like), _timeout(like, device))
     # One for each group of the user's: whoever makes a new one after a failure gets a new one here too.
     key = (tuple(ranks), backend, timeout, None if like is None else like.group_name)
-    made = _groups.get(key)
-    if made is not None and made[0] is world:
-        return made[1]
+    if key in _groups and _groups[key][0]() is world:
+        find = _groups[key][1]
+        made = find()
+        if find is _none or (made is not None and made in dist.distributed_c10d._world.pg_map):
+            return made
     if len(ranks) == dist.get_world_size():
         group = dist.new_group(backend=backend, timeout=timeout)
     elif like is not None and not _alike(len(dist.distributed_c10d._world.pg_names), like, device):
@@ -39,8 +56,12 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
     if like is not None:
         # A rank that has connected may end before it communicates; others would find it gone while they connect.
         dist.all_reduce(torch.zeros(1, device=device), group=like)
-    _groups[key] = (world, group)
+    _groups[key] = (weakref.ref(world), _none if group is None else weakref.ref(group))
     return group
+
+
+def _none() -> None:
+    """In the place of a group that could not be made."""
 
 
 def _alike(number: int, group: Any, device: torch.device | None) -> bool:

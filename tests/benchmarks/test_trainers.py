@@ -45,7 +45,8 @@ def test_two_ranks(name, tmp_path):
     assert [(row["method"], row["ranks"]) for row in rows] == [(name, "2") for name in trainers.OPTIONS]
     fp32 = 4 * sum(p.numel() for p in trainers.Model(SIZES["tiny"]).parameters()) / 1e6
     for row in rows:
-        assert fp32 <= float(row["peak_gradient_MB"]) * 1.01 < 1.9 * fp32
+        # Sums, and the fp32 gradients of a micro-batch: so small a model is left to autocast.
+        assert fp32 <= float(row["peak_gradient_MB"]) * 1.01 < 2.05 * fp32
         seconds = float(row["ms_median"]) / 1e3
         assert float(row["samples_per_second"]) == pytest.approx(2 * 2 * SIZES["tiny"].samples / seconds, rel=1e-3)
 
