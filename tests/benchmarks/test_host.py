@@ -7,10 +7,12 @@ from benchmarks.harness.results import read_csv
 
 
 def test_a_row_for_every_set_up(tmp_path, capsys):
-    """Stock first, as the ratio's base."""
+    """Stock first, as the ratio's base; in the end two rows for one accumulate."""
     path = tmp_path / "host.csv"
     assert main(["--parameters", "4", "--repetitions", "2", "--csv", str(path)]) == 0
     rows = read_csv(path)
+    *rows, accumulate, read = rows
+    assert (accumulate["method"], read["method"]) == ("acc.accumulate()", "reading .grad")
     assert len(rows) == len(SETUPS) * (1 + len(RELEASES))
     for first in rows[:: 1 + len(RELEASES)]:
         assert (first["method"], float(first["ratio_to_stock"])) == ("stock", 1.0)
