@@ -239,7 +239,7 @@ def _disagreement(
 def stages_of(named: Iterable[NamedParameter]) -> list[Any]:
     """The pipeline stages that any of these parameters belongs to, and that exist by now."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None:
+    if module is None or not dist.is_initialized():  # no stage is built without; and torch keeps no list of them
         return []
     ours = {id(entry.param) for entry in named}
     return [
