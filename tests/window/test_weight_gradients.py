@@ -39,7 +39,8 @@ def fused(acc):
 
 EMBEDDING, LINEAR, SMALL = (LARGE + 1) * LARGE, LARGE * LARGE, 3 * LARGE
 RULES = [  # options, elements that are fused in the second micro-batch
-    ({}, 0),  # whole micro-batches: a model below a bucket's size is as it always was
+    ({}, EMBEDDING + LINEAR),  # two large weights are more than the default's bucket
+    ({"bucket_bytes": 2**22}, 0),  # whole micro-batches: a model below a bucket's size is as it always was
     ({"release": "auto", "bucket_bytes": 1000}, EMBEDDING + LINEAR),
     ({"release": "backward"}, EMBEDDING + LINEAR),
     ({"release": "microbatch"}, 0),
