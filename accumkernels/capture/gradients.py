@@ -47,7 +47,12 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
     Raises:
         RuntimeError: a stashed gradient is sparse.
     """
-    found = [local_grad(param) for param in buffer.params] if buffer.sharded else [p.grad for p in buffer.params]
+    params = buffer.params
+    if not stashed and not buffer.sharded:  # nearly always all are there, and one pass is enough
+        grads = [grad for param in params if (grad := param.grad) is not None]
+        if len(grads) == len(params):
+            return Captured(buffer.all_indices, grads)
+    found = [local_grad(param) if buffer.sharded else param.grad for param in params]
     for index, parts in (stashed or {}).items():
         found[index] = _joined(buffer, index, found[index], parts)
     grads = [grad for grad in found if grad is not None]
