@@ -98,9 +98,9 @@ class FlatBuffer:
         As the ops take it, which read long lists slowly.
         """
         touched = self.touched
-        if not any(touched):
+        if 1 not in touched:  # a search of memory, where any() and all() look at each
             return [True]
-        if all(touched):
+        if 0 not in touched:
             return [False]
         return [not touched[index] for index in indices]
 
@@ -132,13 +132,13 @@ class FlatBuffer:
 
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""
-        if all(self.touched):
+        if 0 not in self.touched:
             return self.segments
         return [s for s, touched in zip(self.segments, self.touched, strict=True) if touched]
 
     def touched_views(self) -> list[Tensor]:
         """Their views."""
-        if all(self.touched):
+        if 0 not in self.touched:
             return self.views
         return [self.views[s.index] for s in self.touched_segments()]
 
