@@ -53,21 +53,16 @@ class _Pending:
         self.streams = Streams()
         self.bucket_bytes = bucket_bytes
 
-    def append(self, place: Place, grad: Tensor, nbytes: int) -> None:
-        if grad.is_cuda:
-            self.streams.see(grad.device)
-        self.items.append((place, grad))
-        self.bytes += nbytes
-        if self.bytes >= self.bucket_bytes:
-            owner = self.owner()
-            if owner is not None:
-                owner.hand_over()
+    def hand_over(self) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.hand_over()
 
 
 def _hook(pending: _Pending, place: Place, sharded: bool) -> Callable[[Tensor], None]:
     """What a parameter calls when backward has made its `.grad`."""
     segment = place[0].segments[place[1]]
-    nbytes = segment.numel * segment.dtype.itemsize
+    nbytes, on_gpu = segment.numel * segment.dtype.itemsize, segment.device.type == "cuda"
 
     def take(param: Tensor) -> None:
         if is_dynamo_compiling():  # under compiled autograd, and it must not look into what follows
@@ -77,9 +72,15 @@ def _hook(pending: _Pending, place: Place, sharded: bool) -> Callable[[Tensor], 
             _take_first(pending, place, param)
             return
         grad = local_grad(param) if sharded else param.grad
-        if grad is not None:  # another hook may have taken it
-            param.grad = None
-            pending.append(place, grad, nbytes)
+        if grad is None:  # another hook may have taken it
+            return
+        param.grad = None
+        if on_gpu:
+            pending.streams.see(grad.device)
+        pending.items.append((place, grad))
+        pending.bytes += nbytes
+        if pending.bytes >= pending.bucket_bytes:
+            pending.hand_over()
 
     return take
 
@@ -180,7 +181,13 @@ class DuringBackward:
         if not self._pending.ready and not _in_compiled_autograd():
             self._running = self._pending.ready = True
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-        self._pending.append(place, grad, grad.nbytes)
+        pending = self._pending
+        if grad.is_cuda:
+            pending.streams.see(grad.device)
+        pending.items.append((place, grad))
+        pending.bytes += grad.nbytes
+        if pending.bytes >= pending.bucket_bytes:
+            self.hand_over()
 
     def _ended(self) -> None:
         self._running = self._pending.ready = False
@@ -229,7 +236,14 @@ def _buckets(items: list[tuple[Place, Tensor]]) -> Iterator[Bucket]:
             else:
                 grads[index] = grad
         items = later
-        yield [(buffer, Captured(list(grads), list(grads.values()))) for buffer, grads in found.items()]
+        yield [(buffer, _captured(buffer, grads)) for buffer, grads in found.items()]
+
+
+def _captured(buffer: FlatBuffer, grads: dict[int, Tensor]) -> Captured:
+    indices = list(grads)
+    if indices == buffer.all_indices:  # small models; the ops read a long list slowly
+        indices = buffer.all_indices
+    return Captured(indices, list(grads.values()))
 
 
 def _in_compiled_autograd() -> bool:

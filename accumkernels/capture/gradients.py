@@ -52,6 +52,8 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
         grads = [grad for param in params if (grad := param.grad) is not None]
         if len(grads) == len(params):
             return Captured(buffer.all_indices, grads)
+        if not grads:  # hooks took them
+            return Captured([], [])
     found = [local_grad(param) if buffer.sharded else param.grad for param in params]
     for index, parts in (stashed or {}).items():
         found[index] = _joined(buffer, index, found[index], parts)

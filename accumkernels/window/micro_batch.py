@@ -99,9 +99,10 @@ class Intake:
         in_buckets = self.hooks is not None and self.hooks.listens
         self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, adds_in_backward=in_buckets)
         self.fused: FusedWeights | None = None
-        if module is not None and self._fusing.smallest is not None:
+        smallest = self._fusing.smallest
+        if module is not None and smallest is not None and any(p.numel() >= smallest for p in module.parameters()):
             check = Hook(self, Intake._check_segment_not_sent)
-            self.fused = FusedWeights(module, store, self.hooks, check, self._fusing.smallest)
+            self.fused = FusedWeights(module, store, self.hooks, check, smallest)
         self._autocast: AutocastPresence | None = None
         if module is not None and autocast_route is not False:
             self._autocast = AutocastPresence(module, store, self.hooks, autocast_route is True, self.fused)
