@@ -14,8 +14,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
+from accumkernels.capture.during_backward import default_bucket_bytes
 from tests.support.backends import BACKENDS
-from tests.support.models import batch, mlp
+from tests.support.models import batch, big_batch_grads, mlp, relative_error
 
 BUCKETS = [1, 300, 2**25]  # after every gradient, after a few, never before accumulate()
 
@@ -296,6 +297,24 @@ def test_gradients_that_were_never_counted():
     acc.finalize(optimizer)
 
 
+@pytest.mark.parametrize("release", ["backward", "auto"])
+def test_a_weight_is_that_of_its_own_backward(release):
+    """A loop's own backward after weighted ones, one of which failed, counts 1."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release=release, bucket_bytes=1)
+    x, y = batch(6)
+    with pytest.raises(torch.OutOfMemoryError):
+        acc.backward(mse_loss(model[2:](Boom.apply(model[:2](x))), y), weight=5)
+    acc.zero_()
+    acc.backward(mse_loss(model(x[:2]), y[:2]), weight=2)
+    for row in range(2, 6):
+        mse_loss(model(x[row]), y[row]).backward()
+        assert [p.grad is None for p in model.parameters()] == [release == "backward"] * 6
+        acc.accumulate()
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], big_batch_grads(model, x, y)) < 1e-6
+
+
 @pytest.mark.parametrize("overflow", ["microbatch", "raise"])
 def test_modes_that_need_the_whole_micro_batch(overflow):
     """Refused, with the reason."""
@@ -367,6 +386,27 @@ def test_auto_takes_buckets_where_gradients_exceed_one(options, buckets):
     if options.get("release") is None:
         said = f"release='auto' (buckets of {options['bucket_bytes']} bytes)" if buckets else "(whole micro-batches)"
         assert (said if "overflow" not in options or buckets else "release='microbatch'") in repr(acc)
+
+
+@pytest.mark.parametrize(
+    ("device", "largest", "expected"),
+    [
+        ("cpu", 0, 2 * 2**20),
+        ("cpu", 2**20 + 4, 2 * 2**20 + 8),
+        ("cpu", 16 * 2**20 + 4, 32 * 2**20),
+        ("cuda", 2**30, 16 * 2**20),
+    ],
+)
+def test_default_bucket(device, largest, expected):
+    """As docs/memory.md says."""
+    assert default_bucket_bytes(torch.device(device), largest) == expected
+
+
+def test_default_bucket_is_by_the_largest_gradient():
+    """Of the dtype that it comes in, which for bf16 is half of its segment."""
+    model = nn.Sequential(nn.Linear(1025, 1024, bias=False), *(nn.Linear(8, 1) for _ in range(2)))
+    acc = ak.FusedAccumulator(model.bfloat16(), release="backward")
+    assert f"(buckets of {2 * 2 * 1025 * 1024:,} bytes)" in repr(acc)
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
