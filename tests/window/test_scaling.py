@@ -267,6 +267,28 @@ def test_unscale_inside_a_window(call):
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"scaler.unscale_\(optimizer\) was called inside a window"):
         acc.accumulate() if call == "accumulate" else acc.step(optimizer)
+    acc.zero_()  # as the message says, and the next window is as ever
+    acc.discard()
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    assert not acc.step_was_skipped
+    assert scaler._get_growth_tracker() == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_window_without_weight_is_none_to_the_scaler(fused):
+    """Between two clean ones after which the scale grows: neither scale nor growth tracker move."""
+    model = mlp()
+    x, y = batch(3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizer = torch.optim.AdamW(acc.parameters(), fused=fused)
+    seen = []
+    for weight in (1, 0, 0, 1, 0):
+        acc.backward(mse_loss(model(x), y), weight)
+        acc.step(optimizer)
+        seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
+    assert seen == [(8, 1), (8, 1), (8, 1), (16, 0), (16, 0)]
 
 
 def test_scaler_that_never_scaled():
