@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.ops import native
 from tests.support.backends import BACKENDS
 from tests.support.buckets import BUCKETS, Boom, Checkpointed, Tied, hooks, train
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
@@ -136,6 +137,26 @@ def test_gradients_that_arrive_in_bits_fill_the_bucket_to_its_bound():
     assert 0 < alive.peak <= bucket_bytes + 64 * 16
 
 
+def test_buckets_are_as_large_as_they_may_be(monkeypatch):
+    """Of 592 bytes of gradients one bucket of at least 300, and the rest; also after smaller ones."""
+    added, add = [], native.accumulate_
+    monkeypatch.setattr(native, "accumulate_", lambda *args, **options: (added.append(args[2]), add(*args, **options)))
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=300, backend="native")
+    x, y = batch(3)
+    for _ in range(2):
+        added.clear()
+        acc.backward(mse_loss(model(x), y))
+        sizes = [sum(grad.nbytes for grad in grads) for grads in added if grads]
+        assert sum(sizes) == 592
+        assert len(sizes) == 2 and sizes[0] >= 300
+        smaller = []
+        with acc._intake.hooks.into(smaller.append, parts=4):  # as in the last micro-batch over ranks
+            mse_loss(model(x), y).backward()
+        assert len(smaller) > 2
+        acc.zero_()
+
+
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 @pytest.mark.parametrize("form", ["backward", "bare"])
 def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):
@@ -166,6 +187,19 @@ def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):
     acc.finalize(optimizer)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+def test_a_backward_that_reaches_nothing_has_ended():
+    """It counts as a micro-batch whose gradient is zero, and what is discarded after it breaks nothing."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward")
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.backward(nn.Parameter(torch.ones(())) * 2)
+    acc.discard()
+    acc.finalize()
+    expected = [g / 2 for g in big_batch_grads(model, x, y)]
+    assert relative_error([p.grad for p in model.parameters()], expected) < 1e-6
 
 
 def test_discard_before_anything_was_added():
