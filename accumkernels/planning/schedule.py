@@ -113,8 +113,7 @@ class FollowNoiseScale:
             self._last = step
             wanted = self._measured()
             if wanted > self._size:  # not where it is nan
-                grown = min(wanted, self._size * self._growth, self._maximum)
-                self._size = max(self._size, int(grown))
+                self._size = int(min(wanted, self._size * self._growth, self._maximum))
         return self._size
 
     def _measured(self) -> float:

@@ -69,11 +69,12 @@ def test_buffers_and_names_of_every_kind_of_params():
             r"'0.bias' had shape \(9,\) at construction and has \(4,\)",
         ),
         (lambda m: setattr(m[0], "bias", nn.Parameter(torch.zeros(9))), "'0.bias' was replaced"),
+        pytest.param(lambda m: m.cuda(), "was on cpu at construction and is on cuda:0 now", marks=pytest.mark.gpu),
     ],
-    ids=["half", "assign", "data", "setattr"],
+    ids=["half", "assign", "data", "setattr", "cuda"],
 )
 def test_drift_is_named(change, message):
-    """A parameter that changed dtype, shape or identity is named at the next window's first accumulate."""
+    """A parameter that changed dtype, shape, device or identity is named at the next window's first accumulate."""
     model = mlp()
     x, y = batch(3)
     acc = ak.FusedAccumulator(model)

@@ -138,3 +138,23 @@ def test_transforms_and_traces_run_the_model_itself(release, what):
 
     model, _ = on_the_route(release, True)
     assert torch.equal(run(model), run(net()))
+
+
+def test_a_parameter_that_is_not_dense():
+    """Every second column of a larger tensor: its shadow is dense, and has the same values after each step."""
+    found = []
+    for route in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        model[0].weight = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        acc = ak.FusedAccumulator(model, autocast_route=route)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.full((2, 4), step / 3 - 1)).float().square().mean()
+            acc.backward(loss)
+            if step % 2:
+                acc.step(optimizer)
+        assert ("autocast route for 4 parameters" in repr(acc)) == route
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))

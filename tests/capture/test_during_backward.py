@@ -1,4 +1,4 @@
-"""release="backward" and "auto": gradients are added while backward runs, with the numbers of "microbatch"."""
+"""release="backward": gradients are added while backward runs, with the numbers of "microbatch"."""
 
 from __future__ import annotations
 
@@ -11,79 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
+from accumkernels.ops import native
 from tests.support.backends import BACKENDS
-from tests.support.models import batch, mlp
-
-BUCKETS = [1, 300, 2**25]  # after every gradient, after a few, never before accumulate()
-
-
-class Tied(nn.Module):
-    """One weight used twice, and a head that is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.second = nn.Linear(5, 5)
-        self.second.weight = self.first.weight
-        self.out = nn.Linear(5, 3)
-        self.unused = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.out(self.second(torch.tanh(self.first(x))))
-
-
-class Checkpointed(nn.Module):
-    """A model whose middle is recomputed in backward, used twice, so that reentrant backward fires hooks twice."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
-        self.out = nn.Linear(5, 3)
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        for _ in range(2):
-            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        return self.out(x)
-
-
-class Boom(torch.autograd.Function):
-    """Identity whose backward runs out of memory."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise torch.OutOfMemoryError("planted")
-
-
-def train(make, release, bucket_bytes=1, windows=4, scaled=False, form="step", backend="auto", **kwargs):
-    """Parameters after a few windows of unequal micro-batches, and the scaler's state."""
-    torch.manual_seed(0)
-    model = make()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) if scaled else None
-    options = {"release": release, "bucket_bytes": bucket_bytes, "scaler": scaler, "backend": backend, **kwargs}
-    acc = ak.FusedAccumulator(model, **options)
-    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.01)
-    for window in range(windows):
-        for step, size in enumerate((3, 1, 4)):
-            x, y = batch(size, seed=10 * window + step)
-            factor = float("inf") if scaled and (window, step) == (1, 1) else 1.0
-            loss = mse_loss(model(x), y) * factor
-            if form == "step":
-                acc.backward(loss, weight=size)
-            else:
-                (loss if scaler is None else scaler.scale(loss)).backward()
-                acc.accumulate()
-        assert (acc.micro_batches, acc.weight.item()) == (3, 8 if form == "step" else 3)
-        acc.step(optimizer, max_norm=1.0)
-    return [p.detach().clone() for p in model.parameters()], None if scaler is None else scaler.state_dict()
+from tests.support.buckets import BUCKETS, Boom, Checkpointed, Tied, hooks, train
+from tests.support.models import batch, big_batch_grads, mlp, relative_error
 
 
 @pytest.mark.parametrize("make", [mlp, Tied, lambda: Checkpointed(False)], ids=["mlp", "tied", "checkpointed"])
@@ -204,6 +137,26 @@ def test_gradients_that_arrive_in_bits_fill_the_bucket_to_its_bound():
     assert 0 < alive.peak <= bucket_bytes + 64 * 16
 
 
+def test_buckets_are_as_large_as_they_may_be(monkeypatch):
+    """Of 592 bytes of gradients one bucket of at least 300, and the rest; also after smaller ones."""
+    added, add = [], native.accumulate_
+    monkeypatch.setattr(native, "accumulate_", lambda *args, **options: (added.append(args[2]), add(*args, **options)))
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=300, backend="native")
+    x, y = batch(3)
+    for _ in range(2):
+        added.clear()
+        acc.backward(mse_loss(model(x), y))
+        sizes = [sum(grad.nbytes for grad in grads) for grads in added if grads]
+        assert sum(sizes) == 592
+        assert len(sizes) == 2 and sizes[0] >= 300
+        smaller = []
+        with acc._intake.hooks.into(smaller.append, parts=4):  # as in the last micro-batch over ranks
+            mse_loss(model(x), y).backward()
+        assert len(smaller) > 2
+        acc.zero_()
+
+
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 @pytest.mark.parametrize("form", ["backward", "bare"])
 def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):
@@ -234,6 +187,19 @@ def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):
     acc.finalize(optimizer)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+def test_a_backward_that_reaches_nothing_has_ended():
+    """It counts as a micro-batch whose gradient is zero, and what is discarded after it breaks nothing."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward")
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.backward(nn.Parameter(torch.ones(())) * 2)
+    acc.discard()
+    acc.finalize()
+    expected = [g / 2 for g in big_batch_grads(model, x, y)]
+    assert relative_error([p.grad for p in model.parameters()], expected) < 1e-6
 
 
 def test_discard_before_anything_was_added():
@@ -296,6 +262,24 @@ def test_gradients_that_were_never_counted():
     acc.finalize(optimizer)
 
 
+@pytest.mark.parametrize("release", ["backward", "auto"])
+def test_a_weight_is_that_of_its_own_backward(release):
+    """A loop's own backward after weighted ones, one of which failed, counts 1."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release=release, bucket_bytes=1)
+    x, y = batch(6)
+    with pytest.raises(torch.OutOfMemoryError):
+        acc.backward(mse_loss(model[2:](Boom.apply(model[:2](x))), y), weight=5)
+    acc.zero_()
+    acc.backward(mse_loss(model(x[:2]), y[:2]), weight=2)
+    for row in range(2, 6):
+        mse_loss(model(x[row]), y[row]).backward()
+        assert [p.grad is None for p in model.parameters()] == [release == "backward"] * 6
+        acc.accumulate()
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], big_batch_grads(model, x, y)) < 1e-6
+
+
 @pytest.mark.parametrize("overflow", ["microbatch", "raise"])
 def test_modes_that_need_the_whole_micro_batch(overflow):
     """Refused, with the reason."""
@@ -336,104 +320,6 @@ def test_noise_scale_leaves_out_windows_whose_gradients_come_in_parts():
             acc.accumulate()
         acc.step(optimizer)
         assert acc.noise_scale().windows == windows
-
-
-def hooks(model):
-    """How many parameters tell somebody of their gradients."""
-    return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-
-
-ALL = 4 * sum(p.numel() for p in mlp().parameters())  # bytes of all gradients
-
-
-@pytest.mark.parametrize(
-    ("options", "buckets"),
-    [
-        ({}, False),  # a small model
-        ({"bucket_bytes": ALL}, False),
-        ({"bucket_bytes": ALL - 1}, True),
-        ({"bucket_bytes": 100, "overflow": "microbatch"}, False),
-        ({"bucket_bytes": 100, "overflow": "raise"}, False),
-        ({"bucket_bytes": 100, "overflow": None}, True),
-        ({"bucket_bytes": 100, "release": "microbatch"}, False),
-    ],
-    ids=str,
-)
-def test_auto_takes_buckets_where_gradients_exceed_one(options, buckets):
-    """And where a micro-batch need not be whole; repr says which, and parameters without buckets have no hooks."""
-    model = mlp()
-    acc = ak.FusedAccumulator(model, **options)
-    assert hooks(model) == (6 if buckets else 0)
-    if options.get("release") is None:
-        said = f"release='auto' (buckets of {options['bucket_bytes']} bytes)" if buckets else "(whole micro-batches)"
-        assert (said if "overflow" not in options or buckets else "release='microbatch'") in repr(acc)
-
-
-@pytest.mark.parametrize("bucket_bytes", BUCKETS)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("form", ["step", "bare"])
-def test_auto_has_the_same_bits(bucket_bytes, scaled, form):
-    """In `acc.backward` and in a loop's own backward."""
-    expected = train(Tied, "microbatch", scaled=scaled, form=form)
-    actual = train(Tied, "auto", bucket_bytes, scaled=scaled, form=form)
-    assert all(torch.equal(a, e) for a, e in zip(actual[0], expected[0], strict=True))
-    assert actual[1] == expected[1]
-
-
-def test_auto_grows_into_buckets():
-    """Parameters that are unfrozen can make a model large."""
-    model = mlp()
-    model[0].requires_grad_(False)
-    acc = ak.FusedAccumulator(model, bucket_bytes=ALL - 1)
-    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
-    x, y = batch(3)
-    acc.backward(mse_loss(model(x), y))
-    acc.step(optimizer)
-    assert hooks(model) == 0
-    model[0].requires_grad_(True)
-    for _ in range(2):
-        acc.backward(mse_loss(model(x), y))
-    assert hooks(model) == 6
-    twin = copy.deepcopy(model)
-    mse_loss(twin(x), y).backward()
-    acc.finalize(optimizer)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_auto_leaves_a_loops_own_backward_to_torch():
-    """Its `.grad`s are there, take any weight afterwards, and `zero_grad` throws them away."""
-    model = mlp()
-    acc = ak.FusedAccumulator(model, bucket_bytes=1)
-    x, y = batch(3)
-    mse_loss(model(x), y).backward()
-    assert all(p.grad is not None for p in model.parameters())
-    model.zero_grad()
-    mse_loss(model(x), y).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    acc.accumulate(weight=torch.tensor(2.0))
-    assert acc.weight.item() == 2
-    assert all(torch.equal(acc.main_grad(p), 2 * e) for p, e in zip(model.parameters(), expected, strict=True))
-
-
-@pytest.mark.parametrize(("bucket_bytes", "whole"), [(1, False), (ALL - 1, True), (2**25, True)])
-def test_auto_and_an_exception_in_backward(bucket_bytes, whole):
-    """The window is as before that micro-batch where nothing of it was added yet; else it is broken."""
-    model = mlp()
-    acc = ak.FusedAccumulator(model, bucket_bytes=bucket_bytes)
-    x, y = batch(3)
-    acc.backward(mse_loss(model(x), y))
-    kept = [acc.main_grad(p).clone() for p in model.parameters()]
-    with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        acc.backward(mse_loss(model[2:](Boom.apply(model[:2](x))), y))
-    acc.discard()
-    if not whole:
-        with pytest.raises(RuntimeError, match=r"this window is broken: a backward raised.*acc\.zero_\(\)"):
-            acc.backward(mse_loss(model(x), y))
-        return
-    acc.backward(mse_loss(model(x), y))
-    assert acc.micro_batches == 2
-    assert all(torch.equal(acc.main_grad(p), 2 * k) for p, k in zip(model.parameters(), kept, strict=True))
 
 
 def test_unfrozen_parameters_get_hooks():

@@ -15,11 +15,11 @@ from tests.support.models import batch, big_batch_grads, mlp, relative_error
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import find_executable_batch_size  # noqa: E402
 
 from accumkernels import FusedAccumulator  # noqa: E402
 from accumkernels.integrations.accelerate import Accelerator  # noqa: E402
+from tests.support.accelerators import make  # noqa: E402
 
 pytestmark = [
     pytest.mark.integrations,
@@ -31,25 +31,6 @@ STOCK = accelerate.Accelerator
 BOTH = (STOCK, Accelerator)
 SIZE = 3
 ROUNDING = 1e-6
-
-
-@pytest.fixture
-def fresh_state():
-    """accelerate keeps its settings in singletons."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def make(cls, precision="no", steps=4, **options):
-    """An accelerator; fp16, which accelerate has on GPUs only, with a scaler for the CPU."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = cls(cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision, **options)
-    if precision == "fp16":
-        accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    return accelerator
 
 
 def adamw(params):

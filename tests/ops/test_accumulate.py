@@ -19,9 +19,11 @@ from tests.support.backends import (
     assert_same_bits,
     compared,
     dtype_id,
+    every_bad_value,
     every_dtype,
     every_pattern,
     on_every_backend,
+    one_bad,
     place,
     random,
     scalar,
@@ -201,13 +203,12 @@ def test_bad_weight(backend, on_device, weight, drop):
 
 
 @pytest.mark.parametrize("position", [0, 1, 4095, 4096, 4999, 5000], ids=str)
-@pytest.mark.parametrize("bad", BAD, ids=str)
+@every_bad_value
 @every_dtype
 @compared
 def test_overflow_is_found(backend, dtype, bad, position):
     """One bad value, in the first or last element, at the edge of a block or in a tail; tag names the segment."""
-    grads = [random(n, dtype) for n in (5, 5001, 6)]
-    grads[1][position] = bad
+    grads = one_bad(dtype, bad, position)
     result = Accumulate(grads, overwrite=[False, position % 2 == 0, False], kwargs={"tag": -7}).check(backend)
     assert result["flags"].tolist() == [0, -7, 0]
     assert result["state"].tolist() == [1, 1, 1, 1]

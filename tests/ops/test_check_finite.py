@@ -7,13 +7,14 @@ import torch
 
 from accumkernels.ops import reference
 from tests.support.backends import (
-    BAD,
     SIZES,
     compared,
     dtype_id,
+    every_bad_value,
     every_dtype,
     every_pattern,
     on_every_backend,
+    one_bad,
     place,
     random,
     scalar,
@@ -35,14 +36,12 @@ def check(backend, grads, segments, weight=None, found_inf=0.0, shift=0):
 
 
 @pytest.mark.parametrize("position", [0, 4095, 4096, 5000], ids=str)
-@pytest.mark.parametrize("bad", BAD, ids=str)
+@every_bad_value
 @every_dtype
 @compared
 def test_overflow_is_found(backend, dtype, bad, position):
     """One bad value anywhere is found and its segment named; the others' flags stay."""
-    grads = [random(n, dtype) for n in (5, 5001, 6)]
-    grads[1][position] = bad
-    assert check(backend, grads, [0, 3, 2]) == (1.0, [3, 3, 3, 11, 3])
+    assert check(backend, one_bad(dtype, bad, position), [0, 3, 2]) == (1.0, [3, 3, 3, 11, 3])
 
 
 @on_every_backend

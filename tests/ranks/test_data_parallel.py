@@ -11,32 +11,34 @@ from torch import nn
 
 import accumkernels as ak
 from tests.support.models import batch, mlp, relative_error
-from tests.support.rank_scenarios import (
-    HEADS,
-    MAX_NORM,
-    OF_EVERY_SIZE,
-    SCENARIOS,
-    WINDOWS,
-    Heads,
-    adamw,
-    autocast_route,
-    bf16_communication,
-    distributed_data_parallel,
+from tests.support.rank_failure_scenarios import (
     empty,
-    equals_one_process,
     errors,
     failures,
-    fused_weights,
     last_is_last,
-    long_form,
-    masters,
-    micro_batches,
-    mixed_dtypes,
-    module_buffers,
-    noise,
     overflow,
     overflow_in_step,
     removed,
+)
+from tests.support.rank_option_scenarios import (
+    autocast_route,
+    bf16_communication,
+    fused_weights,
+    masters,
+    module_buffers,
+)
+from tests.support.rank_scenarios import (
+    HEADS,
+    MAX_NORM,
+    WINDOWS,
+    Heads,
+    adamw,
+    distributed_data_parallel,
+    equals_one_process,
+    long_form,
+    micro_batches,
+    mixed_dtypes,
+    noise,
     sgd,
     unfreezing,
     unused,
@@ -44,6 +46,23 @@ from tests.support.rank_scenarios import (
 from tests.support.ranks import parameters, run
 
 SIZES = (2, 3, 4)
+SCENARIOS = [
+    distributed_data_parallel,
+    long_form,
+    overflow,
+    module_buffers,
+    masters,
+    autocast_route,
+    fused_weights,
+    failures,
+    noise,
+    last_is_last,
+    unfreezing,
+    mixed_dtypes,
+    removed,
+    errors,
+]
+OF_EVERY_SIZE = [equals_one_process, overflow_in_step, unused, empty, bf16_communication]
 
 
 def one_process(size, make_optimizer, model=None, keep=lambda window, rank, i: True):

@@ -74,6 +74,7 @@ VALIDATING = [_parameter(b) for b in _ALL if b.name != "reference"]
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 compared = pytest.mark.parametrize("backend", COMPARED)
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+every_bad_value = pytest.mark.parametrize("bad", BAD, ids=str)
 
 
 def place(tensor: Tensor, device: torch.device | str = "cpu", shift: int = 0) -> Tensor:
@@ -87,6 +88,13 @@ def random(shape: int | Sequence[int], dtype: torch.dtype, seed: int = 0, magnit
     generator = torch.Generator().manual_seed(seed)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * magnitude).to(dtype)
+
+
+def one_bad(dtype: torch.dtype, bad: float, position: int) -> list[Tensor]:
+    """Three gradients, the second one with a value that is not finite; 4096 is the edge of a block, 5000 in a tail."""
+    grads = [random(n, dtype) for n in (5, 5001, 6)]
+    grads[1][position] = bad
+    return grads
 
 
 def every_pattern(dtype: torch.dtype) -> Tensor:

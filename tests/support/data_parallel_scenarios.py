@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 
 import pytest
 import torch
@@ -431,33 +430,6 @@ def parts_are_clipped(rank, size):
         assert_close(parameters(model), parameters(twin))
 
 
-# ---- the loss of a window
-
-
-def loss_of_a_window(rank, size):
-    """The mean over the samples of all ranks, without those of a dropped micro-batch, whose loss is NaN."""
-    forms = {"release": "microbatch"}, {"release": "backward"}, {"release": "auto", "overflow": "microbatch"}
-    for kwargs, unit in itertools.product(forms, (1, 0.1)):
-        drops = kwargs.get("overflow") == "microbatch"
-        model, acc = build(**kwargs)
-        optimizer = sgd(acc, 0.0)
-        for long_form in (False, True):
-            for i, (x, y) in enumerate(data(rank)):
-                loss = mse_loss(model(x), y) * (math.nan if drops and (rank, i) == (0, 1) else 1)
-                weight = unit * len(x)
-                if long_form and kwargs.get("release") != "backward":
-                    loss.backward()
-                    acc.accumulate(weight, loss=loss)
-                else:
-                    acc.backward(loss, weight)
-            acc.step(optimizer)
-            used = [part for r in range(size) for i, part in enumerate(data(r)) if not drops or (r, i) != (0, 1)]
-            x, y = (torch.cat(tensors) for tensors in zip(*used, strict=True))
-            expected = mse_loss(mlp(torch.float64)(x), y).item()
-            assert acc.metrics()["loss"].item() == pytest.approx(expected, rel=1e-12)
-            assert acc.metrics()["weight"].item() == pytest.approx(unit * len(x), rel=1e-12)
-
-
 # ---- what else may be around a window
 
 
@@ -516,7 +488,6 @@ TWO_RANKS = [
     sums_in_bf16,
     tied_weights_in_the_last_backward,
     parts_are_clipped,
-    loss_of_a_window,
     join_and_hooks,
     zero_redundancy_optimizer,
 ]

@@ -31,6 +31,10 @@ def states_of_other_ranks(rank, size):
     assert kind == "RuntimeError"
     assert f"saved by rank {(rank + 1) % size} after 2 micro-batches" in text
     assert "state_dict(reduced=True)" in text
+    alone = ak.FusedAccumulator(mlp(torch.float64), process_group=False)
+    kind, text = message(alone.load_state_dict, everyones[0])
+    assert kind == "RuntimeError"
+    assert f"a window that {size} ranks shared, here are 1" in text
     acc.load_state_dict(own)
     half(acc, model, rank, 2, 3)
     acc.finalize(optimizer)

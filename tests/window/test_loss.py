@@ -66,6 +66,37 @@ def test_absent_where_no_loss_is_known():
     assert "loss" not in acc.metrics()
 
 
+def test_a_loss_that_changes_later():
+    """One of a class of its own is kept as it was, too, when a loop goes on with its memory."""
+
+    class Loss(torch.Tensor):
+        pass
+
+    model = mlp(torch.float64)
+    acc = ak.FusedAccumulator(model)
+    x, y = batch(3, torch.float64)
+    loss = mse_loss(model(x), y)
+    loss.backward()
+    kept = loss.detach().as_subclass(Loss)
+    acc.accumulate(loss=kept)
+    kept.zero_()
+    acc.finalize()
+    assert acc.metrics()["loss"].item() == mse_loss(model(x), y).item()
+
+
+def test_saved_after_the_last_micro_batch():
+    """A resumed window that takes none has the loss of before."""
+    model = mlp(torch.float64)
+    x, y = batch(3, torch.float64)
+    with ak.FusedAccumulator(model) as acc:
+        acc.backward(mse_loss(model(x), y), 3)
+        saved = acc.state_dict()
+    acc = ak.FusedAccumulator(model)
+    acc.load_state_dict(saved)
+    acc.finalize()
+    assert acc.metrics()["loss"].item() == pytest.approx(mse_loss(model(x), y).item(), rel=1e-14)
+
+
 def test_saved_inside_a_window():
     """A resumed window has the losses of before."""
     model = mlp(torch.float64)

@@ -82,3 +82,18 @@ def test_discard_after_an_exception_in_backward():
     acc.backward(mse_loss(model(x[3:]), y[3:]))
     acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
     assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6
+
+
+@pytest.mark.parametrize("overflow", ["window", "microbatch", "raise"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_in_another_memory_order(backend, overflow):
+    """Transposed, and expanded from one element: each element goes to its parameter's."""
+    params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(2, 5)), nn.Parameter(torch.zeros(6))]
+    acc = ak.FusedAccumulator(params, backend=backend, overflow=overflow)
+    grads = [torch.arange(12.0).view(3, 4).t(), torch.tensor(7.0).expand(2, 5), torch.arange(12.0)[::2]]
+    for _ in range(2):
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        acc.accumulate(weight=2)
+    for p, grad in zip(params, grads, strict=True):
+        assert torch.equal(acc.main_grad(p), 4 * grad)

@@ -187,6 +187,17 @@ def test_the_report_names_all_of_the_window():
     assert not acc.step_was_skipped
 
 
+def test_an_overflow_that_was_dropped_is_forgotten():
+    """With its window; the next one does not touch that layer, whose sum is still there."""
+    model = nn.ModuleList([nn.Linear(4, 5), nn.Linear(4, 5)])
+    acc = ak.FusedAccumulator(model, fuse_weight_gradients=True)
+    acc.backward((model[0](torch.ones(2, 4)) * INF).sum())
+    acc.zero_()
+    acc.backward(model[1](torch.ones(2, 4)).sum())
+    acc.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not acc.step_was_skipped
+
+
 def test_overflow_none_looks_at_nothing():
     """As everywhere: found_inf stays 0."""
     model = nn.Linear(4, 5)

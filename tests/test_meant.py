@@ -1,0 +1,156 @@
+"""What looks like a misuse and is meant is left alone, and a misuse is told once and can be made good."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.support.loop import K, Loop
+from tests.support.models import mlp
+
+
+def with_another_optimizer():
+    """A second model with a stock loop of its own, scaler and clipping included, inside our windows."""
+    loop, other = Loop(scaled=True), mlp(seed=1)
+    optimizer, scaler = torch.optim.AdamW(other.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y))
+            scaler.scale(mse_loss(other(x), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        loop.acc.step(loop.optimizer)
+
+
+def clipping_each_micro_batch():
+    """In the long form gradients of a micro-batch are there to be clipped, and after finalize those of the window."""
+    loop = Loop(scaled=True)
+    for window in loop.windows():
+        for x, y in window:
+            loop.scaler.scale(loop.loss(x, y)).backward()
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 10.0)
+            loop.acc.accumulate()
+        loop.acc.finalize(loop.optimizer)
+        nn.utils.clip_grad_value_(loop.model.parameters(), 0.1)
+        assert nn.utils.clip_grad_norm_(loop.model[0].parameters(), 1.0) > 0
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.acc.zero_()
+
+
+def changing_gradients_after_clipping():
+    """Noise on clipped gradients, without any scaler for this optimizer."""
+    loop = Loop()
+    for window in loop.windows():
+        loop.accumulate(window)
+        loop.acc.finalize(loop.optimizer)
+        loop.acc.clip_grad_norm_(1.0)
+        for p in loop.model.parameters():
+            p.grad.add_(0.01)
+        loop.optimizer.step()
+        loop.acc.zero_()
+
+
+def divisions_of_other_numbers():
+    """A mean over 3 of its own, a penalty's factor, and K with a divisor that says so."""
+    loop = Loop()
+    for how, divisor in ((lambda loss: loss / 3, None), (lambda loss: 0.5 * loss, None), (lambda loss: loss / K, 1)):
+        for x, y in loop.windows(1)[0]:
+            loop.acc.backward(how(loop.loss(x, y)))
+        loop.acc.step(loop.optimizer, divisor=divisor)
+
+
+def dropped_once():
+    """A window dropped after an exception, in the middle of a run."""
+    loop = Loop()
+    for index, window in enumerate(loop.windows()):
+        loop.accumulate(window)
+        if index == 1:
+            loop.acc.zero_()
+        loop.acc.step(loop.optimizer)
+
+
+def closure_that_finalizes():
+    """An optimizer that calls a closure, called twice."""
+    loop = Loop()
+
+    def closure():
+        loop.acc.zero_()
+        for x, y in loop.windows(1)[0]:
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.finalize(loop.optimizer)
+        return loop.loss(x, y)
+
+    loop.optimizer.step(closure)
+    loop.optimizer.step(closure)
+
+
+def scaler_that_unscales_means():
+    """A stock scaler over an accumulator that does not know it is right as long as nothing is clipped."""
+    loop = Loop(scaled=True, known=False)
+    for window in loop.windows():
+        loop.accumulate_scaled(window)
+        loop.acc.finalize(loop.optimizer)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.acc.zero_()
+
+
+MEANT = [
+    with_another_optimizer,
+    clipping_each_micro_batch,
+    changing_gradients_after_clipping,
+    divisions_of_other_numbers,
+    dropped_once,
+    closure_that_finalizes,
+    scaler_that_unscales_means,
+]
+
+
+@pytest.mark.parametrize("loop", MEANT, ids=lambda loop: loop.__name__)
+def test_what_is_meant_is_left_alone(loop, caplog):
+    """No error and no warning."""
+    loop()
+    assert caplog.records == []
+
+
+def test_warnings_come_once(caplog):
+    """In ten windows as in one."""
+    loop = Loop()
+    for window in loop.windows(10):
+        for x, y in window:
+            loop.acc.backward(loop.loss(x, y) / K)
+        loop.acc.step(loop.optimizer)
+    assert len(caplog.records) == 1
+
+
+def test_after_an_error_the_window_goes_on():
+    """The step that was refused can be done in the right way, and leaves what it should."""
+    loop, twin = Loop(), Loop()
+    (window,) = loop.windows(1)
+    for each in (loop, twin):
+        for x, y in window:
+            each.acc.backward(each.loss(x, y))
+    with pytest.raises(RuntimeError):
+        loop.optimizer.step()
+    with pytest.raises(RuntimeError):
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    for each in (loop, twin):
+        each.acc.step(each.optimizer)
+    assert all(map(torch.equal, loop.model.parameters(), twin.model.parameters()))
+
+
+def test_removed_accumulators_say_nothing():
+    """After remove(), a stock loop may go on with the same optimizer."""
+    loop = Loop()
+    x, y = loop.windows(1)[0][0]
+    loop.acc.backward(loop.loss(x, y))
+    loop.acc.remove()
+    loop.loss(x, y).backward()
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    loop.optimizer.step()
