@@ -27,6 +27,8 @@ class Report(NamedTuple):
         micro_batches: How many this rank ran.
         window: The window's number.
         loss: Makes fp64 `[2]`, the weighted sum of losses and the sum of their weights; None where no loss is known.
+        norms: How many norms the step clips by: 0, 1 for that of all parameters, 1 + n for a list of n parts.
+        limit: fp64 0-d, what it clips to, added up over parts; None without any.
     """
 
     state: Tensor
@@ -38,6 +40,8 @@ class Report(NamedTuple):
     micro_batches: int = 0
     window: int = 0
     loss: Callable[[], Tensor | None] = lambda: None
+    norms: int = 0
+    limit: Tensor | None = None
 
     @property
     def loss_sums(self) -> Tensor:
@@ -78,6 +82,20 @@ def different_windows(numbers: Sequence[float]) -> str | None:
         f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were "
         "saved in the same window, and end each window on all ranks"
     )
+
+
+def different_limits(norms: Sequence[float], limits: Sequence[float], place: str = "rank") -> str | None:
+    """That ranks do not clip alike, as their `Report`s say, in words.
+
+    Each norm is a collective where parameters are sharded or on several stages, and elsewhere replicas would diverge.
+    """
+    if len(set(norms)) == 1 and len(set(limits)) == 1:
+        return None
+    given = [
+        "none" if n == 0 else f"{limit}" if n == 1 else f"a list of {int(n) - 1} for {limit} together"
+        for n, limit in zip(norms, limits, strict=True)
+    ]
+    return f"max_norm must be the same on all ranks; by {place} it is {', '.join(given)}"
 
 
 class Alone:

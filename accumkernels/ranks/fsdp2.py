@@ -22,7 +22,7 @@ from ..buffers.dtensors import is_dtensor, local
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report, different_windows
+from .alone import Agreement, Alone, Report, different_limits, different_windows
 from .own_group import own_group
 
 
@@ -50,7 +50,7 @@ class Mesh(Alone):
                 self._cuts[id(entry.param)] = _cut(entry.param)
         self._rows = next(iter(self._cuts.values()))  # the groups that the noise scale's squares are sharded over
         self._replicas = self._count_replicas(named, meshes)
-        self._compared = False
+        self._compared: int | None = None  # for how many norms the host has looked at what all ranks say
 
     def _count_replicas(self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]) -> dict[int, int]:
         """By id of a parameter, how many ranks hold what this one holds of it.
@@ -105,25 +105,29 @@ class Mesh(Alone):
         FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights.
 
         The host reads the result on the CPU; elsewhere in the first window, and in those that may be in error: with a
-        divisor, or with weights that came after backward.
+        divisor, with weights that came after backward, or where the clipping changes.
         """
-        # One vector, summed: flags, then for every rank its weight, its divisor and its window.
+        # One vector, summed: flags, then for every rank its weight and what must be alike.
         device = report.state.device
         state = torch.zeros_like(report.state) if report.dropped else report.state
         flags = torch.tensor([report.dropped, report.weighed_after], dtype=torch.float64, device="cpu")
-        by_rank = torch.zeros(3, self.size, dtype=torch.float64, device=device)
+        by_rank = torch.zeros(5, self.size, dtype=torch.float64, device=device)
         by_rank[0, self.rank] = state[State.WEIGHT]
         by_rank[2, self.rank] = report.window
+        by_rank[3, self.rank] = report.norms
         if report.divisor is not None:
             by_rank[1, self.rank] = report.divisor
+        if report.limit is not None:
+            by_rank[4, self.rank] = report.limit
         vector = torch.cat([state, report.loss_sums, move(flags, device), by_rank.flatten()])
         dist.all_reduce(vector, group=self._group)
 
         # What the device alone can conclude.
-        sizes = [len(State), 2, 1, 1, self.size, self.size, self.size]
-        summed, loss, dropped, after, weights, divisors, windows = vector.split(sizes)
+        sizes = [len(State), 2, 1, 1, self.size, self.size, 3 * self.size]
+        summed, loss, dropped, after, weights, divisors, alike = vector.split(sizes)
+        alike = alike.view(3, self.size)
         wrong = (divisors != divisors[0]).any() | ((after[0] > 0) & (weights != weights[0]).any())
-        wrong = wrong & (dropped[0] == 0) | (windows != windows[0]).any()
+        wrong = wrong & (dropped[0] == 0) | (alike != alike[:, :1]).any()
         together = state.clone()
         together[State.WEIGHT] = weights.mean()
         for flag in (State.FOUND_INF, State.POISONED):
@@ -139,13 +143,15 @@ class Mesh(Alone):
         )
 
         # What the host concludes, where it may look.
-        if device.type != "cpu" and self._compared and report.divisor is None and not report.weighed_after:
+        same = self._compared == report.norms
+        if device.type != "cpu" and same and report.divisor is None and not report.weighed_after:
             return agreement
-        self._compared = True
-        host_state, _, (any_dropped,), (any_after,), weights, given, windows = (
+        self._compared = report.norms
+        host_state, _, (any_dropped,), (any_after,), weights, given, _ = (
             part.tolist() for part in vector.cpu().split(sizes)
         )
-        error = different_windows(windows)
+        windows, norms, limits = alike.tolist()
+        error = different_windows(windows) or different_limits(norms, limits)
         if error is None and not any_dropped and not host_state[State.POISONED]:
             error = _disagreement(weights, given, any_after > 0)
         return agreement._replace(dropped=any_dropped > 0, weight=sum(weights) / self.size, error=error)

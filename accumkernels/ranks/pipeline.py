@@ -23,7 +23,7 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report, different_windows
+from .alone import Agreement, Alone, Report, different_limits, different_windows
 
 
 class Stages(Alone):
@@ -41,7 +41,7 @@ class Stages(Alone):
     def __init__(self, replicas: Alone, group: Any) -> None:
         self._replicas = replicas
         self._group = group
-        self._compared = False
+        self._compared: int | None = None  # for how many norms the host has looked at what all stages say
         self.size, self.rank = replicas.size, replicas.rank
         self.reduces_sums, self.sharded = replicas.reduces_sums, replicas.sharded
         self.stage = group.rank()
@@ -71,7 +71,8 @@ class Stages(Alone):
     def agree(self, report: Report) -> Agreement:
         """Combine what all ranks report; collective: over replicas, then over stages.
 
-        The host reads the result on the CPU; elsewhere in the first window, and in those with a divisor.
+        The host reads the result on the CPU; elsewhere in the first window, in those with a divisor, and where the
+        clipping changes.
         """
         agreement = self._replicas.agree(report)
         device = report.state.device
@@ -80,27 +81,27 @@ class Stages(Alone):
         squares = torch.zeros((), dtype=torch.float64) if agreement.squares is None else agreement.squares
         divisor = torch.zeros((), dtype=torch.float64) if agreement.divisor is None else agreement.divisor
         dropped = report.dropped or bool(agreement.dropped)
-        counts = [report.window, report.micro_batches, dropped, agreement.error is not None]
-        rows = torch.zeros(self._group.size(), len(State) + 8, dtype=torch.float64, device=device)
+        limit = torch.zeros((), dtype=torch.float64) if report.limit is None else report.limit
+        counts = [report.window, report.norms, report.micro_batches, dropped, agreement.error is not None]
+        rows = torch.zeros(self._group.size(), len(State) + 10, dtype=torch.float64, device=device)
         rows[self.stage] = torch.cat(
             [
                 agreement.state,
                 report.loss_sums if agreement.loss is None else agreement.loss,
                 move(squares, device).reshape(1),
                 move(divisor, device).reshape(1),
+                move(limit, device).reshape(1),
                 move(torch.tensor(counts, dtype=torch.float64, device="cpu"), device),
             ]
         )
         dist.all_reduce(rows, group=self._group)
 
         # What the device alone can conclude: stages that differ overflow, and a window that is empty for one is empty.
-        states, losses, squares, divisors, windows, done, drops, errors = rows.split(
-            [len(State), 2, 1, 1, 1, 1, 1, 1], 1
-        )
+        states, losses, squares, divisors, alike, done, _, errors = rows.split([len(State), 2, 1, 1, 3, 1, 1, 1], 1)
         weights = states[:, State.WEIGHT]
         empty = (weights == 0).any()
         differs = ~_alike(weights) | (divisors != divisors[0]).any() | (done != done[0]).any()
-        differs = differs & ~empty | (windows != windows[0]).any() | (errors > 0).any()
+        differs = differs & ~empty | (alike != alike[0]).any() | (errors > 0).any()
         state = torch.where(empty, 0.0, agreement.state)
         for flag in (State.FOUND_INF, State.POISONED):
             state[flag] = ((states[:, flag] > 0).any() | differs).double()
@@ -111,9 +112,9 @@ class Stages(Alone):
         )
 
         # What the host concludes, where it may look.
-        if device.type != "cpu" and self._compared and report.divisor is None:
+        if device.type != "cpu" and self._compared == report.norms and report.divisor is None:
             return agreement._replace(dropped=None, weight=None)
-        self._compared = True
+        self._compared = report.norms
         columns = [column.tolist() for column in rows.cpu().unbind(1)]
         weights_by_stage, by_stage = columns[State.WEIGHT], columns[len(State) + 3 :]
         return agreement._replace(
@@ -205,7 +206,9 @@ def _alike(weights: Tensor) -> Tensor:
 def _disagreement(
     weights: list[float],
     divisors: list[float],
+    limits: list[float],
     windows: list[float],
+    norms: list[float],
     done: list[float],
     dropped: list[float],
     errors: list[float],
@@ -216,6 +219,9 @@ def _disagreement(
         return differ
     if any(errors):
         return "ranks that share another stage of this pipeline disagree about this window: their error says in what"
+    differ = different_limits(norms, limits, "stage rank")
+    if differ is not None:  # also where nothing is to be clipped: some ranks would wait for the others' norms
+        return differ
     if any(dropped):
         return None
     if len(set(done)) > 1:

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report, different_windows
+from .alone import Agreement, Alone, Report, different_limits, different_windows
 from .group import Group
 
 # Of a flat buffer: long enough for bandwidth, and short, since a link waits until backward has completed a whole one.
@@ -243,24 +243,28 @@ class Reduction(Alone):
         placed = len(report.touched)
         frozen = bytes(self._parameters - placed)
         unmarked = not self._marked and report.micro_batches > 0 and not report.dropped
-        by_rank = torch.zeros(2, self.size, dtype=torch.float64, device="cpu")
-        by_rank[0, self.rank], by_rank[1, self.rank] = placed, report.window
+        by_rank = torch.zeros(3, self.size, dtype=torch.float64, device="cpu")
+        by_rank[:, self.rank] = torch.tensor([placed, report.window, report.norms], dtype=torch.float64, device="cpu")
         flags = [report.dropped, report.squares is not None, self._marked, unmarked]
         came = [self._complete.get((b, s.index), 0) if self.rank == 0 else 0 for b in self._buffers for s in b.segments]
         lists = [*flags, *report.touched, *frozen, *came, *frozen]
         host = torch.cat([torch.tensor(lists, dtype=torch.float64, device="cpu"), by_rank.flatten()])
-        divisors = torch.zeros(self.size, dtype=torch.float64, device=device)
+        given = torch.zeros(2, self.size, dtype=torch.float64, device=device)
         if report.divisor is not None:
-            divisors[self.rank] = report.divisor
+            given[0, self.rank] = report.divisor
+        if report.limit is not None:
+            given[1, self.rank] = report.limit
         squares = torch.zeros_like(report.state[:1]) if report.squares is None else report.squares.reshape(1)
-        vector = torch.cat([report.state, squares, report.loss_sums, move(host, device), divisors])
+        vector = torch.cat([report.state, squares, report.loss_sums, move(host, device), given.flatten()])
         self._group.sum(vector)
 
-        # What the device alone can conclude: a window that any rank dropped is empty; divisors, or windows, that differ
-        # overflow.
-        sizes = [len(State), 1, 2, 1, 1, 1, 1, self._parameters, self._parameters, self.size, self.size, self.size]
-        state, squares, loss, dropped, measuring, _, _, _, _, _, windows, divisors = vector.split(sizes)
-        differs = (divisors != divisors[0]).any() | (windows != windows[0]).any()
+        # What the device alone can conclude: a window that any rank dropped is empty; where windows, norms, divisors or
+        # limits differ, that counts as overflow.
+        sizes = [len(State), 1, 2, 1, 1, 1, 1, self._parameters, self._parameters, self.size, 4 * self.size]
+        state, squares, loss, dropped, measuring, _, _, _, _, _, alike = vector.split(sizes)
+        alike = alike.view(4, self.size)
+        divisors = alike[2]
+        differs = (alike != alike[:, :1]).any()
         for flag in (State.FOUND_INF, State.POISONED):
             state[flag] = ((state[flag] > 0) | differs).double()
         agreement = Agreement(
@@ -279,7 +283,7 @@ class Reduction(Alone):
         learning = self._agreements <= _LEARNING
         if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
             return agreement
-        host_state, _, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, windows, given = (
+        host_state, _, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, _ = (
             part.tolist() for part in vector.cpu().split(sizes)
         )
         if len(set(layouts)) > 1:
@@ -293,7 +297,7 @@ class Reduction(Alone):
             touched=[count > 0 for count in counts[:placed]],
             dropped=any_dropped > 0,
             weight=host_state[State.WEIGHT],
-            error=_disagreement(given, windows, marked, unmarked),
+            error=_disagreement(alike.tolist(), marked, unmarked),
         )
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
@@ -332,8 +336,9 @@ class Reduction(Alone):
         self._waited += 1
 
 
-def _disagreement(divisors: list[float], windows: list[float], marked: float, unmarked: float) -> str | None:
+def _disagreement(alike: list[list[float]], marked: float, unmarked: float) -> str | None:
     """What ranks disagree about, in words."""
+    windows, norms, divisors, limits = alike
     differ = different_windows(windows)
     if differ is not None:
         return differ
@@ -344,4 +349,4 @@ def _disagreement(divisors: list[float], windows: list[float], marked: float, un
             f"the last micro-batch was marked (last=True, acc.window) on {int(marked)} ranks, and not on "
             f"{int(unmarked)} others that ran micro-batches: mark it on all of them, or on none"
         )
-    return None
+    return different_limits(norms, limits)

@@ -215,7 +215,7 @@ class End:
         # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
         # but a mean that is rounded may overflow whether it is clipped or not.
         averages = not folded and (max_norm is None or self._store.rounds)
-        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm)
+        verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm, parts=parts)
         divide_by = verdict.divide_by
         norms, coefficients = self._measure(parts, None if divided else verdict.divisor)
 
@@ -270,6 +270,7 @@ class End:
         *,
         divides: bool,
         max_norm: Tensor | None = None,
+        parts: Sequence[Part] = (),
     ) -> tuple[Verdict, bool]:
         """Judge the window, together with all ranks, and reduce its sums where that is still to be done.
 
@@ -279,6 +280,7 @@ class End:
             divisor: See `divisor()`.
             divides: Whether sums that are reduced are to be divided at once.
             max_norm: What their average is to be clipped to.
+            parts: What is clipped by norms of its own.
 
         Returns:
             The verdict, and whether sums were divided.
@@ -307,6 +309,8 @@ class End:
             micro_batches=window.micro_batches,
             window=window.number,
             loss=self._loss.later(),
+            norms=1 + len(parts) if parts else int(max_norm is not None),
+            limit=self.limit(sum(part.max_norm for part in parts)) if parts else max_norm,
         )
         agreement = ranks.agree(report)
         shared = agreement.loss
@@ -329,6 +333,8 @@ class End:
         measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
         by = verdict.divisor if divides else None
         of_sum = self._reduce(by, measures)
+        if agreement.error is not None:  # all ranks have one, and none waits for this one any more
+            raise RuntimeError(agreement.error)
         if measures:
             of_sum = ranks.sum_over_shards(of_sum)
         self.check_sums(window, of_sum if measures else None)
@@ -339,9 +345,6 @@ class End:
         if agreement.squares is not None:  # nan where a rank did not measure, and then the window does not count
             self._noise_sums = torch.stack([agreement.squares, of_sum])
 
-        # Nobody waits for this rank any more: now it may raise.
-        if agreement.error is not None:
-            raise RuntimeError(agreement.error)
         self._plan_step(optimizers)  # also for what other ranks touched
         window.phase = Phase.OPEN
         return verdict, divides

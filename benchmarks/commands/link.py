@@ -4,8 +4,8 @@
 
 Computing and the link are sleeps (methods/link.py), so that two ranks on one machine behave as two devices with a slow
 link between them. `reduction` is what a reduction takes on the link, as a share of a micro-batch's backward. Methods
-take turns, window by window, and a window takes as long as its slowest rank. It is the schedule that is measured, not a
-device: bytes moved by the host are real, but few.
+take turns, window by window, a window takes as long as its slowest rank, and a ratio is that of two windows of the same
+turn. It is the schedule that is measured, not a device: bytes moved by the host are real, but few.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ..harness.tables import Table
 from ..methods.link import BACKWARD, BYTES, LAYERS, METHODS, NO_SYNC, Link
 
 COLUMNS = (
-    *("method", "ranks", "micro_batches", "reduction", "ms_median", "ms_p10", "ms_p90", "ratio_to_no_sync", "windows"),
+    *("method", "ranks", "micro_batches", "reduction", "ms_median", "ms_p10", "ms_p90"),
+    *("ratio_to_no_sync", "ratio_p10", "ratio_p90", "windows"),
     *("device", "instruction_set", "torch", "python", "commit", "date"),
 )
 RANKS = 2
@@ -73,12 +74,13 @@ def measure(counts: list[int], reduction: float, windows: int, about: Row) -> li
     found = []
     for (count, name), samples in seconds.items():
         median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))
-        no_sync = median_and_spread(seconds[count, NO_SYNC])[0]
+        ratios = [s / stock for s, stock in zip(samples, seconds[count, NO_SYNC], strict=True)]
+        ratio, ratio_p10, ratio_p90 = (float(f"{r:.3f}") for r in median_and_spread(ratios))
         row: Row = {
             **about,
             **{"method": name, "ranks": RANKS, "micro_batches": count, "reduction": reduction},
             **{"ms_median": median, "ms_p10": p10, "ms_p90": p90, "windows": len(samples)},
-            "ratio_to_no_sync": float(f"{median / 1e3 / no_sync:.3f}"),
+            **{"ratio_to_no_sync": ratio, "ratio_p10": ratio_p10, "ratio_p90": ratio_p90},
         }
         found.append({column: row.get(column) for column in COLUMNS})
     return found
@@ -91,10 +93,13 @@ def show(rows: Sequence[Row]) -> None:
         title = (
             f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, a reduction takes {first['reduction']} "
         )
-        table = Table(title + "of a backward (emulated)", ("method", "ms a window", "p10 to p90", "to no_sync"))
+        table = Table(
+            title + "of a backward (emulated)", ("method", "ms a window", "p10 to p90", "to no_sync", "its p10 to p90")
+        )
         for r in group:
             spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
-            table.add(str(r["method"]), f"{r['ms_median']:g}", spread, f"{r['ratio_to_no_sync']:g}")
+            of_ratio = f"{r['ratio_p10']:g} to {r['ratio_p90']:g}"
+            table.add(str(r["method"]), f"{r['ms_median']:g}", spread, f"{r['ratio_to_no_sync']:g}", of_ratio)
         table.print()
 
 

@@ -395,6 +395,8 @@ def test_removed(found):
         ("ignored", "ValueError", "'0.weight' is one that DistributedDataParallel was told to ignore"),
         ("divisor", "RuntimeError", "by rank it is [1.0, 2.0"),
         ("after", "RuntimeError", "acc.zero_()"),
+        ("clipping", "RuntimeError", "max_norm must be the same on all ranks; by rank it is 1.5, none"),
+        ("limit", "RuntimeError", "by rank it is 1.0, 2.0"),
         ("unfrozen", "RuntimeError", "on some ranks only"),
     ],
 )

@@ -276,7 +276,7 @@ def a_rank_without_weight(rank, size):
 
 
 def what_ranks_disagree_about(rank, size):
-    """Divisors, and weights that come after FSDP2's mean: an error on every rank, in the window it happens in."""
+    """Divisors, limits, weights that come after FSDP2's mean: an error on every rank, in the window it happens in."""
     model = shard(net())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     acc = ak.FusedAccumulator(model, scaler=scaler)
@@ -297,6 +297,11 @@ def what_ranks_disagree_about(rank, size):
         with pytest.raises(RuntimeError, match=r"divisors of this window are, by rank, \[0\.0, 5\.0\]"):
             acc.step(optimizer, divisor=5 if rank else None)
         acc.zero_()
+        for limits, text in (((1.0, None), "1.0, none"), ((1.0, 2.0), "1.0, 2.0")):
+            run_window(acc, model, [2])
+            with pytest.raises(RuntimeError, match=f"max_norm must be the same on all ranks; by rank it is {text}"):
+                acc.step(optimizer, max_norm=limits[rank])
+            acc.zero_()
         assert_close(full(model.parameters()), before, rtol=0, atol=0)
         run_window(acc, model, [2])
         acc.step(optimizer)

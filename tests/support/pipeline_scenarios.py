@@ -310,6 +310,9 @@ def stages_that_disagree(rank, size):
         ("count", "by stage rank [0, 1]"),
         ("divisor", "by stage rank it is [1.0, 2.0]"),
         ("window", "different windows"),
+        ("clipping", "by stage rank it is 0.5, none"),
+        ("limit", "by stage rank it is 0.5, 1.5"),
+        ("parts", "by stage rank it is a list of 1 for 0.5 together, a list of 2 for 0.75 together"),
     ):
         pipeline.run(0, 0)
         if case == "count" and rank == 0:
@@ -318,7 +321,11 @@ def stages_that_disagree(rank, size):
             acc.accumulate(WEIGHTS[rank] if case == "weights" else 3)
         if case == "window":
             acc._window.number += rank
-        kind, found = message(acc.step, optimizer, divisor=rank + 1 if case == "divisor" else None)
+        parts = [(pipeline.parts[0].parameters(), 0.5), ([], 0.25)]
+        limits = {"clipping": [0.5, None], "limit": [0.5, 1.5], "parts": [parts[:1], parts]}.get(case, [None, None])
+        kind, found = message(
+            acc.step, optimizer, divisor=rank + 1 if case == "divisor" else None, max_norm=limits[rank]
+        )
         assert kind == "RuntimeError", case
         assert text in found, found
         for a, e in zip(pipeline.parts.parameters(), before, strict=True):
@@ -359,6 +366,17 @@ def replicated_stages(rank, size):
     kind, text = message(ak.FusedAccumulator, pipeline.parts, process_group=dist.group.WORLD)
     assert kind == "ValueError"
     assert "have different stages of a pipeline" in text
+
+    # A norm that one stage alone wants: each rank hears of it, also where no sum is measured otherwise.
+    acc = ak.FusedAccumulator(pipeline.parts, overflow=None, process_group=replicas)
+    for clips in (stages.rank() == 0, rank == 0):
+        pipeline.run(0, 0)
+        acc.accumulate()
+        kind, text = message(acc.step, torch.optim.SGD(acc.parameters(), lr=0.1), max_norm=1.0 if clips else None)
+        assert kind == "RuntimeError"
+        assert "max_norm must be the same on all ranks" in text or "share another stage" in text
+        acc.zero_()
+    acc.remove()
 
     # One state for both replicas of a stage, that either may load, and the noise scale of all.
     acc = ak.FusedAccumulator(pipeline.parts, noise_scale=True, process_group=replicas)

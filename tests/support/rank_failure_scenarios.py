@@ -200,6 +200,10 @@ def errors(rank, size):
     acc.backward(model(torch.ones(2, 5)).sum())
     found["divisor"] = message(acc.step, optimizer, divisor=rank + 1)
     found["after"] = message(acc.step, optimizer)
+    for name, limit in (("clipping", 1.5 if rank == 0 else None), ("limit", rank + 1)):
+        acc.zero_()
+        acc.backward(model(torch.ones(2, 5)).sum())
+        found[name] = message(acc.step, optimizer, max_norm=limit)
     acc.zero_()
     acc.backward(model(torch.ones(2, 5)).sum())
     acc.step(optimizer)  # all ranks are in step again
