@@ -19,9 +19,9 @@ TINY = "--model tiny --windows 3 --runs 1 --micro-batches 2 --threads 1".split()
 def megabytes(routed):
     """Per method the gradient bytes that a window's arithmetic gives, as the rows round them.
 
-    Alone a trainer has the fp32 `.grad`s. With an accumulator there are the sums, and one micro-batch's gradients: all of
-    them, since so small a model is less than a bucket. Routed, a linear layer's are in bf16, and the tied weight, which is
-    read both as embedding and as head, has one of each.
+    Alone a trainer has the fp32 `.grad`s. With an accumulator there are the sums, and one micro-batch's gradients: all
+    of them, since so small a model is less than a bucket. Routed, a linear layer's are in bf16, and the tied weight,
+    which is read both as embedding and as head, has one of each.
     """
     model = trainers.Model(SIZES["tiny"])
     assert not any(4 * p.numel() % ALIGNMENT_BYTES for p in model.parameters())  # nothing is padded
