@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.support.backends import same_bits
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
+from tests.support.trainers import make, reset
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
 
 import accumkernels as ak  # noqa: E402
@@ -25,25 +25,6 @@ SIZE = 3  # samples of a micro-batch
 CLIPPED = {"rtol": 1e-5, "atol": 1e-7}
 # Gradients in fp32 against the big batch in fp64; measured 1e-7.
 ROUNDING = 1e-6
-
-
-@pytest.fixture
-def fresh_state():
-    """accelerate keeps its settings in singletons."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def make(cls, precision="no", steps=4, **options):
-    """An accelerator; fp16, which accelerate has on GPUs only, with a scaler for the CPU."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = cls(cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision, **options)
-    if precision == "fp16":
-        accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    return accelerator
 
 
 def loader(samples, size=SIZE):
@@ -266,8 +247,7 @@ def test_a_loader_that_ends_nothing(tmp_path):
     """With `sync_with_dataloader=False` a window goes on in the next epoch: in a resumed run, the same bits."""
 
     def build():
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        reset()
         plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
         accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, mixed_precision="bf16")
         model = mlp()
