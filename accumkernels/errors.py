@@ -41,3 +41,10 @@ def expect_iterable(value: Any, name: str, expected: str = "an iterable") -> Any
     if not isinstance(value, Iterable) and not hasattr(type(value), "__getitem__"):
         raise wrong_type(name, expected, value)
     return value
+
+
+def missing(package: str) -> ImportError:
+    """Make the error of an adapter whose package is not installed."""
+    return ImportError(
+        f"accumkernels.integrations.{package} needs {package}: pip install 'accumkernels[{package}]'", name=package
+    )

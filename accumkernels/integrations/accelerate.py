@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..accumulator import FusedAccumulator, parts_of
-from ..errors import expect, wrong_type
+from ..accumulator import FusedAccumulator
+from ..errors import expect, missing, wrong_type
 from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
 from .several import backward_of_all, driven
-from .window import TrainerWindow, missing
+from .window import TrainerWindow
 
 try:
     from accelerate import Accelerator as Stock
@@ -393,9 +393,7 @@ class Accelerator(Stock):
             return super().clip_grad_norm_(params, max_norm, norm_type)
         given = {id(p) for p in params}
         whole = len(windows) == 1 and all(
-            id(entry.param) in given
-            for entry in parts_of(windows[0].accumulator).store.named
-            if entry.param.requires_grad
+            id(entry.param) in given for entry in windows[0].parts.store.named if entry.param.requires_grad
         )
         if whole and self.sync_gradients and not windows[0].inside_no_sync:
             if not self.reads_gradients and norm_type == 2:
@@ -422,9 +420,7 @@ class Accelerator(Stock):
     def _windows_of(self, params: list[Tensor]) -> list[TrainerWindow]:
         """Those that accumulate some of the parameters."""
         given = {id(p) for p in params}
-        return [
-            w for w in self._windows if any(id(entry.param) in given for entry in parts_of(w.accumulator).store.named)
-        ]
+        return [w for w in self._windows if any(id(entry.param) in given for entry in w.parts.store.named)]
 
     def window_metrics(self, prefix: str = "accumulator/") -> dict[str, float]:
         """The last window's numbers for `accelerator.log`: `FusedAccumulator.metrics` as floats; synchronises.

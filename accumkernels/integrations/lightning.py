@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from ..errors import expect
+from ..errors import expect, missing
 from .several import driven, weigh_for_all
-from .window import TrainerWindow, missing
+from .window import TrainerWindow
 
 try:
     import lightning.pytorch as pl

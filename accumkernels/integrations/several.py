@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..accumulator import parts_of
 from ..window.optimizers import owned
 from .window import TrainerWindow
 
@@ -71,7 +70,7 @@ def backward_of_all(
     reached = [window for window in windows if window.reached]
     if any(window in ended for window in reached):
         for window in reached:
-            parts_of(window.accumulator).store.drop_grads()
+            window.parts.store.drop_grads()
         raise RuntimeError(
             "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or keep "
             "its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"

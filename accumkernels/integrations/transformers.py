@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accumulator import FusedAccumulator
-from ..errors import expect
-from .window import missing
+from ..errors import expect, missing
 
 try:
     import transformers

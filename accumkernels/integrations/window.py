@@ -1,52 +1,21 @@
-"""What the adapters share: windows between the calls of a trainer that divides its losses and steps when it likes."""
+"""What the adapters share: a window between the calls of a trainer that divides its losses and steps when it likes."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..accumulator import FusedAccumulator, parts_of
+from ..accumulator import FusedAccumulator, Parts
 from ..arguments import as_scalar
-from ..buffers.dtensors import local, shaped_like
-from ..buffers.flat import FlatBuffer
-from ..buffers.layout import Segment
-from ..buffers.parameters import NamedParameter
-from ..ranks.ddp import module_buffers
 from ..window.micro_batch_weight import Weight
-from ..window.optimizers import check_optimizer, owned
-from .ddp import counting, silent, unwrapped
-
-_log = logging.getLogger(__name__)
-
-
-def missing(package: str) -> ImportError:
-    """The error of an adapter whose package is not installed."""
-    return ImportError(
-        f"accumkernels.integrations.{package} needs {package}: pip install 'accumkernels[{package}]'", name=package
-    )
-
-
-def check_optimizer_once(optimizer: Optimizer) -> None:
-    """Refuse optimizers that are wrapped, and those that evaluate the loss more than once in a step.
-
-    Raises:
-        TypeError: names it, and what to use.
-    """
-    check_optimizer(optimizer, "accumkernels.integrations")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "LBFGS evaluates the loss of a window several times in one step, which trainers with micro-batches cannot; "
-            "use it with accumkernels.FusedAccumulator itself, which FusedAccumulator.step(lbfgs) shows"
-        )
+from .fitted import Fitted
+from .shown import Shown
+from .stepping import apart, check_optimizer_once, needs_closure, once
 
 
 class TrainerWindow:
@@ -68,7 +37,6 @@ class TrainerWindow:
         **options: Of FusedAccumulator.
 
     Attributes:
-        accumulator: Made here, anew where the optimizer gets other parameters.
         divided_by: What the loss of the next micro-batch was divided by.
         sums: Whether losses are added up as they are; the same for all micro-batches of a window.
         finalized: Whether `.grad` holds the averaged gradient.
@@ -77,8 +45,6 @@ class TrainerWindow:
         under_way: The weight of the micro-batch whose backward has begun by `run`, until it is counted.
         micro_batch: Backwards in the micro-batch that the trainer says is under way; None where it says nothing.
     """
-
-    accumulator: FusedAccumulator
 
     def __init__(
         self,
@@ -96,114 +62,55 @@ class TrainerWindow:
         self.sums = False
         self.finalized = False
         self.stepped = False
-        self._options = options
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.alone = alone
         self.micro_batch: int | None = None
         self.folds = False
         self._promised: tuple[float | Tensor, Tensor] | None = None
-        self._shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
+        self._shown = Shown()
         self._idle = False
         self.under_way: Weight | None = None
         self._last = False
-        self._cleanup = contextlib.ExitStack()
-        self._build()
+        self._fitted = Fitted(self.modules, optimizer, self._scaler, alone=alone, **options)
 
     # ---- the accumulator
 
-    def _build(self) -> None:
-        """Make the accumulator of the parameters that the optimizer steps, and let it step masters."""
-        self._owned = self._owners()
-        stepped = {id(p) for p in owned((self.optimizer,))}
-        wrapped = [ddp for ddp in map(unwrapped, self.modules) if isinstance(ddp, DistributedDataParallel)]
-        if len(self.modules) == 1 and self.alone:
-            self.accumulator = _Stepped(self.modules[0], stepped, scaler=self._scaler, **self._options)
-        else:
-            named = [
-                (f"{index}.{name}" if len(self.modules) > 1 else name, p)
-                for index, module in enumerate(self.modules)
-                for name, p in module.named_parameters()
-                if id(p) in stepped
-            ]
-            options = {**self._options, "autocast_route": False}
-            for ddp in wrapped:
-                self._cleanup.enter_context(silent(ddp))
-            if wrapped:
-                options["process_group"] = wrapped[0].process_group
-            self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
-            if wrapped:
-                parts_of(self.accumulator).ranks.share_from(
-                    lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
-                )
-        self._no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
-        # In a static graph a parameter may get several gradients in a backward, and nothing tells which is the last.
-        _, ranks, intake, _ = parts_of(self.accumulator)
-        static = any(ddp.static_graph for ddp in wrapped)
-        self._sends_in_backward = ranks.reduces_sums and intake.hooks is not None and not static
-        if self.sharded and self._options.get("master_weights"):
-            raise ValueError(
-                "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
-                "mixed precision policy (param_dtype)"
-            )
-        self._translate(parts_of(self.accumulator).store.target)
+    @property
+    def accumulator(self) -> FusedAccumulator:
+        """Made anew where the optimizer gets other parameters."""
+        return self._fitted.accumulator
 
-    def _owners(self) -> list[list[int]]:
-        return [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
-
-    def _translate(self, target: Callable[[Tensor], Tensor]) -> None:
-        """Let the optimizer step other tensors, with the state that it has."""
-        for group in self.optimizer.param_groups:
-            new = [target(p) for p in group["params"]]
-            for old, other in zip(group["params"], new, strict=True):
-                if old is not other and old in self.optimizer.state:
-                    self.optimizer.state[other] = self.optimizer.state.pop(old)
-            group["params"] = new
-        self._owned = self._owners()
-
-    def _let_go(self) -> dict[int, Tensor]:
-        """Give model and optimizer back as they were, but trained; the masters, by id of the parameter."""
-        store = parts_of(self.accumulator).store
-        masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
-        params = {id(store.target(e.param)): e.param for e in store.named}
-        if parts_of(self.accumulator).ranks.begun and not self.finalized:  # an exception came: nobody sums the rest
-            parts_of(self.accumulator).scaler.forget()
-            store.drop_grads()
-        else:
-            self.close()
-        self._translate(lambda tensor: params.get(id(tensor), tensor))
-        self.accumulator.remove()
-        self._cleanup.close()
-        return masters
+    @property
+    def parts(self) -> Parts:
+        """The accumulator's."""
+        return self._fitted.parts
 
     def release(self) -> None:
         """Give the model and the optimizer back as they were, but trained."""
-        self._let_go()
+        self._drop()
+        self._fitted.remove()
 
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Between windows: accumulate parameters that were added to the optimizer."""
-        if self._owners() == self._owned:
-            return
-        masters = self._let_go()
-        self._build()
-        for entry in parts_of(self.accumulator).store.named:
-            if id(entry.param) in masters and entry.param.requires_grad:
-                parts_of(self.accumulator).store.target(entry.param).copy_(masters[id(entry.param)])
+    def _drop(self) -> None:
+        if self.parts.ranks.begun and not self.finalized:  # an exception came: nobody sums the rest
+            self.parts.scaler.forget()
+            self.parts.store.drop_grads()
+        else:
+            self.close()
 
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 averages gradients over ranks inside backward."""
-        return parts_of(self.accumulator).ranks.sharded
+        return self.parts.ranks.sharded
 
     @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `no_sync` of a DistributedDataParallel module."""
-        return any(no_sync.depth > 0 for no_sync in self._no_syncs)
+        return self._fitted.inside_no_sync
 
     @property
     def several_ranks(self) -> bool:
         """Whether other ranks may have micro-batches in this window."""
-        return parts_of(self.accumulator).ranks.ends_together
+        return self.parts.ranks.ends_together
 
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """What the optimizer steps for some of the model's parameters."""
@@ -226,8 +133,9 @@ class TrainerWindow:
                     "the last backward of a window)"
                 )
             self.close()
-        if self.accumulator.micro_batches == 0 and not self._shown:
-            self._follow()
+        if self.accumulator.micro_batches == 0 and not self._shown and self._fitted.outgrown:
+            self._drop()
+            self._fitted.renew()
 
     def begin(self, sums: bool = False) -> None:
         """Before a backward: what its gradients are multiplied by while they are added.
@@ -243,7 +151,7 @@ class TrainerWindow:
                 "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
                 "all of them a weight, or none"
             )
-        parts_of(self.accumulator).scaler.make_up_for(1 if sums else self.divided_by)
+        self.parts.scaler.make_up_for(1 if sums else self.divided_by)
         self.under_way = None
 
     def backward(self, loss: Tensor, weight: float | Tensor, *, last: bool = False, **kwargs: Any) -> None:
@@ -255,7 +163,7 @@ class TrainerWindow:
             last: Whether it ends the window on this rank; others may end theirs otherwise.
             **kwargs: Of `Tensor.backward`.
         """
-        last = last and self._sends_in_backward
+        last = last and self._fitted.sends_in_backward
         self.accumulator.backward(loss, 1.0 if self.sums else weight, last=last, **kwargs)
 
     def run(
@@ -269,13 +177,13 @@ class TrainerWindow:
             weight: What it counts.
             last: As of `backward`.
         """
-        self._last = last and self._sends_in_backward
+        self._last = last and self._fitted.sends_in_backward
         loss, self.under_way = self.weigh(loss, weight)
-        parts_of(self.accumulator).intake.run(functools.partial(backward, loss), loss, self.under_way, self._last)
+        self.parts.intake.run(functools.partial(backward, loss), loss, self.under_way, self._last)
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
         """The loss to run backward of, with its weight where backward may cross ranks; and the weight."""
-        store, _, intake, _ = parts_of(self.accumulator)
+        store, _, intake, _ = self.parts
         return intake.weigh(loss, as_scalar(1.0 if self.sums else weight, "weight", store.device))
 
     def take(self, loss: Tensor | None = None) -> None:
@@ -283,42 +191,23 @@ class TrainerWindow:
         weight, self.under_way = self.under_way or Weight(1.0), None
         last, self._last = self._last, False
         with torch.no_grad():
-            parts_of(self.accumulator).intake.accumulate(weight, last, loss)
+            self.parts.intake.accumulate(weight, last, loss)
 
     @property
     def reached(self) -> bool:
         """Whether a backward has left gradients that were not counted."""
-        return parts_of(self.accumulator).intake.uncounted or any(
-            entry.param.grad is not None for entry in parts_of(self.accumulator).store.named
-        )
+        return self.parts.intake.uncounted or any(entry.param.grad is not None for entry in self.parts.store.named)
 
     # ---- gradients to look at inside a window of sums, as autograd leaves them
 
     def show(self) -> None:
-        """Let `.grad` be the sum so far. On one rank, and where sums are not to be divided: it is what stock has."""
-        for buffer, segment in parts_of(self.accumulator).store.touched():
-            view = buffer.views[segment.index]
-            target = parts_of(self.accumulator).store.target(segment.param)
-            grad = view if view.dtype == target.dtype else view.to(target.dtype)
-            target.grad = shaped_like(grad, target) if buffer.sharded else grad
-            self._shown.append((buffer, segment, target, grad, grad._version))
+        """Let `.grad` be the sum so far."""
+        self._shown.show(self.parts.store)
 
-    @torch.no_grad()
     def take_back(self) -> None:
-        """Take `.grad` in again, as it was left: changed, replaced, or dropped by setting it to None."""
-        shown, self._shown = self._shown, []
-        if shown and all(target.grad is None for _, _, target, _, _ in shown):
+        """Take `.grad` in again, as it was left; where all of it was dropped, so is the window."""
+        if self._shown.take_back():
             self.close()
-            return
-        for buffer, segment, target, grad, version in shown:
-            if target.grad is None:
-                buffer.touched[segment.index] = False
-                continue
-            found, view = local(target.grad), buffer.views[segment.index]
-            replaced = found is not grad and found is not view
-            if replaced or (grad.dtype != view.dtype and grad._version != version):
-                view.copy_(found)
-            target.grad = None
 
     # ---- the end of a window
 
@@ -340,16 +229,16 @@ class TrainerWindow:
         self.take_back()
         self.under_way = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
-            parts_of(self.accumulator).scaler.make_up_for(1)
+            self.parts.scaler.make_up_for(1)
             self.take()
-        if self._sends_in_backward and self.accumulator.micro_batches:
-            parts_of(self.accumulator).ranks.end_last()
+        if self._fitted.sends_in_backward and self.accumulator.micro_batches:
+            self.parts.ranks.end_last()
 
     def _divisor(self) -> float | None:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
         if not self.sums:
             return None
-        return 1.0 if self.sharded else float(parts_of(self.accumulator).ranks.size)
+        return 1.0 if self.sharded else float(self.parts.ranks.size)
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; the answer is its norm before."""
@@ -360,7 +249,7 @@ class TrainerWindow:
 
     def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
         """Clip in `step_as_agreed`, which fills the norm that is returned now; nobody looks at `.grad` before."""
-        store = parts_of(self.accumulator).store
+        store = self.parts.store
         self._promised = max_norm, torch.zeros((), dtype=store.result_dtype, device=store.device)
         return self._promised[1]
 
@@ -392,11 +281,11 @@ class TrainerWindow:
         if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
-        needs_closure = _needs_closure(type(self.optimizer))  # type: ignore[arg-type]
-        with _alone(self._scaler, self.optimizer):
+        closure_needed = needs_closure(type(self.optimizer))  # type: ignore[arg-type]
+        with apart(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()
-                if fold and self.accumulator.micro_batches and not kwargs and not needs_closure:
+                if fold and self.accumulator.micro_batches and not kwargs and not closure_needed:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
                     return norm
@@ -404,11 +293,11 @@ class TrainerWindow:
             self._idle = self._empty
             if self._idle:  # as in stock: nothing moves, and schedulers go on
                 self.stepped = self.finalized
-                if self._scaler is None and not needs_closure:
+                if self._scaler is None and not closure_needed:
                     self.optimizer.step(**kwargs)
                 return None
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
-            args = (_once(self.optimizer, result),) if needs_closure else ()
+            args = (once(self.optimizer, result),) if closure_needed else ()
             if self._scaler is not None:
                 self._rerecord()
                 self._scaler.step(self.optimizer, *args, **kwargs)
@@ -421,14 +310,14 @@ class TrainerWindow:
     @property
     def _empty(self) -> bool:
         """Whether no rank had a micro-batch; where there are several, the window is finalized."""
-        store = parts_of(self.accumulator).store
+        store = self.parts.store
         return self.accumulator.micro_batches == 0 and next(iter(store.touched()), None) is None
 
     def _rerecord(self) -> None:
         """Tell the scaler again that gradients are unscaled: another optimizer's update has made it forget."""
         verdict = self.accumulator._window.verdict
         assert verdict is not None
-        parts_of(self.accumulator).scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
+        self.parts.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -443,67 +332,12 @@ class TrainerWindow:
 
     def close(self) -> None:
         """Drop the window, stepped or not, and open the next; collective where sums are on their way to other ranks."""
-        if parts_of(self.accumulator).ranks.begun:
+        if self.parts.ranks.begun:
             self.finalize()
-        self._shown = []
+        self._shown.forget()
         self.accumulator.zero_()
         self._reset()
 
     def _reset(self) -> None:
         self.finalized = self.stepped = False
         self.micro_batch = None if self.micro_batch is None else 0
-
-
-class _Stepped(FusedAccumulator):
-    """Leaves out what the optimizer does not step, as trainers do: a frozen tower, or layers that are added later."""
-
-    def __init__(self, module: nn.Module, stepped: set[int], **options: Any) -> None:
-        self._stepped = stepped
-        super().__init__(module, **options)
-
-    def _named(self, params: Any) -> list[NamedParameter]:
-        named = super()._named(params)
-        ignored = [e.name for e in named if id(e.param) not in self._stepped and e.param.requires_grad]
-        if ignored:
-            _log.warning(
-                "no optimizer steps %s%s, so that no gradient of it is accumulated",
-                ", ".join(map(repr, ignored[:3])),
-                f" and {len(ignored) - 3} more" if len(ignored) > 3 else "",
-            )
-        return [e for e in named if id(e.param) in self._stepped]
-
-
-@functools.cache
-def _needs_closure(optimizer_class: type[Optimizer]) -> bool:
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
-    """A closure for an optimizer that needs one: its backward has run already."""
-    calls = iter([result])
-
-    def closure() -> Any:
-        try:
-            return next(calls)
-        except StopIteration:
-            raise TypeError(
-                f"{type(optimizer).__name__} evaluates its closure twice in one step, which FusedAccumulator cannot "
-                "drive inside a trainer: gradients of the first evaluation are those of a whole window"
-            ) from None
-
-    return closure
-
-
-@contextlib.contextmanager
-def _alone(scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> Iterator[None]:
-    """Keep what a GradScaler knows of other optimizers out of one's step and update, and let it know it afterwards."""
-    if scaler is None:
-        yield
-        return
-    records = scaler._per_optimizer_states
-    others = {key: records.pop(key) for key in list(records) if key != id(optimizer)}
-    try:
-        yield
-    finally:
-        scaler._per_optimizer_states.update(others)

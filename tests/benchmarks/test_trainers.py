@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 
 import pytest
+from torch import nn
 
+from accumkernels.buffers.layout import ALIGNMENT_BYTES
 from benchmarks.commands import trainers
 from benchmarks.methods.training import SIZES
 
@@ -14,9 +16,26 @@ pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), p
 TINY = "--model tiny --windows 3 --runs 1 --micro-batches 2 --threads 1".split()
 
 
+def megabytes(routed):
+    """Per method the gradient bytes that a window's arithmetic gives, as the rows round them.
+
+    Alone a trainer has the fp32 `.grad`s. With an accumulator there are the sums, and one micro-batch's gradients: all
+    of them, since so small a model is less than a bucket. Routed, a linear layer's are in bf16, and the tied weight,
+    which is read both as embedding and as head, has one of each.
+    """
+    model = trainers.Model(SIZES["tiny"])
+    assert not any(4 * p.numel() % ALIGNMENT_BYTES for p in model.parameters())  # nothing is padded
+    fp32 = 4 * sum(p.numel() for p in model.parameters())
+    cast = {id(p): 2 * p.numel() for part in model.modules() if isinstance(part, nn.Linear) for p in part.parameters()}
+    tied = model.gpt.head.weight
+    own = [cast.get(id(p), 4 * p.numel()) for p in model.parameters()]
+    taken = sum(own) + 4 * tied.numel() if routed else fp32
+    return [float(f"{nbytes / 1e6:.4g}") for nbytes in (fp32, fp32 + taken, fp32 + taken)]
+
+
 @pytest.mark.parametrize("name", list(trainers.TRAINERS))
 def test_a_row_per_method(name, tmp_path):
-    """With versions, speed, and peaks between what must be and what can be alive."""
+    """With versions, speed, and the bytes that must be alive."""
     pytest.importorskip(name)
     trainers.reset()  # what other tests set for accelerate's singletons
     file = tmp_path / "trainers.csv"
@@ -24,11 +43,7 @@ def test_a_row_per_method(name, tmp_path):
     rows = list(csv.DictReader(file.open()))
     assert [row["method"] for row in rows] == list(trainers.OPTIONS)
     assert {row["ranks"] for row in rows} == {"1"}
-    fp32 = 4 * sum(p.numel() for p in trainers.Model(SIZES["tiny"]).parameters()) / 1e6
-    without, fused, released = (float(row["peak_gradient_MB"]) for row in rows)
-    assert without == pytest.approx(fp32, rel=0.01)
-    assert fp32 < released <= fused * 1.01
-    assert fused < 1.9 * fp32  # a flat buffer, with alignment, and gradients, most of them in 16 bit
+    assert [float(row["peak_gradient_MB"]) for row in rows] == megabytes(routed=True)
     for row in rows:
         assert float(row["samples_per_second"]) > 0
         assert row["trainer_version"] and row["torch"] and row["commit"] and row["date"]
@@ -43,10 +58,9 @@ def test_two_ranks(name, tmp_path):
     assert trainers.main([*TINY, "--ranks", "2", "--trainers", name, "--csv", str(file)]) == 0
     rows = list(csv.DictReader(file.open()))
     assert [(row["method"], row["ranks"]) for row in rows] == [(name, "2") for name in trainers.OPTIONS]
-    fp32 = 4 * sum(p.numel() for p in trainers.Model(SIZES["tiny"]).parameters()) / 1e6
+    # Lightning's adapter asks for the route; the others leave so small a model to autocast, in processes of their own.
+    assert [float(row["peak_gradient_MB"]) for row in rows] == megabytes(routed=name == "lightning")
     for row in rows:
-        # Sums, and the fp32 gradients of a micro-batch: so small a model is left to autocast.
-        assert fp32 <= float(row["peak_gradient_MB"]) * 1.01 < 2.05 * fp32
         seconds = float(row["ms_median"]) / 1e3
         assert float(row["samples_per_second"]) == pytest.approx(2 * 2 * SIZES["tiny"].samples / seconds, rel=1e-3)
 

@@ -1,6 +1,4 @@
-"""What tests of several trainers share."""
-
-from __future__ import annotations
+"""What tests inside trainers share."""
 
 import pytest
 
@@ -8,7 +6,7 @@ import pytest
 @pytest.fixture
 def fresh_state():
     """accelerate keeps its settings in singletons."""
-    yield
-    from tests.support.accelerators import reset
+    from tests.support.trainers import reset
 
+    yield
     reset()

@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.support.backends import same_bits
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
+from tests.support.trainers import make, reset
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -15,7 +16,6 @@ from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
 
 import accumkernels as ak  # noqa: E402
 from accumkernels.integrations.accelerate import Accelerator, fuse  # noqa: E402
-from tests.support.accelerators import make, reset  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread", "fresh_state")]
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from tests.support.backends import same_bits
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
+from tests.support.trainers import SCALE, fp16_plugins, quiet_trainer
 
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
-from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 import accumkernels as ak  # noqa: E402
 from accumkernels.integrations.lightning import FusedAccumulation  # noqa: E402
@@ -29,7 +29,6 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 SIZE = 3  # samples of a micro-batch
 CLIPPED = {"rtol": 1e-5, "atol": 1e-7}  # norms are summed in another order
 ROUNDING = 1e-6  # gradients in fp32 against fp64; measured 1e-7
-SCALE = 2.0**10
 
 
 class Regression(pl.LightningModule):
@@ -89,26 +88,12 @@ def loader(samples, size=SIZE):
 
 def fp16():
     """On the CPU Lightning makes bf16 of precision="16-mixed", but for a plugin."""
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))]}
-
-
-def trainer(*callbacks, steps=4, epochs=1, **options):
-    """A quiet one."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        accumulate_grad_batches=steps,
-        callbacks=list(callbacks),
-        enable_model_summary=False,
-        **{**quiet, **options},
-    )
+    return {"plugins": fp16_plugins()}
 
 
 def fit(model, samples, *callbacks, **options):
     """Train; the model and the Trainer."""
-    one = trainer(*callbacks, **options)
+    one = quiet_trainer(*callbacks, **options)
     one.fit(model, loader(samples))
     return model, one
 
@@ -284,7 +269,7 @@ def test_master_weights_and_checkpoints(tmp_path):
     whole, one = fit(model, 8 * SIZE, callback, checkpoint, **options)
     assert all(p.dtype == torch.bfloat16 for p in whole.parameters())
     model, callback, checkpoint = parts()
-    two = trainer(callback, checkpoint, **options)
+    two = quiet_trainer(callback, checkpoint, **options)
     two.fit(model, loader(8 * SIZE), ckpt_path=str(tmp_path / "epoch=0-step=2.ckpt"), weights_only=True)
     assert two.global_step == one.global_step == 4
     assert bits_agree(model, whole)
@@ -325,7 +310,7 @@ def test_what_fit_leaves():
 
 def test_errors():
     """What it does not drive is refused before training."""
-    one = trainer()
+    one = quiet_trainer()
     one.strategy.__class__ = type("FSDPStrategy", (pl.strategies.Strategy,), {"model": None})
     with pytest.raises(ValueError, match="FSDPStrategy.*ModelParallelStrategy"):
         FusedAccumulation().on_fit_start(one, Regression())

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 from tests.support.backends import same_bits
 from tests.support.models import batch, mlp
+from tests.support.trainers import quiet_trainer
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -56,27 +57,13 @@ class Module(pl.LightningModule):
         return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
 
 
-def trainer(*callbacks, steps=4, epochs=1, **options):
-    """A quiet one."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        accumulate_grad_batches=steps,
-        callbacks=list(callbacks),
-        enable_model_summary=False,
-        **{**quiet, **options},
-    )
-
-
 def both(make, *callbacks, **options):
     """Trained by Lightning alone, and with the callback."""
     models = []
     for ours in (False, True):
         model = make()
         extra = [make_callback() for make_callback in callbacks]
-        trainer(*extra, *([FusedAccumulation()] if ours else []), **options).fit(model)
+        quiet_trainer(*extra, *([FusedAccumulation()] if ours else []), **options).fit(model)
         models.append(model)
     return models
 
@@ -194,7 +181,7 @@ def test_metrics_are_logged(scaler, tmp_path):
     callback = FusedAccumulation(weight=lambda data: len(data[0]), metrics=True)
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))] if scaler else None
     settings = {"log_every_n_steps": 1, "gradient_clip_val": 0.05, "plugins": plugins}
-    one = trainer(callback, logger=CSVLogger(tmp_path, version=0), **settings)
+    one = quiet_trainer(callback, logger=CSVLogger(tmp_path, version=0), **settings)
     module, losses = Module(), []
     original = module.loss
     module.loss = lambda data: losses.append(original(data)) or losses[-1]
@@ -214,7 +201,7 @@ def test_scale_batch_size(mode, tmp_path):
     found = []
     for ours in (False, True):
         model = Module(batch_size=1)
-        one = trainer(*([FusedAccumulation()] if ours else []), default_root_dir=tmp_path)
+        one = quiet_trainer(*([FusedAccumulation()] if ours else []), default_root_dir=tmp_path)
         size = Tuner(one).scale_batch_size(model, mode=mode, max_trials=3, steps_per_trial=1)
         one.fit(model)
         found.append((size, model))
@@ -239,7 +226,7 @@ def test_left_to_the_optimizers_pass(clip, monkeypatch):
     for callbacks in ([], [Looks()]):
         finalized.clear()
         model = Module(lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, fused=True))
-        trainer(FusedAccumulation(), *callbacks, gradient_clip_val=clip).fit(model)
+        quiet_trainer(FusedAccumulation(), *callbacks, gradient_clip_val=clip).fit(model)
         assert bool(finalized) == bool(callbacks)
         models.append(model)
     assert_close(*models)

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 from tests.support.backends import same_bits
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
+from tests.support.trainers import make
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -19,7 +20,6 @@ from accelerate.utils import find_executable_batch_size  # noqa: E402
 
 from accumkernels import FusedAccumulator  # noqa: E402
 from accumkernels.integrations.accelerate import Accelerator  # noqa: E402
-from tests.support.accelerators import make  # noqa: E402
 
 pytestmark = [
     pytest.mark.integrations,
@@ -345,6 +345,25 @@ def test_accumulated_by_two_optimizers():
         accelerator.backward(mse_loss(one(whole[0]) + two(whole[0]), whole[1]))
         with pytest.raises(RuntimeError, match="twice inside one"):
             accelerator.backward(loss_of(one, 0))
+
+
+def test_muon_with_adamw():
+    """Matrices and all else of one model; a backward is a micro-batch of both."""
+    models = []
+    for cls in BOTH:
+        accelerator = make(cls)
+        model = mlp()
+        matrices, others = ([p for p in model.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+        model, *optimizers = accelerator.prepare(model, torch.optim.Muon(matrices, lr=0.1), adamw(others))
+        for i in range(8):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, i))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        models.append(model)
+    assert_bits(*models)
+    assert not any(same_bits(a, b) for a, b in zip(models[0].parameters(), mlp().parameters(), strict=True))
 
 
 def test_a_loss_through_an_ended_window():

@@ -20,8 +20,8 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 from tests.support import trainer_run_scenarios as scenarios  # noqa: E402
-from tests.support.trainer_rank_scenarios import LR, items  # noqa: E402
-from tests.support.trainer_truth import ROUNDING, assert_close, truth  # noqa: E402
+from tests.support.trainer_data import LR, items  # noqa: E402
+from tests.support.trainer_truth import ROUNDING, SHARDED_ROUNDING, assert_close, truth  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -34,16 +34,11 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     first, second = items(2)
     scenarios.accelerate_run(folder / "of-one", first)
-    names = [
-        scenarios.accelerate_without_micro_batches,
-        scenarios.accelerate_resumed,
-        scenarios.accelerate_fsdp2_resumed,
-        scenarios.lightning_fsdp2_resumed,
-        scenarios.transformers_fsdp2_resumed,
-    ]
-    results = run(2, folder, names)
+    names = [scenarios.accelerate_without_micro_batches, scenarios.accelerate_resumed]
+    results = run(2, folder, [*names, *scenarios.SAVED, *scenarios.RESUMED])
     check(results, "accelerate_resumed")
-    return {**results, "on one": scenarios.accelerate_run(folder / "third", second, seed=1, load=folder / "of-two")}
+    on_one = scenarios.accelerate_run(None, second, seed=1, load=folder / "of-two")
+    return {**results, "on one": on_one, "folder": folder}
 
 
 @pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
@@ -87,13 +82,22 @@ def test_resumed_on_another_number_of_ranks(found):
         assert_close(values, expected, ROUNDING["fp32"])
 
 
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def resumed(request, found):
+    """What so many ranks made of the sharded checkpoints of two."""
+    for scenario in scenarios.SAVED:
+        check(found, scenario.__name__)
+    return found if request.param == 2 else run(request.param, found["folder"], scenarios.RESUMED)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
-def test_sharded_runs_are_resumed(found, trainer):
-    """By each trainer's own way, the optimizer's state with them."""
+def test_sharded_runs_are_resumed(resumed, trainer, precision):
+    """By each trainer's own way, the optimizer's and the scaler's state with them; on other numbers of ranks, too."""
     name = f"{trainer}_fsdp2_resumed"
-    check(found, name)
-    numbers = items(2, uneven=False)
+    check(resumed, name)
+    numbers = items(scenarios.SAVED_BY, uneven=False)
     windows = [numbers[0]] * 2 if trainer == "lightning" else numbers
-    expected, _ = truth(2, windows=windows, momentum=scenarios.MOMENTUM)
-    for values in found[name]:
-        assert_close(values, expected, ROUNDING["fp32"])
+    expected, _ = truth(scenarios.SAVED_BY, windows=windows, momentum=scenarios.MOMENTUM)
+    for values in resumed[name]:
+        assert_close(values[precision], expected, SHARDED_ROUNDING[precision])

@@ -19,11 +19,45 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 import accumkernels as ak  # noqa: E402
-from tests.support import trainer_rank_scenarios as scenarios  # noqa: E402
-from tests.support.trainer_rank_scenarios import KINDS, LR, MAX_NORM, SCALE, STEPS, item, items  # noqa: E402
-from tests.support.trainer_truth import ROUNDING, assert_close, truth, window_gradient  # noqa: E402
+from tests.support import (  # noqa: E402
+    accelerate_scenarios,
+    lightning_scenarios,
+    trainer_bytes_scenarios,
+    transformers_scenarios,
+)
+from tests.support.trainer_data import KINDS, LR, MAX_NORM, STEPS, item, items  # noqa: E402
+from tests.support.trainer_truth import ROUNDING, SHARDED_ROUNDING, assert_close, truth, window_gradient  # noqa: E402
+from tests.support.trainers import SCALE, Samples, gpt2  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+# On 2 and on 4 ranks.
+BY_ANY = [
+    accelerate_scenarios.accelerate_ddp,
+    accelerate_scenarios.accelerate_fsdp2,
+    accelerate_scenarios.accelerate_two_optimizers,
+    lightning_scenarios.lightning_ddp,
+    lightning_scenarios.lightning_fsdp2,
+    lightning_scenarios.lightning_two_optimizers,
+    transformers_scenarios.transformers_ddp,
+    transformers_scenarios.transformers_fsdp2,
+    transformers_scenarios.transformers_tokens,
+    trainer_bytes_scenarios.sent_in_backward,
+]
+BY_TWO = [
+    accelerate_scenarios.accelerate_overflow,
+    accelerate_scenarios.accelerate_recipe,
+    accelerate_scenarios.accelerate_refuses,
+    lightning_scenarios.lightning_overflow,
+    lightning_scenarios.lightning_resumed,
+    lightning_scenarios.lightning_inside_a_window,
+    transformers_scenarios.transformers_overflow,
+    transformers_scenarios.transformers_resumed,
+    trainer_bytes_scenarios.accelerate_bytes,
+    trainer_bytes_scenarios.accelerate_ends_otherwise,
+    trainer_bytes_scenarios.reentrant_checkpointing,
+]
 
 
 def assert_same(found, name, key=None):
@@ -37,13 +71,13 @@ def assert_same(found, name, key=None):
 def found(tmp_path_factory):
     """What two ranks found: in one start, since the trainers take seconds to import."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {**run(2, folder, [*scenarios.DDP, *scenarios.SHARDED]), "folder": folder}
+    return {**run(2, folder, [*BY_ANY, *BY_TWO]), "folder": folder}
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """What four ranks found."""
-    return run(4, tmp_path_factory.mktemp("four"), [*scenarios.FOUR, *scenarios.SHARDED])
+    return run(4, tmp_path_factory.mktemp("four"), BY_ANY)
 
 
 TRAINERS = ("accelerate", "lightning", "transformers")
@@ -72,7 +106,7 @@ def test_one_process_on_all_the_data(ranks, trainer, kind, request):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_overflow_on_one_rank(found, trainer, precision):
     """All ranks skip the window, step the next, and have the same scale."""
     name = f"{trainer}_overflow"
@@ -81,7 +115,7 @@ def test_an_overflow_on_one_rank(found, trainer, precision):
     for values, history, scale in (result[precision] for result in found[name]):
         expected, _ = truth(2, precision, uneven=trainer != "lightning", skipped={0})
         assert_close(values, expected, ROUNDING[precision])
-        assert history in ([], [True, False])
+        assert history == ([] if trainer == "lightning" else [True, False])
         assert scale == (SCALE / 2 if precision == "fp16" else None)
 
 
@@ -146,7 +180,7 @@ def test_a_window_that_ends_otherwise_on_one_rank(found):
 def test_reentrant_checkpointing_of_a_layer_called_twice(found):
     """As in stock an error, for its gradients are sent when they have come; with the option that it names it works."""
     check(found, "reentrant_checkpointing")
-    model = scenarios.CalledTwice()
+    model = trainer_bytes_scenarios.CalledTwice()
     for rank in range(2):
         x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
         (model(x) / 2).backward()
@@ -220,8 +254,8 @@ def test_tokens_of_all_ranks(ranks, request):
     results = request.getfixturevalue(ranks)
     check(results, "transformers_tokens")
     size = len(results["transformers_tokens"])
-    data = scenarios.Tokens(STEPS * size)
-    model = scenarios.gpt2()
+    data = Samples(STEPS * size, masked=1)
+    model = gpt2(layers=1)
     for name, p in model.named_parameters():
         assert torch.equal(p, results["transformers_tokens"][0][0][name])
     start = [p.detach().clone() for p in model.parameters()]
@@ -255,7 +289,7 @@ def test_resumed_on_one_rank(found, trainer):
         assert [result[0] for result in found[name]] == [True, True]
         folder = found["folder"] / "transformers-2" / "checkpoint-2"
         state = torch.load(folder / "accumulator.pt", weights_only=True)
-        model, expected = scenarios.gpt2().to(torch.bfloat16), found[name][0][1]
+        model, expected = gpt2(torch.bfloat16, layers=1), found[name][0][1]
         saved = expected
     acc = ak.FusedAccumulator(model, master_weights=True)
     acc.load_state_dict(state)
@@ -288,16 +322,8 @@ def test_saved_inside_a_window(found):
     assert relative_error(moved, expected) < ROUNDING["fp32"]
 
 
-# FSDP2 casts all parameters and gradients in 16 bit, not only those of matrix products.
-SHARDED_ROUNDING = {"fp32": ROUNDING["fp32"], "bf16": 0.02, "fp16": 2e-3}
-
-
-FSDP2_CASES = [("accelerate", kind) for kind in KINDS]
-FSDP2_CASES += [("lightning", kind) for kind in KINDS if kind[0] != "fp16"]  # which it has on GPUs only
-FSDP2_CASES += [("transformers", kind) for kind in KINDS if kind[0] == "fp32"]  # 16 bit is the plugin's
-
-
-@pytest.mark.parametrize(("trainer", "kind"), FSDP2_CASES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("ranks", ["found", "four"])
 def test_fsdp2(ranks, trainer, kind, request):
     """Unequal micro-batches on ranks, whose gradients FSDP2 averages inside backward."""
@@ -314,12 +340,16 @@ def test_fsdp2(ranks, trainer, kind, request):
         assert scale == (SCALE if precision == "fp16" else None)
 
 
-def test_fsdp2_with_an_overflow_on_one_rank(found):
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("ranks", ["found", "four"])
+def test_fsdp2_with_an_overflow_on_one_rank(ranks, trainer, request):
     """With a GradScaler: all skip the window, and step the next."""
-    check(found, "accelerate_fsdp2")
-    expected, _ = truth(2, uneven=False, skipped={0})
-    for result in found["accelerate_fsdp2"]:
+    found = request.getfixturevalue(ranks)
+    name = f"{trainer}_fsdp2"
+    check(found, name)
+    expected, _ = truth(len(found[name]), uneven=False, skipped={0})
+    for result in found[name]:
         values, history, scale = result["overflow"]
         assert_close(values, expected, SHARDED_ROUNDING["fp16"])
-        assert history == [True, False]
+        assert history == ([] if trainer == "lightning" else [True, False])
         assert scale == SCALE / 2

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are random, nothing is to be looked up
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from torch import nn
 
 from tests.support.backends import same_bits
 from tests.support.models import relative_error
+from tests.support.trainers import VOCABULARY, Samples, gpt2
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -23,51 +21,8 @@ from accumkernels.integrations.transformers import FusedAccumulationMixin, Train
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread")]
 
 STOCK = transformers.Trainer
-VOCABULARY, LENGTH = 64, 12
 CLIPPED = {"rtol": 1e-5, "atol": 1e-7}  # norms are summed in another order
 ROUNDING = 3e-6  # gradients in fp32 against fp64, through the model; measured 6e-7
-
-
-class Samples(torch.utils.data.Dataset):
-    """Token ids with 2 to 12 labels each: prompts of other lengths are masked."""
-
-    def __init__(self, n):
-        generator = torch.Generator().manual_seed(0)
-        self.samples = []
-        for _ in range(n):
-            ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
-            labels = ids.clone()
-            labels[: int(torch.randint(LENGTH - 2, (), generator=generator))] = -100
-            self.samples.append({"input_ids": ids, "labels": labels})
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return dict(self.samples[index])
-
-    def all(self):
-        """One batch."""
-        return {key: torch.stack([sample[key] for sample in self.samples]) for key in ("input_ids", "labels")}
-
-
-def gpt2(dtype=torch.float32):
-    """Tiny, random, without dropout."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLM",
-    )
-    return transformers.GPT2LMHeadModel(config).to(dtype)
 
 
 class Plain(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.support.models import mlp
-from tests.support.trainer_rank_scenarios import STEPS, item, items, parameters, sgd
+from tests.support.trainer_data import STEPS, item, items, parameters, sgd
 
 
 def train(path: str) -> None:

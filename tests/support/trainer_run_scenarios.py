@@ -6,24 +6,11 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.support import ranks
+from tests.support.accelerate_scenarios import accelerator, ends
+from tests.support.lightning_scenarios import lightning_module, lightning_trainer, sharded
 from tests.support.models import mlp
-from tests.support.trainer_rank_scenarios import (
-    LR,
-    STEPS,
-    Items,
-    Regressor,
-    _ends,
-    accelerator,
-    cpu_model_parallel,
-    environment,
-    item,
-    items,
-    lightning_module,
-    lightning_trainer,
-    loader,
-    parameters,
-    transformers_trainer,
-)
+from tests.support.trainer_data import LR, STEPS, Items, environment, item, items, loader, parameters
+from tests.support.transformers_scenarios import Regressor, transformers_trainer
 
 MOMENTUM = 0.9
 
@@ -90,7 +77,7 @@ def accelerate_without_micro_batches(rank, size):
     numbers = items(size, rank, uneven=False)
     for index in range(STEPS + 4):
         # The last batch is a window of its own, without a backward on any rank.
-        with _ends(one, index in (STEPS + 1, STEPS + 3)), one.accumulate(model):
+        with ends(one, index in (STEPS + 1, STEPS + 3)), one.accumulate(model):
             if index < STEPS or (index < STEPS + 2 and rank + 1 < size):
                 x, y = item(numbers[index])
                 one.backward(mse_loss(model(x), y), weight=len(x))
@@ -112,14 +99,14 @@ def one_window(one, model, optimizer, numbers):
     """A window of an Accelerator with more steps than that."""
     for index, i in enumerate(numbers):
         x, y = item(i)
-        with _ends(one, index + 1 == len(numbers)), one.accumulate(model):
+        with ends(one, index + 1 == len(numbers)), one.accumulate(model):
             one.backward(mse_loss(model(x).float(), y), weight=len(x))
             optimizer.step()
             optimizer.zero_grad()
 
 
 def accelerate_run(folder, numbers, seed=0, load=None, **keywords):
-    """A window from a checkpoint or from the beginning; saved afterwards. The parameters."""
+    """A window from a checkpoint or from the beginning; saved afterwards where there is a folder. The parameters."""
     one = accelerator(steps=100, **keywords)
     model = mlp(seed=seed)
     model, optimizer = one.prepare(model, with_momentum(model.parameters()))
@@ -128,8 +115,9 @@ def accelerate_run(folder, numbers, seed=0, load=None, **keywords):
     if load is not None:
         one.load_state(str(load))
     one_window(one, model, optimizer, numbers)
-    one.save_state(str(folder))
-    one.wait_for_everyone()
+    if folder is not None:
+        one.save_state(str(folder))
+        one.wait_for_everyone()
     values = parameters(model)
     one.free_memory()
     return values
@@ -139,44 +127,98 @@ def accelerate_resumed(rank, size):
     """The second window, from what one process has saved after the first; and the first, saved for one process."""
     environment(rank, size)
     first, second = (window[rank::size] for window in items(2))
-    found = accelerate_run(ranks.shared / "second", second, seed=1, load=ranks.shared / "of-one")
+    found = accelerate_run(None, second, seed=1, load=ranks.shared / "of-one")
     accelerate_run(ranks.shared / "of-two", first)
     return found
 
 
-def accelerate_fsdp2_resumed(rank, size):
-    """Sharded, by torch.distributed.checkpoint: `save_state` and `load_state`."""
+# ---- sharded: saved by two ranks, and resumed on any number of them
+
+
+SAVED_BY = 2  # whose windows the others' are, too
+
+
+def accelerate_fsdp2_saved(rank, size):
+    """After the first window, by torch.distributed.checkpoint: `save_state`."""
     environment(rank, size)
-    first, second = (window[rank::size] for window in items(size, uneven=False))
-    accelerate_run(ranks.shared / "sharded-1", first, fsdp2=True)
-    return accelerate_run(ranks.shared / "sharded-2", second, seed=1, load=ranks.shared / "sharded-1", fsdp2=True)
+    for precision in ("fp32", "fp16"):
+        first = items(size, uneven=False)[0][rank::size]
+        accelerate_run(ranks.shared / f"accelerate-{precision}", first, fsdp2=True, precision=precision)
 
 
-def lightning_fsdp2_resumed(rank, size):
-    """Two epochs of a window each, in two runs: Lightning's distributed checkpoint."""
+def accelerate_fsdp2_resumed(rank, size):
+    """The second window, after `load_state`; in fp16 with the scaler's state."""
+    environment(rank, size)
+    second = items(SAVED_BY, uneven=False)[1][rank::size]
+    return {
+        precision: accelerate_run(
+            None, second, seed=1, load=ranks.shared / f"accelerate-{precision}", fsdp2=True, precision=precision
+        )
+        for precision in ("fp32", "fp16")
+    }
+
+
+def _lightning_epochs(rank, size, epochs, precision):
+    """Each a window over the first window's data."""
     from accumkernels.integrations.lightning import FusedAccumulation
 
-    environment(rank, size)
-    path = str(ranks.shared / "lightning-sharded")
-    numbers = items(size, uneven=False)[0][rank::size]
-    for epochs, saved in ((1, None), (2, path)):
-        callback = FusedAccumulation(weight=lambda data: len(data[0]))
-        trainer = lightning_trainer(rank, size, callback, strategy=cpu_model_parallel(size), max_epochs=epochs)
-        module = lightning_module(shard=True, optimizer=with_momentum)
-        if saved is None:
-            module.on_train_end = lambda trainer=trainer: trainer.save_checkpoint(path)
-        trainer.fit(module, loader(numbers), ckpt_path=saved)
+    path = str(ranks.shared / f"lightning-{precision}")
+    callback = FusedAccumulation(weight=lambda data: len(data[0]))
+    both = sharded(size)
+    trainer = lightning_trainer(
+        rank, size, callback, precision, strategy=both.pop("strategy"), max_epochs=epochs, steps=100
+    )
+    module = lightning_module(optimizer=with_momentum, **both)
+    if epochs == 1:
+        module.on_train_end = lambda: trainer.save_checkpoint(path)
+    numbers = items(SAVED_BY, uneven=False)[0][rank::size]
+    trainer.fit(module, loader(numbers), ckpt_path=path if epochs > 1 else None)
     return parameters(module)
 
 
-def transformers_fsdp2_resumed(rank, size):
-    """The Trainer's checkpoint after the first window; another run resumes from it."""
+def lightning_fsdp2_saved(rank, size):
+    """After the first of two epochs, by Lightning's distributed checkpoint."""
     environment(rank, size)
-    folder = ranks.shared / "transformers-sharded"
-    data = Items([i for window in items(size, uneven=False) for i in window], ("x", "y"))
-    for resumed in (None, str(folder / "checkpoint-1")):
-        trainer = transformers_trainer(
-            size, folder, Regressor(), data, fsdp2=True, optimizer=with_momentum, save_strategy="steps", save_steps=1
-        )
-        trainer.train(resume_from_checkpoint=resumed)
+    for precision in ("fp32", "fp16"):
+        _lightning_epochs(rank, size, 1, precision)
+
+
+def lightning_fsdp2_resumed(rank, size):
+    """The second epoch."""
+    environment(rank, size)
+    return {precision: _lightning_epochs(rank, size, 2, precision) for precision in ("fp32", "fp16")}
+
+
+def _transformers_run(size, precision, resumed, **keywords):
+    data = Items([i for window in items(SAVED_BY, uneven=False) for i in window], ("x", "y"))
+    folder = ranks.shared / f"transformers-{precision}"
+    trainer = transformers_trainer(
+        size,
+        folder,
+        Regressor(),
+        data,
+        precision=precision,
+        fsdp2=True,
+        optimizer=with_momentum,
+        gradient_accumulation_steps=STEPS * SAVED_BY // size,  # so that windows are the same
+        **keywords,
+    )
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if resumed else None)
     return parameters(trainer.model)
+
+
+def transformers_fsdp2_saved(rank, size):
+    """The Trainer's checkpoint after the first window."""
+    environment(rank, size)
+    for precision in ("fp32", "fp16"):
+        _transformers_run(size, precision, False, save_strategy="steps", save_steps=1)
+
+
+def transformers_fsdp2_resumed(rank, size):
+    """The second window, in another run."""
+    environment(rank, size)
+    return {precision: _transformers_run(size, precision, True) for precision in ("fp32", "fp16")}
+
+
+SAVED = [accelerate_fsdp2_saved, lightning_fsdp2_saved, transformers_fsdp2_saved]
+RESUMED = [accelerate_fsdp2_resumed, lightning_fsdp2_resumed, transformers_fsdp2_resumed]

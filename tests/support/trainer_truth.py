@@ -6,12 +6,15 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.support.models import mlp, relative_error
-from tests.support.trainer_rank_scenarios import LR, SCALE, STEPS, item, items
+from tests.support.trainer_data import LR, STEPS, item, items
+from tests.support.trainers import SCALE
 
 # Of the way that the parameters go, which is a hundredth of them: fp32 parameters are rounded twice; measured 2e-6, and
 # 1e-7 of the parameters. In 16 bit a parameter of the second window that is one fp32 unit off may round to the next
 # 16-bit value, on its way through autocast; measured 2e-5.
 ROUNDING = {"fp32": 5e-6, "bf16": 1e-3, "fp16": 2e-4}
+# FSDP2 casts all parameters and gradients in 16 bit, not only those of matrix products.
+SHARDED_ROUNDING = {"fp32": ROUNDING["fp32"], "bf16": 0.02, "fp16": 2e-3}
 
 
 def window_gradient(model, numbers, precision):

@@ -1,0 +1,65 @@
+"""Steps of a trainer's optimizer: beside others that have the same GradScaler, with a closure or without."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..window.optimizers import check_optimizer
+
+
+def check_optimizer_once(optimizer: Optimizer) -> None:
+    """Refuse optimizers that are wrapped, and those that evaluate the loss more than once in a step.
+
+    Raises:
+        TypeError: names it, and what to use.
+    """
+    check_optimizer(optimizer, "accumkernels.integrations")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates the loss of a window several times in one step, which trainers with micro-batches cannot; "
+            "use it with accumkernels.FusedAccumulator itself, which FusedAccumulator.step(lbfgs) shows"
+        )
+
+
+@functools.cache
+def needs_closure(optimizer_class: type[Optimizer]) -> bool:
+    """Whether `step` cannot be called without one."""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
+    """A closure for an optimizer that needs one: its backward has run already."""
+    calls = iter([result])
+
+    def closure() -> Any:
+        try:
+            return next(calls)
+        except StopIteration:
+            raise TypeError(
+                f"{type(optimizer).__name__} evaluates its closure twice in one step, which FusedAccumulator cannot "
+                "drive inside a trainer: gradients of the first evaluation are those of a whole window"
+            ) from None
+
+    return closure
+
+
+@contextlib.contextmanager
+def apart(scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> Iterator[None]:
+    """Keep what a GradScaler knows of other optimizers out of one's step and update, and let it know it afterwards."""
+    if scaler is None:
+        yield
+        return
+    records = scaler._per_optimizer_states
+    others = {key: records.pop(key) for key in list(records) if key != id(optimizer)}
+    try:
+        yield
+    finally:
+        scaler._per_optimizer_states.update(others)

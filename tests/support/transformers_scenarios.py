@@ -1,0 +1,145 @@
+"""What ranks run in transformers' Trainer."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.support import ranks
+from tests.support.models import mlp
+from tests.support.trainer_data import KINDS, LR, MAX_NORM, STEPS, Items, environment, full, parameters, sgd
+from tests.support.trainers import Samples, fp16_on_the_cpu, fsdp2_on_the_cpu, gpt2, reset
+
+
+class Regressor(nn.Module):
+    """The same model, as the Trainer calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x, y):
+        return {"loss": mse_loss(self.net(x).float(), y)}
+
+
+def transformers_trainer(
+    size, folder, model, dataset, precision="fp32", clip=None, optimizer=sgd, fsdp2=False, **arguments
+):
+    """Without shuffling; fp16 and FSDP2 as in `accelerator`."""
+    import transformers
+
+    from accumkernels.integrations.transformers import Trainer
+
+    reset()
+
+    class Weighted(Trainer):
+        def micro_batch_weight(self, inputs):
+            return len(inputs["x"]) if "x" in inputs else super().micro_batch_weight(inputs)
+
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    settings = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": STEPS,
+        "num_train_epochs": 1,
+        "max_grad_norm": clip or 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+        "bf16": precision == "bf16",
+        "remove_unused_columns": False,
+        "accelerator_config": {"even_batches": False},
+        **arguments,
+    }
+    trainer = Weighted(
+        model=model,
+        args=transformers.TrainingArguments(str(folder), **settings),
+        train_dataset=dataset,
+        optimizers=(optimizer(model.parameters()), None),
+        data_collator=lambda one: one[0] if "x" in one[0] else {k: torch.stack([o[k] for o in one]) for k in one[0]},
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    if precision == "fp16":
+        fp16_on_the_cpu(trainer.accelerator)
+    if fsdp2:
+        fsdp2_on_the_cpu(trainer.accelerator, precision)
+        trainer.is_fsdp_enabled = True
+    return trainer
+
+
+def transformers_loop(size, precision="fp32", clip=None, bad=(), uneven=True, **keywords):
+    """Parameters, the norms of windows, with `bad` whether they overflowed, and the scale."""
+    numbers = list(range((STEPS + 2) * size - uneven))
+    data = Items(numbers, ("x", "y"), bad)
+    trainer = transformers_trainer(size, ranks.shared, Regressor(), data, precision=precision, clip=clip, **keywords)
+    trainer.train()
+    norms = [float(full(entry["grad_norm"])) for entry in trainer.state.log_history if "grad_norm" in entry]
+    if bad:
+        norms = [not math.isfinite(norm) for norm in norms]
+    scaler = trainer.accelerator.scaler
+    return parameters(trainer.model), norms, None if scaler is None else scaler.get_scale()
+
+
+def transformers_ddp(rank, size):
+    """Weighted means, in every precision."""
+    environment(rank, size)
+    found = {kind: transformers_loop(size, *kind) for kind in KINDS}
+    found["fused"] = transformers_loop(size, clip=MAX_NORM, optimizer=lambda p: torch.optim.SGD(p, LR, fused=True))
+    return found
+
+
+def transformers_overflow(rank, size):
+    """On the last rank, in its second micro-batch: all skip."""
+    environment(rank, size)
+    return {kind: transformers_loop(size, kind, bad={2 * size - 1}) for kind in ("fp32", "fp16")}
+
+
+def transformers_fsdp2(rank, size):
+    """Sharded by accelerate."""
+    environment(rank, size)
+    found = {kind: transformers_loop(size, *kind, uneven=False, fsdp2=True) for kind in KINDS}
+    found["overflow"] = transformers_loop(size, "fp16", bad={2 * size - 1}, uneven=False, fsdp2=True)
+    return found
+
+
+def transformers_tokens(rank, size):
+    """A model that takes `num_items_in_batch`; two `train()`s, of which the second finds the model wrapped."""
+    environment(rank, size)
+    model = gpt2(layers=1)
+    trainer = transformers_trainer(size, ranks.shared, model, Samples(STEPS * size, masked=1), logging_strategy="no")
+    before = copy.deepcopy(dict(parameters(model)))
+    trainer.train()
+    once = parameters(trainer.model)
+    trainer.train()
+    return before, once, parameters(trainer.model)
+
+
+def transformers_resumed(rank, size):
+    """Saved by rank 0 after the first window, with masters; test_resumed_on_one_rank loads it."""
+    from accumkernels.integrations.transformers import ACCUMULATOR_NAME
+
+    environment(rank, size)
+    folder = ranks.shared / f"transformers-{size}"
+    model = gpt2(torch.bfloat16, layers=1)
+    trainer = transformers_trainer(
+        size,
+        folder,
+        model,
+        Samples(2 * STEPS * size, masked=1),
+        save_strategy="steps",
+        save_steps=1,
+        logging_strategy="no",
+    )
+    trainer.accelerator._accumulator_options = trainer._accumulator_options = {"master_weights": True}
+    trainer.train()
+    torch.distributed.barrier()
+    return (folder / "checkpoint-1" / ACCUMULATOR_NAME).is_file(), parameters(trainer.model)
