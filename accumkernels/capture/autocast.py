@@ -35,6 +35,7 @@ from .compiled import casting_modules, hook_around, is_compiled, split
 from .during_backward import DuringBackward
 from .fused.functions import plain_of
 from .fused.weights import FusedWeights
+from .gradients import fills_grad
 from .streams import Ready, Streams
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -74,23 +75,12 @@ class _Take(torch.autograd.Function):
         for shadow, grad, needed, (leaf, _) in zip(ctx.shadows, grads, wanted, ctx.next_functions, strict=True):
             if grad is None or not needed:
                 results.append(None)
-            elif takes and _fills_grad(leaf):
+            elif takes and fills_grad(leaf):
                 route.take(shadow, grad)
                 results.append(None)
             else:
                 results.append(grad.to(shadow.param.dtype))
         return tuple(results)
-
-
-def _fills_grad(leaf: Any) -> bool:
-    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
-
-    `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
-    """
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
-        return False
 
 
 class _Slots:

@@ -7,7 +7,7 @@ nothing of windows, weights or ops.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,17 @@ class Captured(NamedTuple):
 
     segments: list[int]
     grads: list[Tensor]
+
+
+def fills_grad(leaf: Any) -> bool:
+    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
+
+    `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
+        return False
 
 
 def checked(segment: Segment, grad: Tensor) -> Tensor:

@@ -15,10 +15,8 @@ nothing else takes time, with the route and without.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,10 +24,10 @@ from torch import nn
 import accumkernels as ak
 from accumkernels.demo.model import GPT
 
-from ..harness.arguments import usable
+from ..harness.arguments import command_line, usable
 from ..harness.case import DTYPES
 from ..harness.machine import environment
-from ..harness.measure import median_and_spread
+from ..harness.measure import median_and_spread, milliseconds
 from ..harness.results import Row, write_csv
 from ..harness.tables import Table, track
 from ..methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build
@@ -151,9 +149,7 @@ def rows(
     found: list[Row] = []
 
     def row(table: str, method: str, seconds: list[float]) -> Row:
-        spread = zip(("ms_median", "ms_p10", "ms_p90"), median_and_spread(seconds), strict=True)
-        times = {name: float(f"{s * 1e3:.4g}") for name, s in spread}
-        return {"table": table, "method": method, "samples": len(seconds), **times, **common}
+        return {"table": table, "method": method, "samples": len(seconds), **milliseconds(seconds), **common}
 
     for name, seconds in of_windows.items():
         added = row("window", name, seconds)
@@ -197,15 +193,12 @@ def show(found: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
     parser.add_argument("--model", default="gpt2", choices=list(SIZES))
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32, help="of a micro-batch")
     parser.add_argument("--windows", type=int, default=15, help="timed, per method")
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     device = usable(arguments.device, arguments.threads)
     size = SIZES[arguments.model]._replace(length=arguments.tokens, samples=1)

@@ -26,7 +26,7 @@ import accumkernels as ak
 
 from ..harness.arguments import usable
 from ..harness.machine import environment
-from ..harness.measure import median_and_spread
+from ..harness.measure import median_and_spread, milliseconds
 from ..harness.results import Row, write_csv
 from ..harness.tables import Table, track
 
@@ -112,13 +112,12 @@ def measure(layers: int, width: int, repetitions: int, about: Row) -> list[Row]:
     stock = median_and_spread(best[STOCK][0])[0]
     rows = []
     for method, (seconds, faults) in best.items():
-        median, p10, p90 = median_and_spread(seconds)
         row: Row = {"layers": layers, "width": width, "samples": repetitions, "page_faults": round(faults), **about}
         row["gradients_MiB"] = float(f"{layers * (width + 1) * width * 4 / 2**20:.3g}")
         row["method"] = "buckets" if isinstance(method, int) else method
         row["bucket_MiB"] = method / 2**20 if isinstance(method, int) else None
-        row.update({f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))})
-        row["ratio_to_stock"] = float(f"{median / stock:.3g}")
+        row.update(milliseconds(seconds))
+        row["ratio_to_stock"] = float(f"{median_and_spread(seconds)[0] / stock:.3g}")
         rows.append({column: row.get(column) for column in COLUMNS})
     return rows
 

@@ -9,18 +9,16 @@ earlier. Measured are the calls alone, on GPT-2's shapes; the sizes take turns.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from accumkernels.ops import native
 
-from ..harness.arguments import listed, usable
+from ..harness.arguments import command_line, listed, usable
 from ..harness.case import DTYPES, Case
 from ..harness.machine import environment
-from ..harness.measure import Flush, Timer, median_and_spread
+from ..harness.measure import Flush, Timer, median_and_spread, milliseconds
 from ..harness.results import Row, write_csv
 from ..harness.shapes import lists
 from ..harness.tables import Table, track
@@ -86,11 +84,10 @@ def measure(dtype: str, device: torch.device, elements: int | None, repetitions:
     whole = median_and_spread(seconds[WHOLE])[0]
     found = []
     for nbytes, (_, count) in calls.items():
-        median, p10, p90 = median_and_spread(seconds[nbytes])
         row: Row = {"dtype": dtype, "tensors": len(case.grads), "elements": case.numel, "calls": count, **about}
         row["bucket_MiB"] = None if nbytes == WHOLE else nbytes / 2**20
-        row.update({f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))})
-        row["ratio_to_one_call"] = float(f"{median / whole:.3g}")
+        row.update(milliseconds(seconds[nbytes]))
+        row["ratio_to_one_call"] = float(f"{median_and_spread(seconds[nbytes])[0] / whole:.3g}")
         row["samples"] = repetitions
         found.append({column: row.get(column) for column in COLUMNS})
     return found
@@ -98,13 +95,10 @@ def measure(dtype: str, device: torch.device, elements: int | None, repetitions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--dtype", default="bf16", help=f"comma-separated, of {', '.join(DTYPES)}")
     parser.add_argument("--elements", type=int, help="for quick runs: shrink the list")
     parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     dtypes = listed(parser, "dtype", arguments.dtype, DTYPES)
     device = usable(arguments.device, arguments.threads)

@@ -10,10 +10,8 @@ gradients and the batch itself: activations, encodings, similarities, and what t
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 import accumkernels as ak
 
-from ..harness.arguments import usable
+from ..harness.arguments import command_line, usable
 from ..harness.live_storages import LiveStorages
 from ..harness.machine import environment
 from ..harness.results import Row, write_csv
@@ -150,12 +148,9 @@ def measure(pairs: int, chunks: Sequence[int], device: torch.device, about: Row)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--pairs", type=int, default=512, help="of the batch")
     parser.add_argument("--chunks", default="32,128", help="sizes of chunks, comma-separated")
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     device = usable(arguments.device, arguments.threads)
     chunks = [int(size) for size in arguments.chunks.split(",")]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from ..harness.arguments import listed, usable
+from ..harness.arguments import command_line, listed, usable
 from ..harness.case import DTYPES
 from ..harness.machine import environment, version
 from ..harness.results import Row, write_csv, write_json
@@ -45,8 +45,7 @@ DEFAULT_MICRO_BATCHES = "2,8,32"
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, lists split and checked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--dtype", default="bf16,fp16", help=f"comma-separated, of {', '.join(DTYPES)}")
     parser.add_argument("--shapes", default="gpt2,tiny", help=f"comma-separated, of {', '.join(NAMES)}")
     parser.add_argument("--tables", default=",".join(TABLES), help=f"comma-separated, of {', '.join(TABLES)}")
@@ -59,8 +58,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--processes", type=int, help="per method of one accumulate (CPU: 2); 0: all in this one (default for CUDA)"
     )
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     for name, known in (("dtype", tuple(DTYPES)), ("shapes", NAMES), ("tables", TABLES)):

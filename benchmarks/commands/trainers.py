@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 
 from ..harness.gradient_bytes import GradientBytes
 from ..harness.machine import environment, version
-from ..harness.measure import median_and_spread
+from ..harness.measure import median_and_spread, milliseconds
 from ..harness.results import Row, groups, write_csv
 from ..harness.tables import Table, progress
 from ..methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, as_launched, reset
@@ -123,13 +123,13 @@ def rows(trainer: str, found: Found | str, task: Task, about: Row) -> list[Row]:
     result = []
     before = median_and_spread(found[WITHOUT][0])[0]
     for method, (seconds, peak) in found.items():
-        median, p10, p90 = median_and_spread(seconds)
+        median = median_and_spread(seconds)[0]
         row: Row = {
             **common,
             "method": method,
             "samples_per_second": float(f"{task.ranks * task.micro_batches * task.size.samples / median:.4g}"),
             "tokens_per_second": float(f"{task.ranks * task.micro_batches * tokens / median:.4g}"),
-            **{f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))},
+            **milliseconds(seconds),
             "peak_gradient_MB": float(f"{peak / 1e6:.4g}"),
             "speed_to_without": float(f"{before / median:.3f}"),
             "gradients_to_without": float(f"{peak / found[WITHOUT][1]:.3f}"),

@@ -10,7 +10,6 @@ accumkernels does not have is listed with what its constructor says.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ import torch
 
 from accumkernels.demo.model import GPT
 
-from ..harness.arguments import listed, usable
+from ..harness.arguments import command_line, listed, usable
 from ..harness.case import DTYPES
 from ..harness.live_storages import LiveStorages
 from ..harness.machine import environment
-from ..harness.measure import median_and_spread
+from ..harness.measure import median_and_spread, milliseconds
 from ..harness.results import Row, groups, write_csv, write_json
 from ..harness.tables import Table, progress
 from ..methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size, batches, build
@@ -141,11 +140,9 @@ def rows(
             row["unavailable"] = result
         else:
             seconds, peak = result
-            median, p10, p90 = median_and_spread(seconds)
+            median = median_and_spread(seconds)[0]
             row["tokens_per_second"] = float(f"{micro_batches * tokens / median:.4g}")
-            row.update(
-                {f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))}
-            )
+            row.update(milliseconds(seconds))
             if peak is not None and stock[1] is not None:
                 row["peak_MB"] = float(f"{peak / 1e6:.5g}")
                 row["memory_to_stock"] = float(f"{peak / stock[1]:.3f}")
@@ -177,16 +174,13 @@ def show(table_rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--dtype", default="bf16", help="comma-separated: bf16, fp16 (default: bf16)")
     parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on a GPU, small on the CPU")
     parser.add_argument("--micro-batches", default="1,2,4,8")
     parser.add_argument("--methods", default="", help="comma-separated parts of names: only these methods, and stock")
     parser.add_argument("--compile", action="store_true", help="the model is compiled by torch.compile")
     parser.add_argument("--windows", type=int, default=20, help="timed, per method")
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     dtypes = listed(parser, "dtype", arguments.dtype, ("bf16", "fp16"))

@@ -9,19 +9,17 @@ each call takes the next of several weights, as many as do not fit into the last
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from accumkernels.capture.fused import gemm
 from accumkernels.ops import native
 
-from ..harness.arguments import listed, usable
+from ..harness.arguments import command_line, listed, usable
 from ..harness.case import DTYPES
 from ..harness.machine import environment
-from ..harness.measure import Timer, last_level_cache_bytes, median_and_spread
+from ..harness.measure import Timer, last_level_cache_bytes, median_and_spread, milliseconds
 from ..harness.results import Row, write_csv
 from ..harness.tables import Table, track
 
@@ -88,24 +86,21 @@ def measure(
     found: list[Row] = []
     route = median_and_spread(seconds[ROUTE])[0]
     for name, (_, chosen) in calls.items():
-        median, p10, p90 = median_and_spread(seconds[name])
+        to_route = median_and_spread(seconds[name])[0] / route
         row: Row = {"dtype": dtype, "rows": rows, "columns": columns, "tokens": tokens, "way": name, **about}
-        row |= {f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))}
-        row |= {"chosen": "yes" if chosen else "", "to_route": float(f"{median / route:.3g}"), "samples": repetitions}
+        row |= milliseconds(seconds[name])
+        row |= {"chosen": "yes" if chosen else "", "to_route": float(f"{to_route:.3g}"), "samples": repetitions}
         found.append({column: row.get(column) for column in COLUMNS})
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--dtype", default="bf16,fp16,fp32", help=f"comma-separated, of {', '.join(DTYPES)}")
     parser.add_argument("--shapes", default=",".join(f"{r}x{c}" for r, c in SHAPES), help="rows x columns of weights")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="of a micro-batch")
     parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     dtypes = listed(parser, "dtype", arguments.dtype, DTYPES)
     device = usable(arguments.device, arguments.threads)

@@ -5,10 +5,20 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 
 from accumkernels.ops import native
+
+
+def command_line(doc: str | None) -> ArgumentParser:
+    """A parser that knows where to measure and where to write; the first line of `doc` describes the command."""
+    parser = ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
+    parser.add_argument("--csv", type=Path, help="write the rows here")
+    return parser
 
 
 def listed(parser: ArgumentParser, option: str, text: str, known: Collection[str]) -> list[str]:

@@ -107,6 +107,12 @@ def median_and_spread(seconds: list[float]) -> tuple[float, float, float]:
     return statistics.median(seconds), deciles[0], deciles[8]
 
 
+def milliseconds(seconds: list[float]) -> dict[str, object]:
+    """The columns of a table that say how long a call took."""
+    names = ("ms_median", "ms_p10", "ms_p90")
+    return {name: float(f"{s * 1e3:.4g}") for name, s in zip(names, median_and_spread(seconds), strict=True)}
+
+
 class _CountKernels(TorchDispatchMode):
     """Counts ops that touch elements; a foreach op on the CPU is a loop over its list."""
 

@@ -16,6 +16,7 @@ from ...buffers.store import Store
 from ...hooks import Handles, Hook
 from ..compiled import split
 from ..during_backward import DuringBackward
+from ..gradients import fills_grad
 from ..streams import Turns
 from . import gemm
 from .functions import SlotWeight, in_slot, without_modes
@@ -84,7 +85,7 @@ class _Place:
         owner = self._owner()
         if owner is None or owner.permission is None or self.buffer.released:
             return None
-        if not owner.is_ours_alone(self.param) or not _will_run(self.leaf):
+        if not owner.is_ours_alone(self.param) or not fills_grad(self.leaf):
             return None
         return owner.permission
 
@@ -96,17 +97,6 @@ class _Place:
         owner.begin_adding(self.buffer, self.index)
         yield not self.buffer.touched[self.index]
         self.buffer.touch_unchecked(self.index, tag)
-
-
-def _will_run(leaf: Any) -> bool:
-    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
-
-    `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
-    """
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
-        return False
 
 
 class FusedWeights:
