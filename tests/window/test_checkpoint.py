@@ -224,3 +224,26 @@ def test_gradients_under_way():
     run.scaler.scale(mse_loss(run.model(x), y)).backward()
     with pytest.raises(RuntimeError, match=r"gradients of a backward that was not counted"):
         run.acc.state_dict()
+
+
+def test_a_dropped_window_stays_dropped():
+    """Saved after discard(window=True), it ends without a step where it is loaded."""
+    run, resumed = Run(), Run()
+    run.micro_batch(0, 0)
+    run.acc.discard(window=True)
+    resumed.acc.load_state_dict(run.acc.state_dict())
+    before = [p.detach().clone() for p in resumed.model.parameters()]
+    resumed.acc.step(resumed.optimizer)
+    assert resumed.acc.step_was_skipped
+    assert all(map(torch.equal, resumed.model.parameters(), before))
+
+
+def test_a_sum_of_what_is_frozen_here_has_no_place():
+    """It would be lost without a word."""
+    run = Run()
+    run.micro_batch(0, 0)
+    model = mlp()
+    model[0].requires_grad_(False)
+    acc = ak.FusedAccumulator(model)
+    with pytest.raises(RuntimeError, match="frozen here, accumulated when saved: 0.bias, 0.weight"):
+        acc.load_state_dict(run.acc.state_dict())

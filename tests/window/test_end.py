@@ -81,6 +81,27 @@ def test_clip_grad_norm_is_torchs(norm_type):
     assert relative_error(grads_of(acc), [p.grad for p in twin.parameters()]) < 1e-6
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_step_has_a_limit_of_its_own(fused):
+    """A limit that changes from step to step, and nothing of a step is left at the optimizer."""
+    model = mlp(torch.float64)
+    twin = copy.deepcopy(model)
+    x, y = batch(6, torch.float64)
+    acc = ak.FusedAccumulator(model)
+    ours, stock = (torch.optim.SGD(m.parameters(), lr=1.0, fused=fused) for m in (model, twin))
+    before = set(vars(ours))
+    for limit in (0.1, 0.01, 10.0):
+        acc.backward(mse_loss(model(x), y))
+        acc.step(ours, max_norm=limit)
+        mse_loss(twin(x), y).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), limit)
+        stock.step()
+        stock.zero_grad()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    assert set(vars(ours)) == before
+
+
 def test_several_optimizers_over_one_accumulator():
     """Optimizers named together are stepped each by themselves."""
     model = mlp()
