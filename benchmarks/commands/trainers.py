@@ -1,6 +1,6 @@
 """What the adapters gain: samples per second and gradient bytes of each trainer, with and without FusedAccumulator.
 
-    python -m benchmarks.trainers [--device cpu|cuda] [--model small,medium] [--ranks 1,2] [--csv FILE]
+    python -m benchmarks.trainers [--device cpu|cuda] [--model small,medium] [--ranks 1,2] [--csv FILE [--keep]]
 
 accelerate, Lightning and transformers train the demo's GPT (GPT-2 124M on a GPU) under bf16 autocast, with clipping and
 AdamW (fused, but not in Lightning, which alone refuses to clip it), on the same random tokens; the methods of one
@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from ..harness.gradient_bytes import GradientBytes
 from ..harness.machine import environment, version
 from ..harness.measure import median_and_spread, milliseconds
-from ..harness.results import Row, groups, write_csv
+from ..harness.results import Row, groups, read_csv, write_csv
 from ..harness.tables import Table, progress
 from ..methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, as_launched, reset
 from ..methods.training import SIZES
@@ -170,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--trainers", default=",".join(TRAINERS), help=f"default: {','.join(TRAINERS)}")
     parser.add_argument("--csv", type=Path, help="write the rows here")
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows of other trainers, models and ranks")
     arguments = parser.parse_args(argv)
     names = arguments.trainers.split(",")
     models = (arguments.model or ("gpt2" if arguments.device == "cuda" else "small")).split(",")
@@ -182,8 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     about = environment(device)
+    cases = list(itertools.product(models, map(int, arguments.ranks.split(",")), names))
     found: list[Row] = []
-    for model, ranks, name in itertools.product(models, map(int, arguments.ranks.split(",")), names):
+    if arguments.keep and arguments.csv and arguments.csv.exists():
+        kept = (dict[str, object](row) for row in read_csv(arguments.csv))
+        found = [row for row in kept if (row["model"], int(str(row["ranks"])), row["trainer"]) not in cases]
+    for model, ranks, name in cases:
         task = Task(SIZES[model], arguments.micro_batches, arguments.windows, device, ranks)
         measured: Found | str
         if not version(name):

@@ -71,3 +71,16 @@ def test_a_trainer_that_is_not_installed(tmp_path, monkeypatch):
     file = tmp_path / "trainers.csv"
     assert trainers.main([*TINY, "--csv", str(file)]) == 0
     assert [row["unavailable"] for row in csv.DictReader(file.open())] == ["not installed"] * 3
+
+
+def test_measured_in_pieces(tmp_path, monkeypatch):
+    """With --keep the file has the rows of all pieces, and of one that is measured again the new."""
+    monkeypatch.setattr(trainers, "version", lambda package: "")
+    file = tmp_path / "trainers.csv"
+    pieces = [("accelerate", "1"), ("lightning", "1"), ("lightning", "2"), ("accelerate", "1")]
+    for name, ranks in pieces:
+        assert trainers.main([*TINY, "--trainers", name, "--ranks", ranks, "--csv", str(file), "--keep"]) == 0
+    rows = [(row["trainer"], row["ranks"], row["unavailable"]) for row in csv.DictReader(file.open())]
+    assert rows == [(name, ranks, "not installed") for name, ranks in pieces[1:]]
+    assert trainers.main([*TINY, "--trainers", "accelerate", "--csv", str(file)]) == 0
+    assert len(list(csv.DictReader(file.open()))) == 1
