@@ -30,9 +30,11 @@ BUILD = "build/native"  # relative, as all our paths are: ninja runs in ROOT, an
 CXX = os.environ.get("CXX", "c++")
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]  # torch 2.10's stable ABI
-SIMD_FLAGS = {  # for csrc/cpu/*_avx2.cpp and *_avx512.cpp, chosen at run time where the processor has the instructions
+AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c", "-mfma"]
+SIMD_FLAGS = {  # for csrc/cpu/*_avx2.cpp and so on, chosen at run time where the processor has the instructions
     "avx2": ["-mavx2", "-mf16c", "-mfma"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c", "-mfma"],
+    "avx512": AVX512_FLAGS,
+    "avx512bf16": [*AVX512_FLAGS, "-mavx512bf16"],
 }
 NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-cudart", "static", "-t", "2", "-Xfatbin", "-compress-all"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off"]

@@ -44,6 +44,12 @@ def cpu_instruction_set() -> str | None:
     return None if _library is None else str(_library.accumkernels_cpu_instruction_set().decode())
 
 
+@functools.cache
+def multiplies_bf16() -> bool:
+    """Whether `add_product_` works here: on x86 processors with AVX512_BF16."""
+    return _library is not None and bool(_library.accumkernels_multiplies_bf16())
+
+
 def unavailable(device: torch.device) -> str | None:
     """Why native kernels do not work on `device`, in one sentence; None when they do."""
     if load_error is not None:
@@ -85,6 +91,22 @@ def check_finite_(
 ) -> None:
     _check_finite(grads, segments, found_inf, flags, **options)
     keep_until_done(grads)
+
+
+def add_product_(view: Tensor, grad: Tensor, input: Tensor, *, alpha: float, add: bool) -> None:
+    """`view = alpha * grad.T @ input`, on top of what was there with `add`; sums in fp32.
+
+    Args:
+        view: fp32 `[rows, columns]`, contiguous, on the CPU.
+        grad: bf16 `[tokens, rows]`.
+        input: bf16 `[tokens, columns]`.
+        alpha: Of the product.
+        add: Else what was there is overwritten, unread.
+    """
+    assert _library is not None
+    grad, input = grad.contiguous(), input.contiguous()
+    pointers = view.data_ptr(), grad.data_ptr(), input.data_ptr()
+    _library.accumkernels_add_product(*pointers, *view.shape, grad.shape[0], alpha, add)
 
 
 def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:

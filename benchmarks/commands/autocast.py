@@ -28,7 +28,7 @@ from ..harness.arguments import command_line, usable
 from ..harness.case import DTYPES
 from ..harness.machine import environment
 from ..harness.measure import median_and_spread, milliseconds
-from ..harness.results import Row, write_csv
+from ..harness.results import Row, groups, write_csv
 from ..harness.tables import Table, track
 from ..methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build
 
@@ -43,7 +43,9 @@ METHODS = (
         {"scale_loss": True, "release": "backward", "fuse_weight_gradients": False},
     ),
     Method("FusedAccumulator, fused weight gradients", Fused, {"scale_loss": True, "fuse_weight_gradients": True}),
+    Method("FusedAccumulator, defaults", Fused, {"scale_loss": True}),
 )
+ROUTED = "FusedAccumulator, autocast route"
 FLOOR, OPTIMIZER = "floor: forward and backward, K times", "fused AdamW"
 COLUMNS = (
     *("table", "model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
@@ -60,7 +62,9 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def floor(size: Size, dtype: torch.dtype, device: torch.device) -> Callable[[list[Batch]], None]:
+def floor(
+    size: Size, dtype: torch.dtype, device: torch.device, compiled: bool = False
+) -> Callable[[list[Batch]], None]:
     """Forward and backward under autocast that has nothing to cast, and whose gradients are dropped."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -69,6 +73,8 @@ def floor(size: Size, dtype: torch.dtype, device: torch.device) -> Callable[[lis
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.to(dtype)
+    if compiled:
+        model.compile()
     params = list(model.parameters())
 
     def window(data: list[Batch]) -> None:
@@ -90,12 +96,18 @@ def optimizer_step(size: Size, device: torch.device) -> Callable[[], object]:
 
 
 def windows(
-    size: Size, dtype: torch.dtype, device: torch.device, micro_batches: int, repetitions: int
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    micro_batches: int,
+    repetitions: int,
+    methods: Sequence[Method] = METHODS,
+    compiled: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds of every window, by method; of the floor and the optimizer too."""
     data = batches(size, micro_batches, device)
-    loops: dict[str, Loop] = {method.name: build(method, size, dtype, device) for method in METHODS}
-    bare, step = floor(size, dtype, device), optimizer_step(size, device)
+    loops: dict[str, Loop] = {method.name: build(method, size, dtype, device, compiled) for method in methods}
+    bare, step = floor(size, dtype, device, compiled), optimizer_step(size, device)
     calls: dict[str, Callable[[], object]] = {
         **{name: (lambda loop=loop: loop.window(data)) for name, loop in loops.items()},  # type: ignore[misc]
         FLOOR: lambda: bare(data),
@@ -143,7 +155,7 @@ def forwards(dtype: torch.dtype, device: torch.device, micro_batches: int, repet
 def rows(
     of_windows: dict[str, list[float]], of_forwards: dict[bool, list[float]], micro_batches: int, common: Row
 ) -> list[Row]:
-    """A row per method of a window, and two for the forward."""
+    """A row per method of a window, and two for the forward where it was measured."""
     medians = {name: median_and_spread(found)[0] for name, found in of_windows.items()}
     rest = medians[FLOOR] + medians[OPTIMIZER]
     found: list[Row] = []
@@ -161,13 +173,11 @@ def rows(
             added["stock_to_this"] = float(f"{(medians[STOCK] - rest) / side:.3g}")
             added["share_of_window"] = float(f"{side / medians[name]:.3g}")
         found.append(added)
-    with_route = next(m.name for m in METHODS if m.name.endswith(", autocast route"))
-    plain = median_and_spread(of_forwards[False])[0]
     for route, seconds in of_forwards.items():
         added = row("forward", "with the route" if route else "without the route", seconds)
         if route:  # its cost in a window of GPT-2
-            cost = (median_and_spread(seconds)[0] - plain) * micro_batches
-            added["share_of_window"] = float(f"{cost / medians[with_route]:.2g}")
+            cost = (median_and_spread(seconds)[0] - median_and_spread(of_forwards[False])[0]) * micro_batches
+            added["share_of_window"] = float(f"{cost / medians[ROUTED]:.2g}")
         added["model"] = "GPT-2's modules, 32 wide"
         added["parameters"] = added["tokens_per_micro_batch"] = None
         found.append(added)
@@ -175,9 +185,8 @@ def rows(
 
 
 def show(found: Sequence[Row]) -> None:
-    """Two tables."""
-    for name in ("window", "forward"):
-        of_table = [r for r in found if r["table"] == name]
+    """A table of windows, and one of forwards."""
+    for (name,), of_table in groups(found, "table").items():
         first = of_table[0]
         title = f"{name}: {first['model']}, {first['dtype']}, {first['micro_batches']} micro-batches"
         if first["tokens_per_micro_batch"] is not None:
@@ -198,6 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="gpt2", choices=list(SIZES))
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32, help="of a micro-batch")
+    parser.add_argument("--methods", default="", help="comma-separated parts of names: only these methods, and stock")
+    parser.add_argument("--no-scaler", action="store_true", help="without a GradScaler")
+    parser.add_argument("--compile", action="store_true", help="models are compiled by torch.compile")
     parser.add_argument("--windows", type=int, default=15, help="timed, per method")
     arguments = parser.parse_args(argv)
     device = usable(arguments.device, arguments.threads)
@@ -206,10 +218,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = environment(device)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
-    common: Row = {"model": arguments.model, "parameters": parameters, "dtype": arguments.dtype, "micro_batches": k}
+    wanted, scale = arguments.methods.split(","), not arguments.no_scaler
+    methods = [
+        m._replace(options={**m.options, "scale_loss": scale})
+        for m in METHODS
+        if m.name == STOCK or any(part in m.name for part in wanted)
+    ]
+    label = arguments.model + (", torch.compile" if arguments.compile else "")
+    label += "" if scale else ", no GradScaler"
+    common: Row = {"model": label, "parameters": parameters, "dtype": arguments.dtype, "micro_batches": k}
     common.update(tokens_per_micro_batch=arguments.tokens, **about)
-    of_windows = windows(size, dtype, device, k, arguments.windows)
-    of_forwards = forwards(dtype, device, k, max(20, arguments.windows))
+    of_windows = windows(size, dtype, device, k, arguments.windows, methods, arguments.compile)
+    with_forwards = not arguments.compile and any(m.name == ROUTED for m in methods)
+    of_forwards = forwards(dtype, device, k, max(20, arguments.windows)) if with_forwards else {}
     found = rows(of_windows, of_forwards, k, common)
     show(found)
     if arguments.csv:

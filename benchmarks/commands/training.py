@@ -14,6 +14,7 @@ import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,11 +32,18 @@ from ..methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size,
 COLUMNS = (
     *("model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
     *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "peak_MB", "speed_to_stock", "memory_to_stock", "windows"),
-    *("unavailable", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
+    *("fused", "routed", "graphs", "unavailable", "threads", "instruction_set", "driver", "cuda", "triton", "torch"),
+    *("python", "commit", "date"),
 )
 
 
-Result = tuple[list[float], int | None]  # seconds of windows, and the peak in bytes
+class Result(NamedTuple):
+    """What was measured of a method."""
+
+    seconds: list[float]  # of each window
+    peak: int | None  # in bytes
+    ways: dict[str, float]  # the parts of the elements that are fused and routed
+    graphs: int  # compiled in all windows
 
 
 def refusal(method: Method, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -53,6 +61,11 @@ def _seconds(loop: Loop, data: list[Batch]) -> float:
     if loop.device.type == "cuda":
         torch.cuda.synchronize(loop.device)
     return time.perf_counter() - start
+
+
+def _graphs() -> int:
+    """How many graphs Dynamo has compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def peak_bytes(
@@ -108,24 +121,35 @@ def measure(
             found[method.name] = cause
     loops = {m.name: build(m, size, dtype, device, compiled) for m in methods if m.name in peaks}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for loop in loops.values():
+    graphs = dict.fromkeys(loops, 0)
+    for name, loop in loops.items():
+        before = _graphs() if compiled else 0
         for _ in range(2):
             loop.window(data)
+        graphs[name] += _graphs() - before if compiled else 0
     names = list(loops)
     for window in range(windows):
         progress(f"{micro_batches} micro-batches: window {window + 1} of {windows}")
         for turn in range(len(names)):
             name = names[(window + turn) % len(names)]  # nobody always goes first
+            before = _graphs() if compiled else 0
             seconds[name].append(_seconds(loops[name], data))
+            graphs[name] += _graphs() - before if compiled else 0
     progress("")
-    return {m.name: found.get(m.name) or (seconds[m.name], peaks[m.name]) for m in methods}
+    results = {name: Result(seconds[name], peaks[name], loops[name].ways(), graphs[name]) for name in loops}
+    return {m.name: found.get(m.name) or results[m.name] for m in methods}
 
 
 def rows(
-    results: dict[str, Result | str], model: str, dtype: str, micro_batches: int, about: Row, compiled: bool = False
+    results: dict[str, Result | str],
+    model: str,
+    size: Size,
+    dtype: str,
+    micro_batches: int,
+    about: Row,
+    compiled: bool = False,
 ) -> list[Row]:
     """One per method."""
-    size = SIZES[model]
     tokens = size.samples * size.length
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
@@ -139,15 +163,17 @@ def rows(
         if isinstance(result, str):
             row["unavailable"] = result
         else:
-            seconds, peak = result
+            seconds, peak, ways, graphs = result
             median = median_and_spread(seconds)[0]
             row["tokens_per_second"] = float(f"{micro_batches * tokens / median:.4g}")
             row.update(milliseconds(seconds))
-            if peak is not None and stock[1] is not None:
+            if peak is not None and stock.peak is not None:
                 row["peak_MB"] = float(f"{peak / 1e6:.5g}")
-                row["memory_to_stock"] = float(f"{peak / stock[1]:.3f}")
-            row["speed_to_stock"] = float(f"{median_and_spread(stock[0])[0] / median:.3f}")
+                row["memory_to_stock"] = float(f"{peak / stock.peak:.3f}")
+            row["speed_to_stock"] = float(f"{median_and_spread(stock.seconds)[0] / median:.3f}")
             row["windows"] = len(seconds)
+            row.update((way, float(f"{part:.4f}")) for way, part in ways.items())
+            row["graphs"] = graphs if compiled else None
         found.append({column: row.get(column) for column in COLUMNS})
     return found
 
@@ -159,13 +185,13 @@ def show(table_rows: Sequence[Row]) -> None:
         title = f"{first['model']}, {first['parameters']:,} parameters, {first['dtype']}, {first['micro_batches']} "
         title += f"micro-batches of {first['tokens_per_micro_batch']} tokens; torch {first['torch']}, {first['device']}"
         headers = ("method", "tokens/s", "ms a window", "p10 to p90", "to stock", "peak MB", "to stock")
-        table = Table(title, headers)
+        table = Table(title, (*headers, "fused", "routed"))
         for r in group:
             if r["unavailable"]:
                 continue
             spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
             cells = (f"{r['tokens_per_second']:,.0f}", r["ms_median"], spread, r["speed_to_stock"], r["peak_MB"])
-            table.add(r["method"], *cells, r["memory_to_stock"])
+            table.add(r["method"], *cells, r["memory_to_stock"], r["fused"], r["routed"])
         table.print()
         for r in group:
             if r["unavailable"]:
@@ -177,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--dtype", default="bf16", help="comma-separated: bf16, fp16 (default: bf16)")
     parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on a GPU, small on the CPU")
+    parser.add_argument("--tokens", type=int, help="of a micro-batch, which is one sample then")
     parser.add_argument("--micro-batches", default="1,2,4,8")
     parser.add_argument("--methods", default="", help="comma-separated parts of names: only these methods, and stock")
     parser.add_argument("--compile", action="store_true", help="the model is compiled by torch.compile")
@@ -189,12 +216,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = arguments.methods.split(",")
     methods = [m for m in METHODS if m.name == STOCK or any(part in m.name for part in wanted)]
     about = environment(device)
+    size = SIZES[model]
+    if arguments.tokens is not None:
+        size = size._replace(length=arguments.tokens, samples=1)
     found: list[Row] = []
     for dtype in dtypes:
         for micro_batches in map(int, arguments.micro_batches.split(",")):
-            size, windows, compiled = SIZES[model], arguments.windows, arguments.compile
-            results = measure(size, DTYPES[dtype], device, micro_batches, windows, methods, compiled)
-            added = rows(results, model, dtype, micro_batches, about, compiled)
+            compiled = arguments.compile
+            results = measure(size, DTYPES[dtype], device, micro_batches, arguments.windows, methods, compiled)
+            added = rows(results, model, size, dtype, micro_batches, about, compiled)
             show(added)
             found += added
             if arguments.csv:

@@ -4,7 +4,7 @@
 
 Per shape and number of tokens: the product in the operands' dtype and the accumulate op, which is the way of the
 autocast route; every GEMM with beta = 1 that the machine has; and which of them is chosen. A window has many layers, so
-each call takes the next of several weights, as many as do not fit into the last-level cache.
+each call takes the next of several weights in one flat buffer, as many as do not fit into the last-level cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
+import accumkernels as ak
 from accumkernels.capture.fused import gemm
 from accumkernels.ops import native
 
@@ -41,6 +43,8 @@ def ways(dtype: torch.dtype, device: torch.device) -> dict[str, gemm.Gemm]:
     found = {"addmm of widened operands": gemm.widened}
     if gemm.mkl_gemm(dtype) is not None:
         found["MKL"] = gemm.mkl
+    if dtype == torch.bfloat16 and native.multiplies_bf16():
+        found["accumkernels"] = gemm.native
     return found
 
 
@@ -50,7 +54,9 @@ def prepare(
     """By way, a call that adds the i-th gradient, and whether the way is the one that is chosen."""
     count = max(2, 2 * last_level_cache_bytes(device) // (4 * rows * columns)) if rows * columns < 2**24 else 2
     count = min(count, 64)
-    views = [torch.zeros(rows, columns, device=device) for _ in range(count)]
+    weights = nn.ParameterList(torch.empty(rows, columns, device=device) for _ in range(count))
+    accumulator = ak.FusedAccumulator(weights, fuse_weight_gradients=False, autocast_route=False)
+    views = [accumulator.main_grad(weight) for weight in weights]  # on the pages that a model's have
     generator = torch.Generator(device).manual_seed(0)
     grad = torch.randn(tokens, rows, device=device, generator=generator).to(dtype)
     input = torch.randn(tokens, columns, device=device, generator=generator).to(dtype)
@@ -78,11 +84,14 @@ def measure(
     timer = Timer(device)
     calls = prepare(rows, columns, tokens, DTYPES[dtype], device)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repetition in range(repetitions + 1):
-        for name, (call, _) in calls.items():
-            taken = timer(lambda call=call, i=repetition: call(i))
-            if repetition:  # the first warms up
-                seconds[name].append(taken)
+    names = list(calls)
+    for i in range(len(names) * (repetitions + 1)):
+        repetition, turn = divmod(i, len(names))
+        name = names[(repetition + turn) % len(names)]  # nobody always comes after the same one
+        call = calls[name][0]
+        taken = timer(lambda call=call, i=i: call(i))  # i: a weight that no other way has just brought into the caches
+        if repetition:  # the first warms up
+            seconds[name].append(taken)
     found: list[Row] = []
     route = median_and_spread(seconds[ROUTE])[0]
     for name, (_, chosen) in calls.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +66,10 @@ class Loop(abc.ABC):
     def window(self, batches: list[Batch]) -> None:
         """One optimizer step."""
 
+    def ways(self) -> dict[str, float]:
+        """What part of the model's elements is `fused`, and what part `routed`; nothing where no accumulator is."""
+        return {}
+
 
 class Stock(Loop):
     """fp32 parameters, `loss / K`, gradients added up in `.grad`."""
@@ -124,6 +129,12 @@ class Fused(Loop):
             self.accumulator.backward(self.loss(batch))
         self.accumulator.step(self.optimizer, max_norm=MAX_NORM)
 
+    def ways(self) -> dict[str, float]:
+        """As the accumulator says it."""
+        found = re.findall(r"(\d[\d,]*) (fused|routed|ordinary)\b", repr(self.accumulator))
+        counts = {way: int(number.replace(",", "")) for number, way in found}
+        return {way: counts[way] / sum(counts.values()) for way in ("fused", "routed")}
+
 
 class Method(NamedTuple):
     """A loop and its options."""
@@ -138,6 +149,7 @@ METHODS = (
     Method(STOCK, Stock, {}),
     Method("grad_dtype=float32, 16-bit model", GradDtype, {}),
     Method("FusedAccumulator, defaults", Fused, {}),
+    Method("FusedAccumulator, fuse_weight_gradients=False", Fused, {"fuse_weight_gradients": False}),
     Method("FusedAccumulator, no autocast route", Fused, {"release": "microbatch", "autocast_route": False}),
     Method("FusedAccumulator, autocast route", Fused, {"release": "microbatch", "autocast_route": True}),
     Method('FusedAccumulator, release="backward"', Fused, {"release": "backward", "autocast_route": False}),

@@ -2,7 +2,9 @@
 #include <cstdio>
 
 #include "../cpu/kernels.h"
+#include "../cpu/product.h"
 #include "build_info.h"
+#include "device.h"
 #ifdef ACCUMKERNELS_WITH_CUDA
 #include "../cuda/launch.h"
 #endif
@@ -13,6 +15,16 @@
 AK_EXPORT const char* accumkernels_build_info() { return ACCUMKERNELS_BUILD_INFO; }
 
 AK_EXPORT const char* accumkernels_cpu_instruction_set() { return accumkernels::cpu::instruction_set(); }
+
+// Whether accumkernels_add_product works on this processor.
+AK_EXPORT int accumkernels_multiplies_bf16() { return accumkernels::cpu::product_tile() != nullptr; }
+
+// See cpu/product.h. Not an op: the caller has its operands at hand, and beside MKL's function it is one more.
+AK_EXPORT void accumkernels_add_product(float* view, const uint16_t* grad, const uint16_t* input, int64_t rows,
+                                        int64_t columns, int64_t tokens, float alpha, int add) {
+  accumkernels::cpu::add_product({view, grad, input, rows, columns, tokens, alpha, add != 0},
+                                 accumkernels::parallel_for);
+}
 
 // 0 where the CUDA kernels can run on the device, else an error code and, in message, its cause.
 AK_EXPORT int accumkernels_probe(int device, char* message, int size) {

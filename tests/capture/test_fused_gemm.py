@@ -6,27 +6,40 @@ import pytest
 import torch
 
 from accumkernels.capture.fused import gemm
+from accumkernels.ops import native
+from tests.support.backends import same_bits
 from tests.support.models import relative_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPES = [(1, 1, 1), (5, 7, 3), (33, 64, 17), (64, 33, 30), (16, 48, 0)]
+# The last one is more than a block of the library's own kernel in each direction.
+SHAPES = [(1, 1, 1), (5, 7, 3), (33, 64, 17), (64, 33, 30), (16, 48, 0), (53, 1100, 301)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WAYS = ["own", "MKL", "neither"]
 
 
-@pytest.fixture(params=["with MKL", "without"])
-def mkl(request, monkeypatch):
-    """Torch's wheels for x86 have it, others have not."""
-    if request.param == "without":
-        monkeypatch.setattr(gemm, "mkl_gemm", lambda dtype: None)
-    elif gemm.mkl_gemm(torch.bfloat16) is None:
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """What bf16 is multiplied by: processors have AVX512_BF16 or not, and torch's wheels for x86 have MKL."""
+    if request.param == "own" and not native.multiplies_bf16():
+        pytest.skip("this processor has no AVX512_BF16")
+    if request.param == "MKL" and gemm.mkl_gemm(torch.bfloat16) is None:
         pytest.skip("this build of torch exports no MKL")
-    return request.param == "with MKL"
+    set_way(monkeypatch, request.param)
+    return request.param
+
+
+def set_way(monkeypatch, way):
+    """As if the machine had that alone."""
+    monkeypatch.setattr(native, "multiplies_bf16", lambda: way == "own")
+    monkeypatch.setattr(gemm, "_mkl_widens", lambda: way == "own")
+    if way != "MKL":
+        monkeypatch.setattr(gemm, "mkl_gemm", lambda dtype: None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_adds_the_product(shape, dtype, mkl):
+def test_adds_the_product(shape, dtype, way):
     """alpha * grad.T @ input on top, or in the place, of what was there; operands that are no contiguous rows too."""
     rows, columns, tokens = shape
     generator = torch.Generator().manual_seed(0)
@@ -37,8 +50,8 @@ def test_adds_the_product(shape, dtype, mkl):
         view = start.clone().to(torch.promote_types(dtype, torch.float32))
         if beta == 0:
             view.fill_(float("nan"))  # what is overwritten is never read
-        add = gemm.choose(view, dtype, tokens)
-        assert add is not None
+        add = gemm.choose(view, dtype, tokens) or gemm.widened
+        assert (add is gemm.native) == (way == "own" and dtype == torch.bfloat16)
         add(view, grad, input, 0.375, beta)
         expected = 0.375 * grad.double().t() @ input.double() + (start if beta else 0)
         if expected.any():
@@ -48,13 +61,56 @@ def test_adds_the_product(shape, dtype, mkl):
             assert not view.any()
 
 
-def test_the_choice_is_by_shape_and_dtype(mkl):
-    """fp16 with many tokens, and bf16 where there is no MKL, are faster as an ordinary gradient."""
+@pytest.mark.parametrize("shape", [(65, 130, 9), (97, 1030, 257)])
+def test_own_kernel_writes_the_view_alone(shape, way):
+    """Tiles that the view ends in go no further; what is not finite stays, and does not spread to other rows."""
+    if way != "own":
+        pytest.skip("of the library's own kernel")
+    rows, columns, tokens = shape
+    memory = torch.full((rows * columns + 200,), 7.0)
+    view = memory[100:-100].view(rows, columns)
+    grad, input = torch.randn(tokens, rows).bfloat16(), torch.randn(tokens, columns).bfloat16()
+    grad[3, 5] = float("inf")
+    input[4, 6] = float("nan")
+    native.add_product_(view, grad, input, alpha=1.0, add=True)
+    assert (memory[:100] == 7).all() and (memory[-100:] == 7).all()
+    bad = ~view.isfinite()
+    assert bad[5].all() and bad[:, 6].all() and bad.sum() == rows + columns - 1
+
+
+def test_own_kernel_repeats_whatever_the_threads(way):
+    """Bit for bit: the order of sums is that of tokens."""
+    if way != "own":
+        pytest.skip("of the library's own kernel")
+    grad, input = torch.randn(300, 100).bfloat16(), torch.randn(300, 1100).bfloat16()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        view = torch.ones(100, 1100)
+        native.add_product_(view, grad, input, alpha=0.3, add=True)
+        found.append(view)
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("processor", ["AVX512_BF16", "AMX", "neither"])
+def test_the_choice_is_by_shape_and_dtype(way, processor, monkeypatch):
+    """With many tokens fp16, and bf16 where nothing multiplies it fast, are faster as ordinary gradients."""
+    mkl_widens = gemm._mkl_widens.__wrapped__  # not what it said of this machine
+    set_way(monkeypatch, way)
+    monkeypatch.setattr(gemm, "_mkl_widens", mkl_widens)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: processor != "neither")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: processor == "AMX")
     view = torch.zeros(8, 8)
-    assert gemm.choose(view, torch.float32, 4096) is not None
-    assert (gemm.choose(view, torch.bfloat16, 4096) is not None) == mkl
+    many, few = (gemm.choose(view, torch.bfloat16, tokens) for tokens in (4096, 8))
+    if processor == "AVX512_BF16":
+        assert many is few is (gemm.native if way == "own" else None)
+    else:
+        assert few is gemm.mkl
+        assert many is (gemm.mkl if way == "MKL" else None)
+    assert gemm.choose(view, torch.float32, 4096) is gemm.same_dtype
     assert gemm.choose(view, torch.float16, 4096) is None
-    assert gemm.choose(view, torch.float16, 8) is not None
+    assert gemm.choose(view, torch.float16, 8) is gemm.mkl
     assert gemm.choose(view.t()[:4], torch.float32, 8) is None
     assert gemm.choose(view, torch.float64, 8) is None
     assert gemm.choose(torch.zeros(0, 8), torch.float32, 8) is None

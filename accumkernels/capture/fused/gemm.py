@@ -1,7 +1,8 @@
 """A linear layer's weight gradient, added to its segment by one GEMM: `view = beta * view + alpha * grad.T @ input`.
 
-How, and whether at all, depends on shapes and dtypes alone, so that a run repeats bit for bit. The rule is made from
-`python -m benchmarks.weight_gradients`, which times each way whole against the GEMM whose result is added afterwards.
+How, and whether at all, depends on the processor, shapes and dtypes alone, so that a run repeats bit for bit. The rule
+is made from `python -m benchmarks.weight_gradients`, which times each way whole against the GEMM whose result is added
+afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Up to this many tokens widening both operands to fp32 costs less than writing a 16-bit gradient and adding it.
+from ...ops import native as library
+
+# Up to this many tokens products in fp32 cost less than writing a 16-bit gradient and adding it.
 _FEW_TOKENS = 32
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # of cblas
 
@@ -42,10 +45,11 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
         return None if torch.version.hip else cuda
     if view.device.type != "cpu":
         return None
-    # MKL adds bf16 products faster at every shape, with AMX, AVX-512 or AVX2. It widens fp16, which oneDNN need not.
+    if dtype == torch.bfloat16 and _mkl_widens():
+        return native if library.multiplies_bf16() else None
     if tokens <= _FEW_TOKENS or (dtype == torch.bfloat16 and mkl_gemm(dtype) is not None):
         return mkl
-    return None
+    return None  # MKL widens fp16, which oneDNN need not
 
 
 def same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
@@ -56,6 +60,11 @@ def same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: fl
 def cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
     """16-bit operands on an NVIDIA GPU."""
     torch.addmm(view, grad.t(), input, torch.float32, alpha=alpha, beta=beta, out=view)
+
+
+def native(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """bf16 operands, on processors with AVX512_BF16."""
+    library.add_product_(view, grad, input, alpha=alpha, add=beta != 0)
 
 
 def widened(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
@@ -73,6 +82,16 @@ def mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) ->
     (m, n), k = view.shape, grad.shape[0]
     a, b, c = grad.data_ptr(), input.data_ptr(), view.data_ptr()
     gemm(_ROW_MAJOR, _TRANS, _NO_TRANS, m, n, k, alpha, a, m, b, n, beta, c, n)
+
+
+@functools.cache
+def _mkl_widens() -> bool:
+    """Whether oneDNN, which makes torch's products, multiplies bf16 faster than fp32 here, and MKL does not.
+
+    Both do so with AMX and neither with AVX-512 or AVX2 alone. AVX512_BF16 without AMX is AMD's, where MKL widens: on
+    Zen 4 it takes up to 2.5 times as long as the product and the pass that adds it.
+    """
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 @functools.cache
