@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class _Pending:
         self.bytes = 0
         self.streams = Streams()
         self.bucket_bytes = bucket_bytes
+        self.awaited: Set[Place] = frozenset()
 
     def hand_over(self) -> None:
         owner = self.owner()
@@ -79,7 +80,7 @@ def _hook(pending: _Pending, place: Place, sharded: bool) -> Callable[[Tensor], 
             pending.streams.see(grad.device)
         pending.items.append((place, grad))
         pending.bytes += nbytes
-        if pending.bytes >= pending.bucket_bytes:
+        if pending.bytes >= pending.bucket_bytes or (pending.awaited and place in pending.awaited):
             pending.hand_over()
 
     return take
@@ -147,11 +148,19 @@ class DuringBackward:
         return self._listening and (self._always or self._inside)
 
     @contextlib.contextmanager
-    def into(self, sink: Sink, parts: int = 1) -> Iterator[None]:
-        """Hand over to another sink for as long as a backward runs, in buckets of that part of the usual size."""
+    def into(self, sink: Sink, awaited: Set[Place] | None = frozenset()) -> Iterator[None]:
+        """Hand over to another sink for as long as a backward runs.
+
+        Args:
+            sink: The other one.
+            awaited: Segments whose gradient is handed over at once, with all that is pending; None: every one.
+        """
         usual, self._sink = self._sink, sink
         bucket_bytes = self._pending.bucket_bytes
-        self._pending.bucket_bytes = bucket_bytes // parts
+        if awaited is None:
+            self._pending.bucket_bytes = 0
+        else:
+            self._pending.awaited = awaited
         self._inside = True
         self._running = self._pending.ready = self._listening
         try:
@@ -159,7 +168,7 @@ class DuringBackward:
             self._running = False
         finally:
             self._sink = usual
-            self._pending.bucket_bytes = bucket_bytes
+            self._pending.bucket_bytes, self._pending.awaited = bucket_bytes, frozenset()
             self._inside = self._pending.ready = False
 
     @property
@@ -186,7 +195,7 @@ class DuringBackward:
             pending.streams.see(grad.device)
         pending.items.append((place, grad))
         pending.bytes += grad.nbytes
-        if pending.bytes >= pending.bucket_bytes:
+        if pending.bytes >= pending.bucket_bytes or place in pending.awaited:
             self.hand_over()
 
     def _ended(self) -> None:

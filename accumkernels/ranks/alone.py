@@ -154,6 +154,11 @@ class Alone:
     def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
         """Note that segments are complete, and send what may go while backward still runs."""
 
+    @property
+    def awaited(self) -> Set[tuple[FlatBuffer, int]] | None:
+        """Segments whose gradients other ranks wait for, in a micro-batch that sends; None: all of them."""
+        return frozenset()
+
     def end_last(self) -> None:
         """The micro-batch that was said to be the last is complete: send everything that was not sent."""
 

@@ -81,7 +81,7 @@ class Group:
 
     def separate(self, device: torch.device) -> None:
         """Go over to a group of the library's own, for tensors on `device` too; collective."""
-        group = own_group(torch.distributed.get_process_group_ranks(self._group), self._group, device)
+        group = own_group(torch.distributed.get_process_group_ranks(self._group), self._group, device, self)
         if group is not None:
             self._group, self.own = group, True
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 # By ranks and what they are like: the world then, and the group. Held weakly: a group that lives on after
 # destroy_process_group() would end with the interpreter, and its threads with a crash.
 _groups: dict[tuple[Any, ...], tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+_MOST = 64  # groups of the same ranks; further users share the last
+_users: dict[tuple[Any, ...], weakref.ref[Any]] = {}  # whom each group is for, by the same keys
 
 
 @atexit.register
@@ -26,13 +28,15 @@ def _end() -> None:
                 dist.destroy_process_group(group)
 
 
-def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | None = None) -> Any:
-    """The library's group of these ranks, made when it is first asked for; collective over them then.
+def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | None = None, user: Any = None) -> Any:
+    """A group of the library's own of these ranks, made when there is none yet; collective over them.
 
     Args:
         ranks: Global ranks, this one among them.
         like: A group of the same ranks, whose backend and timeout are taken; the default's otherwise.
         device: One that `like` communicates from.
+        user: Has the group for itself as long as it lives; the ranks' users come in one order. Two users' collectives
+            may come in different orders on different ranks: one of them may have nothing to send in its last backward.
 
     Returns:
         The group; None where it cannot be made because the ranks have made different numbers of groups before, which
@@ -41,7 +45,10 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
     world = dist.group.WORLD
     backend, timeout = (None, None) if like is None else (dist.get_backend_config(like), _timeout(like, device))
     # One for each group of the user's: whoever makes a new one after a failure gets a new one here too.
-    key = (tuple(ranks), backend, timeout, None if like is None else like.group_name)
+    key: tuple[Any, ...] = (tuple(ranks), backend, timeout, None if like is None else like.group_name)
+    if user is not None:
+        key = (*key, _free(key, like, device))
+        _users[key] = weakref.ref(user)
     if key in _groups and _groups[key][0]() is world:
         find = _groups[key][1]
         made = find()
@@ -58,6 +65,15 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
         dist.all_reduce(torch.zeros(1, device=device), group=like)
     _groups[key] = (weakref.ref(world), _none if group is None else weakref.ref(group))
     return group
+
+
+def _free(key: tuple[Any, ...], group: Any, device: torch.device | None) -> int:
+    """The first number that no rank has a living user for: objects do not die at the same time on all of them."""
+    places = [(*key, number) for number in range(_MOST)]
+    taken = torch.tensor([p in _users and _users[p]() is not None for p in places], dtype=torch.uint8, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX, group)
+    numbers = taken.tolist()
+    return numbers.index(0) if 0 in numbers else _MOST - 1
 
 
 def _none() -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,9 @@ _IN_FLIGHT = 4  # chunks whose narrower copies are alive; those that are reduced
 
 
 _LEARNING = 2  # windows in which rank 0 may show in which order gradients come; the host reads these back
+
+
+_Place = tuple[FlatBuffer, int]  # a segment
 
 
 class _Chunk(NamedTuple):
@@ -65,7 +68,8 @@ class _Chunk(NamedTuple):
 def _chunks(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[_Chunk]:
     """Cut a buffer in ranges of at most `CHUNK_BYTES`, the same in every window: sums depend on where they are cut.
 
-    The link is idle before the first is complete, and nothing hides the last: both are cut up further.
+    The link is idle before the first is complete. Nothing hides the last, nor what a slow link still has to send of the
+    one before. These are cut up further.
     """
     size = CHUNK_BYTES // buffer.dtype.itemsize
     chunks = []
@@ -79,14 +83,19 @@ def _chunks(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[_Chunk]:
         indices = [s.index for s in inside]
         segments = range(min(indices, default=0), max(indices, default=-1) + 1)
         chunks.append(_Chunk(buffer, start, end, segments, dtype))
-    for index in sorted({0, len(chunks) - 1}, reverse=True) if chunks else ():
+    count = len(chunks)
+    for index in sorted({0, count - 2, count - 1} & set(range(count)), reverse=True):
         if chunks[index].segments:
             chunks[index : index + 1] = _quarters(chunks[index])
     return chunks
 
 
-def _as_they_come(chunks: Sequence[_Chunk], buffers: Sequence[FlatBuffer], came: Sequence[float]) -> list[_Chunk]:
-    """The chunks in the order in which their gradients are complete; those that are not go last.
+def _as_they_come(
+    chunks: Sequence[_Chunk], buffers: Sequence[FlatBuffer], came: Sequence[float]
+) -> tuple[list[_Chunk], set[_Place]]:
+    """The chunks in the order in which their gradients are complete, and of each the segment that completes it.
+
+    Those that are not complete go last.
 
     Args:
         chunks: All of them.
@@ -95,11 +104,16 @@ def _as_they_come(chunks: Sequence[_Chunk], buffers: Sequence[FlatBuffer], came:
     """
     positions = dict(zip(((b, s.index) for b in buffers for s in b.segments), came, strict=True))
 
-    def when(chunk: _Chunk) -> float:
-        times = [positions[chunk.buffer, index] for index in chunk.segments]
-        return max(times, default=math.inf) if all(times) else math.inf
+    def last(chunk: _Chunk) -> tuple[float, _Place | None]:
+        places = [(chunk.buffer, index) for index in chunk.segments]
+        if not places or not all(positions[place] for place in places):
+            return math.inf, None
+        place = max(places, key=positions.__getitem__)
+        return positions[place], place
 
-    return sorted(chunks, key=when)  # stable: otherwise in the order of the layout
+    found = [(*last(chunk), chunk) for chunk in chunks]
+    in_order = sorted(found, key=lambda entry: entry[0])  # stable: otherwise in the order of the layout
+    return [chunk for _, _, chunk in in_order], {place for _, place, _ in found if place is not None}
 
 
 def _quarters(chunk: _Chunk) -> Iterator[_Chunk]:
@@ -148,6 +162,7 @@ class Reduction(Alone):
         self._chunked = 0  # buffers that have chunks
         self._agreed = 0  # of the chunks, the first ones: all ranks are known to have them
         self._came: Sequence[float] = ()  # see `_as_they_come`; empty while that is not known
+        self._awaited: Set[_Place] = frozenset()  # of each chunk, the segment that comes last
         self.open_window()
 
     def __str__(self) -> str:
@@ -169,7 +184,8 @@ class Reduction(Alone):
         self._sent = 0
         self._waited = 0
         self._flying: deque[tuple[_Chunk, Tensor, Any]] = deque()
-        self._complete: dict[tuple[FlatBuffer, int], int] = {}  # segments, and when each was
+        self._complete: dict[_Place, int] = {}  # segments, and when each was
+        self._gone: set[_Place] = set()  # segments of which some part was sent
         self._marked = False  # whether the last micro-batch was said to be
 
     @property
@@ -179,8 +195,7 @@ class Reduction(Alone):
 
     def already_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
         """See `Alone`."""
-        sent = {i for chunk in self._chunks[: self._sent] if chunk.buffer is buffer for i in chunk.segments}
-        return next((buffer.segments[index].name for index in segments if index in sent), None)
+        return next((buffer.segments[index].name for index in segments if (buffer, index) in self._gone), None)
 
     def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
         """See `Alone`; sends all chunks that are complete up to the first that is not."""
@@ -192,6 +207,14 @@ class Reduction(Alone):
             if not all((chunk.buffer, index) in self._complete for index in chunk.segments):
                 break
             self._send()
+
+    @property
+    def awaited(self) -> Set[_Place] | None:
+        """See `Alone`; all until it is known which come last, so that rank 0 learns in which order they do."""
+        if not self._group.own:
+            return frozenset()
+        self._list_chunks()
+        return None if not self._came and self._agreements < _LEARNING else self._awaited
 
     def end_last(self) -> None:
         """See `Alone`."""
@@ -219,6 +242,7 @@ class Reduction(Alone):
             self._chunks = [chunk for of_buffer in chunks for chunk in of_buffer]
             # What was unfrozen here, other ranks may not have: that goes out only when the vector has said so.
             self._agreed = sum(map(len, chunks[: self._known]))
+            self._awaited = {(chunk.buffer, chunk.segments[-1]) for chunk in self._chunks if chunk.segments}
             self._chunked = len(self._buffers)
 
     # ---- at its end
@@ -310,7 +334,7 @@ class Reduction(Alone):
             look(chunk.buffer, chunk.parts(touched=True))
         self._group.share()
         if self._came and self._agreements <= _LEARNING:
-            self._chunks = _as_they_come(self._chunks, self._buffers, self._came)
+            self._chunks, self._awaited = _as_they_come(self._chunks, self._buffers, self._came)
 
     # ---- checkpoints
 
@@ -324,6 +348,7 @@ class Reduction(Alone):
     def _send(self) -> None:
         chunk = self._chunks[self._sent]
         self._flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
+        self._gone.update((chunk.buffer, index) for index in chunk.segments)
         self._sent += 1
         while len(self._flying) > _IN_FLIGHT and self._flying[0][1].dtype != chunk.buffer.dtype:
             self._wait()

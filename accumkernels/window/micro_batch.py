@@ -286,15 +286,19 @@ class Intake:
     def _send_leaf(self, buffer: FlatBuffer, index: int) -> None:
         """Nothing more comes to a segment that weights are fused into; a part of it may still be in a bucket."""
         self._leaves_ran.add((id(buffer), index))
-        if self.hooks is None or not self.hooks.is_pending((buffer, index)):
+        if self.hooks is None:
+            return
+        if not self.hooks.is_pending((buffer, index)):
             self._ranks.send_complete(buffer, [index])
+        awaited = self._ranks.awaited
+        if awaited is None or (buffer, index) in awaited:
+            self.hooks.hand_over()
 
     def _run_adding(self, hooks: DuringBackward, run: Any, weight: Weight, sends: bool) -> None:
         """Run a backward whose gradients are added, with their weight, while it runs."""
         try:
-            # What is sent from the last bucket on, nothing hides: smaller ones leave less of it.
-            parts = 4 if sends else 1
-            with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends), parts):
+            awaited = self._ranks.awaited if sends else frozenset()
+            with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends), awaited):
                 run()
         except BaseException:
             if self._release == "backward" or hooks.handed_over:

@@ -22,13 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
 import accumkernels.ranks.reduction as reduction
+from accumkernels.capture.during_backward import default_bucket_bytes
 
 from .trainers import as_launched
 
 LAYERS, ELEMENTS = 32, 2**16
 BYTES = LAYERS * ELEMENTS * 4
 SHRINK = 32  # of chunks and buckets
-BUCKET_BYTES = 32 * 2**20 // SHRINK
+BUCKET_BYTES = default_bucket_bytes(torch.device("cpu"), SHRINK * ELEMENTS * 4) // SHRINK
 CHUNK_BYTES = reduction.CHUNK_BYTES // SHRINK
 FORWARD, BACKWARD = 0.002, 0.004  # seconds in a layer
 

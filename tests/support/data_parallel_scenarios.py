@@ -241,6 +241,27 @@ def a_group_of_some(rank, size):
     assert_close([p.grad for p in model.parameters()], true_grads(mlp(torch.float64), batches))
 
 
+def accumulators_side_by_side(rank, size):
+    """One of two has no micro-batch on one rank, which then sends the other's sums first: each has its own group."""
+    (model, acc), (other, acc2) = build(), build()
+    assert acc._ranks._group._group is not acc2._ranks._group._group
+    for _ in range(3):
+        for x, y in acc.window(data(rank)) if rank == 0 else ():
+            acc.backward(mse_loss(model(x), y), len(x))
+        for x, y in acc2.window(data(rank)):
+            acc2.backward(mse_loss(other(x), y), len(x))
+        acc.finalize(sgd(acc))
+        acc2.finalize(sgd(acc2))
+        assert_close([p.grad for p in model.parameters()], true_grads(mlp(torch.float64), data(0)))
+        assert_close([p.grad for p in other.parameters()], true_grads(mlp(torch.float64), of_all(size)))
+        acc.zero_()
+        acc2.zero_()
+    first = acc._ranks._group._group
+    del acc
+    acc = ak.FusedAccumulator(mlp(), process_group=group())
+    assert acc._ranks._group._group is first  # nobody has it any more
+
+
 class FrontUnused(nn.Module):
     """The parameter that comes first in the layout is never used, and one in the middle only now and then."""
 
@@ -262,7 +283,7 @@ class FrontUnused(nn.Module):
 def unused_parameters_hold_nothing_back(rank, size):
     """Chunks go out as gradients come, in an order that rank 0 has shown in the first window."""
     model, twin = FrontUnused(), FrontUnused()
-    acc = ak.FusedAccumulator(model, process_group=group(), release="backward", bucket_bytes=512)
+    acc = ak.FusedAccumulator(model, process_group=group(), release="backward", bucket_bytes=2**20)
     optimizer, reduction = sgd(acc, 0.0), acc._ranks
     sent = []
 
@@ -288,8 +309,25 @@ def unused_parameters_hold_nothing_back(rank, size):
         acc.zero_()
     assert sent[0][0] == 0
     for early, all_chunks in sent[1:]:
-        # What is missing are the last bucket, of five chunks, and what never came, in two.
-        assert early >= all_chunks - 7, sent
+        # What is missing never came, in two chunks, or comes after the gradient of x: a weight, in four.
+        assert early >= all_chunks - 6, sent
+
+
+def chunks_wait_for_no_bucket(rank, size):
+    """A chunk of a weight that is fused, and of biases that are not, goes out when both are there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    acc = ak.FusedAccumulator(
+        model, process_group=group(), release="backward", bucket_bytes=2**20, fuse_weight_gradients=True
+    )
+    optimizer, reduction, sent = sgd(acc, 0.0), acc._ranks, []
+    for _ in range(3):
+        x = torch.ones(4, 16, requires_grad=True)
+        x.register_hook(lambda grad: sent.append(len(reduction._chunks) - reduction._sent))
+        acc.backward(model(x).square().mean(), last=True)
+        assert len(acc._intake.fused.parameters) == 8
+        acc.step(optimizer)
+    assert max(sent[1:]) <= 6, sent  # of the first layer, or cut with it
 
 
 def marked_on_some_ranks_only(rank, size):
@@ -482,7 +520,9 @@ TWO_RANKS = [
     units_change_no_bits,
     long_form_warns_of_synchronised_norms,
     collectives_of_the_users,
+    accumulators_side_by_side,
     unused_parameters_hold_nothing_back,
+    chunks_wait_for_no_bucket,
     marked_on_some_ranks_only,
     windows_look_one_ahead,
     sums_in_bf16,
