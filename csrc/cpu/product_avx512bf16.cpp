@@ -56,8 +56,8 @@ void tile(const uint32_t* grad, int grad_width, const uint32_t* input, int64_t p
       const int left = columns - 16 * v;
       const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
       float* out = view + r * stride + 16 * v;
-      const __m512 result = add ? _mm512_fmadd_ps(sum[r][v], factor, _mm512_maskz_loadu_ps(mask, out))
-                                : _mm512_mul_ps(sum[r][v], factor);
+      const __m512 result =
+          add ? _mm512_fmadd_ps(sum[r][v], factor, _mm512_maskz_loadu_ps(mask, out)) : _mm512_mul_ps(sum[r][v], factor);
       _mm512_mask_storeu_ps(out, mask, result);
     }
   }
