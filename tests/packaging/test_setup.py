@@ -120,6 +120,7 @@ def test_simd_flags_go_to_their_files_alone(project: Project) -> None:
     x86 = platform.machine() == "x86_64"
     assert flags.pop("avx2") == ({"-mavx2", "-mf16c", "-mfma"} if x86 else set())
     assert ("-mavx512f" in flags.pop("avx512")) == x86
+    assert ("-mavx512bf16" in flags.pop("avx512bf16")) == x86
     assert set().union(*flags.values()) == set()
 
 
