@@ -3,8 +3,9 @@
     python -m benchmarks.host [--parameters 4,24,150,1500] [--csv FILE]
 
 A window is four micro-batches of an MLP of `Linear(16, 16)`, so small that what is measured is the work around the
-arithmetic. Process time on one thread of the CPU; the loops take turns. Each row is a set-up with and without
-GradScaler, autocast and clipping. Two more rows for each model are of one `acc.accumulate()` alone, with a GradScaler,
+arithmetic. Process time on one thread of the CPU; the loops take turns, and a turn begins with a window that is not
+timed: a loop that runs alone finds its own code in the caches. Each row is a set-up with and without GradScaler,
+autocast and clipping. Two more rows for each model are of one `acc.accumulate()` alone, with a GradScaler,
 and of a list of its parameters' `.grad`s, which any way of adding them up needs.
 """
 
@@ -104,6 +105,7 @@ def measure(parameters: int, setup: SetUp, repetitions: int, about: Row) -> list
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for repetition in range(repetitions + 3):
         for name, window in loops.items():
+            window()
             start = time.process_time()
             window()
             elapsed = time.process_time() - start
