@@ -1,13 +1,19 @@
 """Measure what training steps cost in time, and predict the time of windows from it.
 
-A step without accumulation takes s seconds: forward, backward and the optimizer's step, which takes O of them. With
-several ranks it also waits R seconds for the reduction. A window of K >= 2 micro-batches pays for both once::
+A step without accumulation takes s seconds on one rank: forward, backward and the optimizer's step. With several ranks
+it takes R longer, which is the part of its reduction that backward does not hide. A window of K >= 2 micro-batches
+pays R and O once::
 
     T(1) = s + R
     T(K) = K (s - O + A) + O + R
 
-A is what a micro-batch takes longer inside a window, where its gradients are added to the flat buffers. It is
-negative where weight gradients are added without being written first.
+s - O + A is a micro-batch inside a window, where its gradients are added to the flat buffers; A is negative where
+weight gradients are added without being written first. O + R is what a window takes on top of its micro-batches. So O
+is the optimizer's step with the averaging and, with several ranks, what the reduction at a window's end takes longer
+than R.
+
+With several ranks, s + R is a step whose gradients are averaged in buckets while backward runs, as by
+DistributedDataParallel, and windows are reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +29,14 @@ from torch.optim import Optimizer
 
 from .agreement import Agreement, check_ranks
 from .checks import no_accumulator, positive_float, positive_int
+from .oom import is_oom_error
+from .rank_trial import RankTrials
 from .snapshot import Snapshot
-from .trial import Training
+from .trial import Training, first_line
 from .trial_setup import check_trainable, training_for
 
 _WINDOW = 4  # micro-batches: the first is written to the buffers, the others are added
 _LEAST_TRIALS = 3
-_REDUCTIONS = 10
 
 
 class StepCosts(NamedTuple):
@@ -37,8 +44,9 @@ class StepCosts(NamedTuple):
 
     Attributes:
         samples_per_second: Rate of one rank in training without accumulation, by micro-batch size.
-        optimizer_seconds: Time that a window takes on top of its micro-batches: averaging and the optimizer's step.
-        reduction_seconds: Time to reduce the gradients over ranks; 0.0 for one rank.
+        optimizer_seconds: Time that a window takes on top of its micro-batches and `reduction_seconds`: averaging, the
+            optimizer's step and, over ranks, what no backward hides of the reduction at the window's end.
+        reduction_seconds: Time that a step without accumulation takes longer with several ranks; 0.0 for one.
         accumulate_seconds: Time that a micro-batch takes longer in a window than in a step of its own; may be negative.
     """
 
@@ -90,12 +98,14 @@ def measure_step_costs(
     """Measure the costs that `plan` needs to say whether accumulating is worth it.
 
     Trains on trial at one micro-batch size, without accumulation and in windows of 4 micro-batches, in turns. Each part
-    of a step is timed alone, and its fastest run counts, since whatever else the machine does only adds time. On a GPU
-    a wait after each part is in the measure. Afterwards everything is as it was, as with `find_batch_size`.
+    of a step is timed by itself, and its fastest run counts, since whatever else the machine does only adds time. On a
+    GPU a wait after each part is in the measure. Afterwards everything is as it was, as with `find_batch_size`.
 
-    With torch.distributed every rank must call this; the slowest rank counts. The reduction of fp32 gradients is timed
-    alone: where DistributedDataParallel hides a part of it behind backward, a step without accumulation takes less than
-    predicted.
+    With torch.distributed every rank must call this, with the same model; the slowest rank counts. Steps and windows
+    are then reduced over the ranks: those without accumulation while backward runs, as DistributedDataParallel does
+    (whose broadcast of module buffers is not in the measure), windows when they end; `acc.window` hides a part of that.
+    An exception on one rank comes out there when the trial is over on all ranks, and the others raise a RuntimeError
+    that names it.
 
     Args:
         model: As for `find_batch_size`, like every argument without an explanation of its own.
@@ -108,18 +118,21 @@ def measure_step_costs(
         make_batch: Instead of the shapes.
         make_loader: Instead of the shapes.
         amp_dtype: Run under autocast to this dtype.
-        num_iterations: Steps or windows per trial.
+        num_iterations: Steps or windows per trial; with several ranks, at least so many windows.
         duration: Seconds to go on for, with three trials of each kind at least: the longer, the less noise.
-        process_group: The ranks that reduce; None for all, False for this one alone.
+        process_group: The ranks that reduce; None for those of a DistributedDataParallel module, else all; False for
+            this one alone.
 
     Raises:
         TypeError, ValueError: an argument is wrong: named with its value.
-        RuntimeError: the micro-batch does not fit, or the model has a FusedAccumulator.
+        RuntimeError: the micro-batch does not fit, the model has a FusedAccumulator, or another rank failed.
     """
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    if ddp is not None:
+        model = ddp.module
+        process_group = ddp.process_group if process_group is None else process_group
     agreement = Agreement(process_group)
     try:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
         size = positive_int(micro_batch_size, "micro_batch_size")
         check_trainable(model)
         no_accumulator(model, "measure_step_costs")
@@ -141,21 +154,34 @@ def measure_step_costs(
         training.steps_in_parts = training.iterations
         end = time.perf_counter() + positive_float(duration, "duration")
         snapshot = Snapshot(model)
-        single, window = _Fastest(), _Fastest()
-        with training.garbage:
-            while single.runs < _LEAST_TRIALS or time.perf_counter() < end:
-                single.add(_parts(training, snapshot, size, None))
-                window.add(_parts(training, snapshot, size, _WINDOW))
     except BaseException:
         agreement.gather(None)  # the others wait for an answer
         raise
+    check_ranks(agreement.gather(True), "measure_step_costs", "its arguments")
+    group = None if agreement.size == 1 else process_group or torch.distributed.group.WORLD
+
+    single, window, reduced = _Fastest(), _Fastest(), _Fastest()
+    trials: list[tuple[_Fastest, Callable[[], tuple[float, ...]]]]
+    trials = [(single, lambda: _alone(training, snapshot, size, None))]
+    if group is None:
+        trials.append((window, lambda: _alone(training, snapshot, size, _WINDOW)))
+    else:
+        ranks = RankTrials(training, snapshot, size, group, agreement, end, ddp)
+        trials += [(window, lambda: ranks.window(_WINDOW)), (reduced, ranks.step)]
+    go_on = True
+    with training.garbage:
+        while go_on or single.runs < _LEAST_TRIALS:
+            for fastest, trial in trials:
+                parts, go_on = _agreed(agreement, training, size, trial, end)
+                fastest.add(parts)
+
     # The first micro-batch of a window is not like the others: what it takes more, or less, is paid for once.
     first, *others, update = window.parts
     micro_batch = sum(others) / len(others)
-    everyones = agreement.gather((sum(single.parts), micro_batch, max(0.0, update + first - micro_batch)))
-    check_ranks(everyones, "measure_step_costs", "its trials")
-    step, micro_batch, once = (max(times) for times in zip(*everyones, strict=True))
-    reduction = _reduction_seconds(model, training, agreement, process_group)
+    found = (sum(single.parts), micro_batch, max(0.0, update + first - micro_batch), sum(reduced.parts))
+    step, micro_batch, once, reduced_step = (max(times) for times in zip(*agreement.gather(found), strict=True))
+    reduction = 0.0 if group is None else max(0.0, reduced_step - step)
+    once = max(0.0, once - reduction)
     return StepCosts({size: size / step}, once, reduction, micro_batch - (step - once))
 
 
@@ -171,29 +197,34 @@ class _Fastest:
         self.runs += 1
 
 
-def _parts(training: Training, snapshot: Snapshot, size: int, length: int | None) -> tuple[float, ...]:
-    """Seconds of the parts of a window of `length` micro-batches, or of a step without accumulation."""
+def _alone(training: Training, snapshot: Snapshot, size: int, length: int | None) -> tuple[float, ...]:
+    """Seconds of the parts of a window of `length` micro-batches, or of a step without accumulation; of one rank."""
     training.accumulate = length
     outcome = training.try_size(size, snapshot)
     if not outcome.trial.ok:
-        raise RuntimeError(
-            f"measure_step_costs: a micro-batch of {size} does not fit on {training.device}: {outcome.failure}"
-        )
+        raise torch.OutOfMemoryError(outcome.failure)
     return outcome.parts
 
 
-def _reduction_seconds(model: nn.Module, training: Training, agreement: Agreement, group: Any) -> float:
-    """Seconds to sum the gradients, in fp32, over ranks; of the slowest one."""
-    if agreement.size == 1:
-        return 0.0
-    numel = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    flat = torch.zeros(numel, device=training.device)
-    times = []
-    for _ in range(1 + _REDUCTIONS):
-        torch.distributed.barrier(group)
-        training.meter.synchronize()
-        begin = time.perf_counter()
-        torch.distributed.all_reduce(flat, group=group)
-        training.meter.synchronize()
-        times.append(time.perf_counter() - begin)
-    return max(agreement.gather(min(times[1:])))  # without the first, which sets up connections
+def _agreed(
+    agreement: Agreement, training: Training, size: int, trial: Callable[[], tuple[float, ...]], end: float
+) -> tuple[tuple[float, ...], bool]:
+    """Run a trial on all ranks; what it found here, and whether there is time on all of them for more.
+
+    Raises:
+        RuntimeError: memory ran out, or the trial failed on another rank.
+        Whatever else the trial raises here.
+    """
+    failure = ""
+    try:
+        parts = trial()
+    except BaseException as error:
+        agreement.gather(None)  # the others wait for an answer
+        if not is_oom_error(error):
+            raise
+        failure = first_line(error)
+    if failure:
+        raise RuntimeError(f"measure_step_costs: a micro-batch of {size} does not fit on {training.device}: {failure}")
+    everyones = agreement.gather(time.perf_counter() < end)
+    check_ranks(everyones, "measure_step_costs", "its trials")
+    return parts, all(everyones)

@@ -91,8 +91,8 @@ class Training:
             except BaseException as error:
                 if not is_oom_error(error):
                     raise
-                failure = next(iter(str(error).splitlines()), "") or type(error).__name__
-                _clear_frames(error)  # they hold the activations
+                failure = first_line(error)
+                clear_frames(error)  # they hold the activations
             finally:
                 with interrupts_later():
                     snapshot.restore()
@@ -141,11 +141,18 @@ class Training:
             seconds = time.perf_counter() - begin
 
             # Parts are timed in steps of their own: to wait after each of them would slow down the steps above.
-            times = [[self._seconds(part) for part in parts] for _ in range(self.steps_in_parts)]
+            times = [[self.seconds(part) for part in parts] for _ in range(self.steps_in_parts)]
         rate = timed * size * (self.accumulate or 1) / max(seconds, 1e-9)
         return rate, tuple(min(column) for column in zip(*times, strict=True))
 
-    def _seconds(self, part: Callable[[], None]) -> float:
+    def loss(self, batches: Iterator[Any]) -> Tensor:
+        """One forward pass, of the next batch."""
+        enabled = self.amp_dtype is not None
+        with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled):
+            return training_loss(self.model, next(batches), self.loss_fn)
+
+    def seconds(self, part: Callable[[], object]) -> float:
+        """How long a part of a step takes, with a wait for the device."""
         begin = time.perf_counter()
         part()
         self.meter.synchronize()
@@ -155,12 +162,6 @@ class Training:
         self, optimizer: Optimizer, batches: Iterator[Any], size: int, stack: contextlib.ExitStack
     ) -> list[Callable[[], None]]:
         """The parts of a training step, to be called in order: its micro-batches, and the update."""
-
-        def loss() -> Tensor:
-            enabled = self.amp_dtype is not None
-            with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled):
-                return training_loss(self.model, next(batches), self.loss_fn)
-
         if self.accumulate is None:
 
             def update() -> None:
@@ -169,12 +170,12 @@ class Training:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-            return [lambda: loss().backward(), update]
+            return [lambda: self.loss(batches).backward(), update]
 
         acc = stack.enter_context(FusedAccumulator(self.model, overflow=None, process_group=False))
 
         def micro_batch() -> None:
-            acc.backward(loss(), weight=size)
+            acc.backward(self.loss(batches), weight=size)
 
         def end() -> None:
             acc.step(optimizer)
@@ -182,7 +183,12 @@ class Training:
         return [micro_batch] * self.accumulate + [end]
 
 
-def _clear_frames(error: BaseException) -> None:
+def first_line(error: BaseException) -> str:
+    """The first line of its message; its class where there is none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def clear_frames(error: BaseException) -> None:
     """Clear the local variables of every frame that an exception, or one it is chained to, went through."""
     queue: list[BaseException | None] = [error]
     seen: set[int] = set()
