@@ -1,12 +1,12 @@
 """What a whole window costs the host: stock's loop beside FusedAccumulator's, for models of few and many parameters.
 
-    python -m benchmarks.host [--parameters 4,24,150,1500] [--csv FILE]
+    python -m benchmarks.host [--parameters 4,24,150,1500] [--accumulate] [--csv FILE]
 
 A window is four micro-batches of an MLP of `Linear(16, 16)`, so small that what is measured is the work around the
 arithmetic. Process time on one thread of the CPU; the loops take turns, and a turn begins with a window that is not
 timed: a loop that runs alone finds its own code in the caches. Each row is a set-up with and without GradScaler,
 autocast and clipping. Two more rows for each model are of one `acc.accumulate()` alone, with a GradScaler,
-and of a list of its parameters' `.grad`s, which any way of adding them up needs.
+and of a list of its parameters' `.grad`s, which any way of adding them up needs; `--accumulate` measures these alone.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parameters", default="4,24,150,1500", help="comma-separated, even numbers")
+    parser.add_argument("--accumulate", action="store_true", help="no windows, one accumulate alone")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
@@ -165,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # First, in a heap that windows of several loops have not yet spread gradients over.
     alone = [row for count in counts for row in measure_accumulate(count, arguments.repetitions, about)]
     rows: list[Row] = []
-    for count, setup in track([(c, s) for c in counts for s in SETUPS], "windows"):
+    windows = [] if arguments.accumulate else [(c, s) for c in counts for s in SETUPS]
+    for count, setup in track(windows, "windows"):
         rows += measure(count, setup, arguments.repetitions, about)
     rows += alone
     title = f"Windows of {MICRO_BATCHES} micro-batches, process time on one thread; torch {torch.__version__}"

@@ -19,6 +19,14 @@ def test_a_row_for_every_set_up(tmp_path, capsys):
     assert 'release="auto"' in capsys.readouterr().out
 
 
+def test_one_accumulate_alone(tmp_path):
+    """In seconds, where the windows take minutes."""
+    path = tmp_path / "host.csv"
+    assert main(["--accumulate", "--parameters", "4,6", "--repetitions", "2", "--csv", str(path)]) == 0
+    rows = [(row["parameters"], row["method"]) for row in read_csv(path)]
+    assert rows == [(count, method) for count in ("4", "6") for method in ("acc.accumulate()", "reading .grad")]
+
+
 def test_loops_train_alike():
     """After three windows parameters are those of stock's loop."""
     for release in RELEASES:
