@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ops import native as library
 
-# Up to this many tokens products in fp32 cost less than writing a 16-bit gradient and adding it.
+# Up to this many tokens products in fp32 cost less than writing a 16-bit gradient and adding it, however it is made.
 _FEW_TOKENS = 32
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # of cblas
 
@@ -47,9 +47,10 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
         return None
     if dtype == torch.bfloat16 and _mkl_widens():
         return native if library.multiplies_bf16() else None
-    if tokens <= _FEW_TOKENS or (dtype == torch.bfloat16 and mkl_gemm(dtype) is not None):
-        return mkl
-    return None  # MKL widens fp16, which oneDNN need not
+    # MKL widens fp16. torch's products need not on processors with AMX, which have AVX512_FP16 too; on others they take
+    # up to 25 times as long.
+    fast = not torch.cpu._is_amx_tile_supported() if dtype == torch.float16 else mkl_gemm(dtype) is not None
+    return mkl if fast or tokens <= _FEW_TOKENS else None
 
 
 def same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
