@@ -4,7 +4,7 @@
 
 A window is four micro-batches of an MLP of `Linear(16, 16)`, so small that what is measured is the work around the
 arithmetic. Process time on one thread of the CPU; the loops take turns, and a turn begins with a window that is not
-timed: a loop that runs alone finds its own code in the caches. Each row is a set-up with and without GradScaler,
+timed, since a loop that trains is not interrupted by others. Each row is a set-up with and without GradScaler,
 autocast and clipping. Two more rows for each model are of one `acc.accumulate()` alone, with a GradScaler,
 and of a list of its parameters' `.grad`s, which any way of adding them up needs; `--accumulate` measures these alone.
 """
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     counts = [int(count) for count in arguments.parameters.split(",")]
     about = environment(usable("cpu", 1))
-    # First, in a heap that windows of several loops have not yet spread gradients over.
+    # First, before the windows of all loops have used the heap.
     alone = [row for count in counts for row in measure_accumulate(count, arguments.repetitions, about)]
     rows: list[Row] = []
     windows = [] if arguments.accumulate else [(c, s) for c in counts for s in SETUPS]
