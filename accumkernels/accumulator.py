@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .arguments import as_scalar, check_options
 from .batch_statistics import check_independent, synchronised_batchnorm, warn_of_batchnorm
-from .boundary import opaque, profiled, without_graph
+from .boundary import opaque, profiled
 from .buffers.parameters import NamedParameter, check_group, named_parameters
 from .buffers.store import Store
 from .errors import expect, expect_iterable, wrong_type
@@ -555,7 +555,6 @@ class FusedAccumulator:
     # ---- the end of a window
 
     @opaque
-    @torch.no_grad()
     @profiled
     def finalize(
         self, *optimizers: Optimizer, divisor: float | Tensor | None = None, ignore: Iterable[Tensor] = ()
@@ -594,7 +593,6 @@ class FusedAccumulator:
         self._ended = self._window.number + 1
 
     @opaque
-    @torch.no_grad()
     @profiled
     def clip_grad_norm_(
         self, max_norm: float | Tensor, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -634,7 +632,6 @@ class FusedAccumulator:
         return self._end.result(norm)
 
     @opaque
-    @without_graph
     @profiled
     def step(
         self,

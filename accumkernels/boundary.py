@@ -21,18 +21,6 @@ _range = torch._C._profiler._RecordFunctionFast
 _frame_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
 
 
-def profiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Show the calls of a method in profiles (and with `emit_nvtx` in Nsight Systems) as `accumkernels::<its name>`."""
-    name = f"accumkernels::{method.__name__.lstrip('_')}"
-
-    @functools.wraps(method)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _range(name):
-            return method(*args, **kwargs)
-
-    return call
-
-
 def without_graph(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """`torch.no_grad()` around the calls of a method, in a tenth of its time."""
 
@@ -42,6 +30,26 @@ def without_graph(method: Callable[_P, _R]) -> Callable[_P, _R]:
         torch._C._set_grad_enabled(False)
         try:
             return method(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return call
+
+
+def profiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a method without a graph, and show its calls as `accumkernels::<its name>` in profiles.
+
+    And with `emit_nvtx` in Nsight Systems. Both in one frame: a small micro-batch pays for each.
+    """
+    name = f"accumkernels::{method.__name__.lstrip('_')}"
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            with _range(name):
+                return method(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)
 

@@ -55,7 +55,7 @@ class WindowLoss:
 
     def _kept(self, loss: Tensor) -> float | Tensor:
         """Its value now: loops like to change a loss in place afterwards, and it may be a view of much more."""
-        if type(loss) is Tensor and loss.device.type == "cpu":  # a number costs a fifth of a tensor
+        if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor
             value = loss.tolist()
             while isinstance(value, list):
                 (value,) = value

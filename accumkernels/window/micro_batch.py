@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..boundary import profiled, without_graph
+from ..boundary import profiled
 from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
@@ -307,7 +307,6 @@ class Intake:
                 hooks.reset()  # nothing was added: the window is as before this micro-batch
             raise
 
-    @without_graph
     @profiled
     def accumulate(
         self, weight: Weight, last: bool, loss: Tensor | None = None, *, after_backward: bool = False

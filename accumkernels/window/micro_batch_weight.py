@@ -27,16 +27,14 @@ class Weight(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether the loss was left as it is."""
-        return not isinstance(self.in_loss, Tensor) and self.in_loss == 1
+        return isinstance(self.in_loss, float) and self.in_loss == 1
 
     @property
     def multiplier(self) -> float | Tensor:
         """What its gradients, unscaled, are still to be multiplied by; some may be those of other ranks' losses."""
-        if isinstance(self.in_loss, Tensor):
-            return torch.where(self.in_loss == 0, self.unit, self.total / self.in_loss)
-        if self.in_loss == 0:
-            return self.unit
-        return self.total / self.in_loss
+        if isinstance(self.in_loss, float):
+            return self.total / self.in_loss if self.in_loss else self.unit
+        return torch.where(self.in_loss == 0, self.unit, self.total / self.in_loss)
 
     def plus(self, other: Weight) -> Weight:
         """The weight of both together, where their gradients were added up."""

@@ -57,6 +57,7 @@ class LossScaler:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.divided_by: float | Tensor = 1
         self.trainer_divides = False
+        self._undivided = True
         self._unscaled: set[int] = set()  # ids of optimizers that were refused for it
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
@@ -82,14 +83,11 @@ class LossScaler:
     def make_up_for(self, divided_by: float | Tensor) -> None:
         """Multiply gradients by what a trainer divides its losses by, from now on."""
         self.divided_by, self.trainer_divides = divided_by, True
+        self._undivided = not isinstance(divided_by, Tensor) and divided_by == 1
 
     def undivided(self, loss: Tensor | None) -> Tensor | None:
         """A loss as it was before a trainer divided it."""
         return loss if loss is None or self._undivided else loss.detach() * self.divided_by
-
-    @property
-    def _undivided(self) -> bool:
-        return not isinstance(self.divided_by, Tensor) and self.divided_by == 1
 
     def loss_scale(self, lazily: bool = False) -> Tensor | None:
         """The scale that gradients carry now, fp32 0-d; None when they carry none.

@@ -77,10 +77,10 @@ class Window:
         self.micro_batches += 1
         if self.kept:
             self.drop_kept()
-        if isinstance(weight, Tensor):
-            self.decided_on_device = True
-        else:
+        if isinstance(weight, float):
             self.host_weight += weight
+        else:
+            self.decided_on_device = True
 
     def discard(self, window: bool, together: bool) -> None:
         """Drop it as a whole: because that was asked for, or because it is broken and ranks end it together."""

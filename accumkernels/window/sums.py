@@ -116,7 +116,7 @@ class Sums:
             options["count"] = False
         if self._overflow is not None:
             options["flags"] = buffer.flags
-        if isinstance(weight, Tensor):
+        if not isinstance(weight, float):
             options["weight_tensor"] = move(weight, device)
         elif weight != 1:
             options["weight"] = weight
