@@ -7,7 +7,8 @@ AdamW (fused, but not in Lightning, which alone refuses to clip it), on the same
 trainer take turns, run by run. A run's windows are timed from one optimizer step to the next, so that what a trainer
 sets up does not count. The peak of live gradient bytes is of all that holds gradients: `.grad`s, 16-bit gradients not
 yet added, and flat buffers. It is looked at when a module's backward ends, before and after gradients are added and
-before the optimizer steps, from the second window on, in a run of its own. A trainer that is not installed is listed as
+before the optimizer steps, from the second window on, in a run of its own. A ratio of speeds is that of two runs of the
+same turn, since a machine is not as fast in one minute as in another; p10 to p90 are of turns. A trainer that is not installed is listed as
 such. On several ranks, each a process on this machine, trainers run under DistributedDataParallel; samples and tokens
 are those of all ranks, and times and bytes those of rank 0.
 """
@@ -18,10 +19,12 @@ import argparse
 import itertools
 import pickle
 import socket
+import statistics
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,20 +41,27 @@ from ..methods.training import SIZES
 COLUMNS = (
     *("trainer", "trainer_version", "method", "model", "parameters", "device", "dtype", "ranks"),
     *("micro_batches", "tokens_per_micro_batch", "samples_per_second", "tokens_per_second"),
-    *("ms_median", "ms_p10", "ms_p90", "peak_gradient_MB", "speed_to_without", "gradients_to_without"),
-    *("runs", "unavailable"),
+    *("ms_median", "ms_p10", "ms_p90", "peak_gradient_MB", "speed_to_without", "speed_p10", "speed_p90"),
+    *("gradients_to_without", "runs", "unavailable"),
     *("threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
 
-Found = dict[str, tuple[list[float], int]]
+class Measured(NamedTuple):
+    """What a method took: seconds of windows, for each turn, and the peak of gradient bytes."""
+
+    turns: list[list[float]]
+    peak: int
+
+
+Found = dict[str, Measured]  # by method
 
 
 def measure(trainer: str, task: Task, runs: int) -> Found:
-    """Per method the seconds of windows and the peak of gradient bytes."""
+    """Run all methods of a trainer in turns."""
     run = TRAINERS[trainer]
     peaks: dict[str, int] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in OPTIONS}
+    turns: dict[str, list[list[float]]] = {name: [] for name in OPTIONS}
     for name, options in OPTIONS.items():
         progress(f"{trainer}: memory, {name}")
         reset()
@@ -69,10 +79,10 @@ def measure(trainer: str, task: Task, runs: int) -> Found:
             reset()
             clock = Clock(task.device)
             run(task, Model(task.size).to(task.device), clock, OPTIONS[name])
-            seconds[name] += clock.seconds
+            turns[name].append(clock.seconds)
     reset()
     progress("")
-    return {name: (seconds[name], peaks[name]) for name in names}
+    return {name: Measured(turns[name], peaks[name]) for name in names}
 
 
 def _rank(rank: int, port: int, path: str, trainer: str, task: Task, runs: int, threads: int) -> None:
@@ -121,18 +131,23 @@ def rows(trainer: str, found: Found | str, task: Task, about: Row) -> list[Row]:
     if isinstance(found, str):
         return [{column: {**common, "unavailable": found}.get(column) for column in COLUMNS}]
     result = []
-    before = median_and_spread(found[WITHOUT][0])[0]
-    for method, (seconds, peak) in found.items():
+    without = found[WITHOUT]
+    for method, measured in found.items():
+        seconds = [window for turn in measured.turns for window in turn]
         median = median_and_spread(seconds)[0]
+        pairs = zip(without.turns, measured.turns, strict=True)
+        speed, speed_p10, speed_p90 = median_and_spread([statistics.median(w) / statistics.median(m) for w, m in pairs])
         row: Row = {
             **common,
             "method": method,
             "samples_per_second": float(f"{task.ranks * task.micro_batches * task.size.samples / median:.4g}"),
             "tokens_per_second": float(f"{task.ranks * task.micro_batches * tokens / median:.4g}"),
             **milliseconds(seconds),
-            "peak_gradient_MB": float(f"{peak / 1e6:.4g}"),
-            "speed_to_without": float(f"{before / median:.3f}"),
-            "gradients_to_without": float(f"{peak / found[WITHOUT][1]:.3f}"),
+            "peak_gradient_MB": float(f"{measured.peak / 1e6:.4g}"),
+            "speed_to_without": float(f"{speed:.3f}"),
+            "speed_p10": float(f"{speed_p10:.3f}"),
+            "speed_p90": float(f"{speed_p90:.3f}"),
+            "gradients_to_without": float(f"{measured.peak / without.peak:.3f}"),
             "runs": len(seconds),
         }
         result.append({column: row.get(column) for column in COLUMNS})
@@ -149,12 +164,13 @@ def show(table_rows: Sequence[Row]) -> None:
         title = f"{first['trainer']} {first['trainer_version']}, {first['model']}, {first['parameters']:,} parameters, "
         title += f"{first['ranks']} ranks, {first['micro_batches']} micro-batches, bf16; torch {first['torch']}, "
         title += str(first["device"])
-        headers = ("method", "samples/s", "ms a window", "p10 to p90", "to without", "gradient MB", "to without")
+        headers = ("method", "samples/s", "ms a window", "p10 to p90", "speed to without", "its p10 to p90")
+        headers += ("gradient MB", "to without")
         table = Table(title, headers)
         for r in group:
             cells = (r["samples_per_second"], r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}")
-            more = (r["speed_to_without"], r["peak_gradient_MB"], r["gradients_to_without"])
-            table.add(r["method"], *cells, *more)
+            speed = (r["speed_to_without"], f"{r['speed_p10']:g} to {r['speed_p90']:g}")
+            table.add(r["method"], *cells, *speed, r["peak_gradient_MB"], r["gradients_to_without"])
         table.print()
 
 
