@@ -8,9 +8,9 @@ trainer take turns, run by run. A run's windows are timed from one optimizer ste
 sets up does not count. The peak of live gradient bytes is of all that holds gradients: `.grad`s, 16-bit gradients not
 yet added, and flat buffers. It is looked at when a module's backward ends, before and after gradients are added and
 before the optimizer steps, from the second window on, in a run of its own. A ratio of speeds is that of two runs of the
-same turn, since a machine is not as fast in one minute as in another; p10 to p90 are of turns. A trainer that is not installed is listed as
-such. On several ranks, each a process on this machine, trainers run under DistributedDataParallel; samples and tokens
-are those of all ranks, and times and bytes those of rank 0.
+same turn, since a machine is not as fast in one minute as in another; p10 to p90 are of turns. A trainer that is not
+installed is listed as such. On several ranks, each a process on this machine, trainers run under
+DistributedDataParallel; samples and tokens are those of all ranks, and times and bytes those of rank 0.
 """
 
 from __future__ import annotations
