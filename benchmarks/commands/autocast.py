@@ -7,7 +7,7 @@ that gradients rather than matrix products take the time. The gradient side of a
 cost if nobody cast weights or accumulated anything: K times forward and backward of the same model whose weights are 16
 bit where autocast computes in 16 bit, and whose gradients are dropped (`floor`), and one step of the same optimizer.
 Left in it: casts of weights, widening, adding, unscaling, checking, norm, clip and zeroing. Methods take turns, window
-by window.
+by window. Of compiled models the graphs are counted that all windows took, with those that warm up.
 
 The route's own cost on the host is measured apart: the forward pass of a model with GPT-2's modules, so narrow that
 nothing else takes time, with the route and without.
@@ -30,7 +30,7 @@ from ..harness.machine import environment
 from ..harness.measure import median_and_spread, milliseconds
 from ..harness.results import Row, groups, write_csv
 from ..harness.tables import Table, track
-from ..methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build
+from ..methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build, graphs_compiled
 
 STOCK = "stock GradScaler + clip_grad_norm_"
 METHODS = (
@@ -50,6 +50,7 @@ FLOOR, OPTIMIZER = "floor: forward and backward, K times", "fused AdamW"
 COLUMNS = (
     *("table", "model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
     *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "gradient_side_ms", "stock_to_this", "share_of_window"),
+    *("fused", "routed", "graphs"),
     *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
@@ -103,8 +104,8 @@ def windows(
     repetitions: int,
     methods: Sequence[Method] = METHODS,
     compiled: bool = False,
-) -> dict[str, list[float]]:
-    """Seconds of every window, by method; of the floor and the optimizer too."""
+) -> tuple[dict[str, list[float]], dict[str, Row]]:
+    """Seconds of every window, by method, of the floor and the optimizer too; and shares and graphs, by method."""
     data = batches(size, micro_batches, device)
     loops: dict[str, Loop] = {method.name: build(method, size, dtype, device, compiled) for method in methods}
     bare, step = floor(size, dtype, device, compiled), optimizer_step(size, device)
@@ -114,15 +115,21 @@ def windows(
         OPTIMIZER: step,
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    graphs = dict.fromkeys(calls, 0)
     warm_up = 2
     for repetition in track(range(repetitions + warm_up), "windows"):
         names = list(calls)
         for turn in range(len(names)):
             name = names[(repetition + turn) % len(names)]
+            before = graphs_compiled() if compiled else 0
             taken = _timed(calls[name], device)
+            graphs[name] += graphs_compiled() - before if compiled else 0
             if repetition >= warm_up:
                 seconds[name].append(taken)
-    return seconds
+    seen: dict[str, Row] = {name: {**loop.ways()} for name, loop in loops.items()}
+    for name in loops if compiled else ():
+        seen[name]["graphs"] = graphs[name]
+    return seconds, seen
 
 
 def forwards(dtype: torch.dtype, device: torch.device, micro_batches: int, repetitions: int) -> dict[bool, list[float]]:
@@ -153,7 +160,11 @@ def forwards(dtype: torch.dtype, device: torch.device, micro_batches: int, repet
 
 
 def rows(
-    of_windows: dict[str, list[float]], of_forwards: dict[bool, list[float]], micro_batches: int, common: Row
+    of_windows: dict[str, list[float]],
+    of_forwards: dict[bool, list[float]],
+    micro_batches: int,
+    common: Row,
+    seen: dict[str, Row],
 ) -> list[Row]:
     """A row per method of a window, and two for the forward where it was measured."""
     medians = {name: median_and_spread(found)[0] for name, found in of_windows.items()}
@@ -164,7 +175,7 @@ def rows(
         return {"table": table, "method": method, "samples": len(seconds), **milliseconds(seconds), **common}
 
     for name, seconds in of_windows.items():
-        added = row("window", name, seconds)
+        added = {**row("window", name, seconds), **seen.get(name, {})}
         if name not in (FLOOR, OPTIMIZER):
             side = medians[name] - rest
             tokens = int(str(common["tokens_per_micro_batch"])) * micro_batches
@@ -228,10 +239,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     label += "" if scale else ", no GradScaler"
     common: Row = {"model": label, "parameters": parameters, "dtype": arguments.dtype, "micro_batches": k}
     common.update(tokens_per_micro_batch=arguments.tokens, **about)
-    of_windows = windows(size, dtype, device, k, arguments.windows, methods, arguments.compile)
+    of_windows, seen = windows(size, dtype, device, k, arguments.windows, methods, arguments.compile)
     with_forwards = not arguments.compile and any(m.name == ROUTED for m in methods)
     of_forwards = forwards(dtype, device, k, max(20, arguments.windows)) if with_forwards else {}
-    found = rows(of_windows, of_forwards, k, common)
+    found = rows(of_windows, of_forwards, k, common, seen)
     show(found)
     if arguments.csv:
         write_csv(arguments.csv, found)

@@ -27,7 +27,7 @@ from ..harness.machine import environment
 from ..harness.measure import median_and_spread, milliseconds
 from ..harness.results import Row, groups, write_csv, write_json
 from ..harness.tables import Table, progress
-from ..methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size, batches, build
+from ..methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size, batches, build, graphs_compiled
 
 COLUMNS = (
     *("model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
@@ -61,11 +61,6 @@ def _seconds(loop: Loop, data: list[Batch]) -> float:
     if loop.device.type == "cuda":
         torch.cuda.synchronize(loop.device)
     return time.perf_counter() - start
-
-
-def _graphs() -> int:
-    """How many graphs Dynamo has compiled so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def peak_bytes(
@@ -123,18 +118,18 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     graphs = dict.fromkeys(loops, 0)
     for name, loop in loops.items():
-        before = _graphs() if compiled else 0
+        before = graphs_compiled() if compiled else 0
         for _ in range(2):
             loop.window(data)
-        graphs[name] += _graphs() - before if compiled else 0
+        graphs[name] += graphs_compiled() - before if compiled else 0
     names = list(loops)
     for window in range(windows):
         progress(f"{micro_batches} micro-batches: window {window + 1} of {windows}")
         for turn in range(len(names)):
             name = names[(window + turn) % len(names)]  # nobody always goes first
-            before = _graphs() if compiled else 0
+            before = graphs_compiled() if compiled else 0
             seconds[name].append(_seconds(loops[name], data))
-            graphs[name] += _graphs() - before if compiled else 0
+            graphs[name] += graphs_compiled() - before if compiled else 0
     progress("")
     results = {name: Result(seconds[name], peaks[name], loops[name].ways(), graphs[name]) for name in loops}
     return {m.name: found.get(m.name) or results[m.name] for m in methods}

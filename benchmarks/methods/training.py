@@ -170,6 +170,11 @@ def build(method: Method, size: Size, dtype: torch.dtype, device: torch.device, 
     return method.loop(model, dtype, **method.options)
 
 
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def batches(size: Size, micro_batches: int, device: torch.device) -> list[Batch]:
     """Random tokens: what they are makes no difference to the time."""
     generator = torch.Generator(device).manual_seed(1)

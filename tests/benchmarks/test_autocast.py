@@ -16,12 +16,14 @@ def test_gradient_side_is_what_the_floor_leaves():
     """Window less floor less optimizer, in ms; ratios to stock; the route's own cost as a share of its window."""
     seconds = {m.name: [0.5] for m in autocast.METHODS} | {autocast.FLOOR: [0.3], autocast.OPTIMIZER: [0.1]}
     seconds[autocast.STOCK] = [0.9]
-    found = autocast.rows(seconds, {False: [0.001], True: [0.002]}, 8, {"tokens_per_micro_batch": 32})
+    seen = {"FusedAccumulator, autocast route": {"routed": 0.9, "graphs": 1}}
+    found = autocast.rows(seconds, {False: [0.001], True: [0.002]}, 8, {"tokens_per_micro_batch": 32}, seen)
     by_name = {row["method"]: row for row in found}
     assert by_name[autocast.STOCK]["gradient_side_ms"] == 500
     ours = by_name["FusedAccumulator, autocast route"]
     assert ours["gradient_side_ms"] == pytest.approx(100)
     assert (ours["stock_to_this"], ours["share_of_window"]) == (5.0, 0.2)
+    assert (ours["fused"], ours["routed"], ours["graphs"]) == (None, 0.9, 1)
     assert (by_name[autocast.STOCK]["tokens_per_second"], ours["tokens_per_second"]) == (284, 512)
     assert by_name[autocast.FLOOR]["gradient_side_ms"] is None
     assert by_name["with the route"]["share_of_window"] == pytest.approx(8 * 0.001 / 0.5)
@@ -54,3 +56,5 @@ def test_command(tmp_path):
     rows = list(csv.DictReader(out.open()))
     assert [row["table"] for row in rows] == ["window"] * (len(autocast.METHODS) + 2) + ["forward"] * 2
     assert rows[0]["stock_to_this"] == "1.0"
+    ours = next(row for row in rows if row["method"] == "FusedAccumulator, autocast route")
+    assert 0 < float(ours["fused"]) + float(ours["routed"]) <= 1
