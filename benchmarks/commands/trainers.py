@@ -3,28 +3,28 @@
     python -m benchmarks.trainers [--device cpu|cuda] [--model small,medium] [--ranks 1,2] [--csv FILE [--keep]]
 
 accelerate, Lightning and transformers train the demo's GPT (GPT-2 124M on a GPU) under bf16 autocast, with clipping and
-AdamW (fused, but not in Lightning, which alone refuses to clip it), on the same random tokens; the methods of one
-trainer take turns, run by run. A run's windows are timed from one optimizer step to the next, so that what a trainer
-sets up does not count. The peak of live gradient bytes is of all that holds gradients: `.grad`s, 16-bit gradients not
-yet added, and flat buffers. It is looked at when a module's backward ends, before and after gradients are added and
-before the optimizer steps, from the second window on, in a run of its own. A ratio of speeds is that of two runs of the
-same turn, since a machine is not as fast in one minute as in another; p10 to p90 are of turns. A trainer that is not
-installed is listed as such. On several ranks, each a process on this machine, trainers run under
-DistributedDataParallel; samples and tokens are those of all ranks, and times and bytes those of rank 0.
+AdamW (fused, but not in Lightning, which alone refuses to clip it), on the same random tokens. Each method of a trainer
+is a process of its own (on several ranks one for each, under DistributedDataParallel), and they take turns, window by
+window: while one trains the others wait, since a machine is not as fast in one second as in another. A window is timed
+from one optimizer step to the next; what a trainer sets up does not count. A ratio of speeds is that of two windows of
+the same turn. Samples and tokens are those of all ranks, times and bytes those of rank 0. The peak of live gradient
+bytes is of all that holds gradients: `.grad`s, 16-bit gradients not yet added, and flat buffers. It is looked at when a
+module's backward ends, before and after gradients are added and before the optimizer steps, from the second window on,
+in a run of its own. A trainer that is not installed is listed as such.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import pickle
 import socket
-import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from ..harness.gradient_bytes import GradientBytes
 from ..harness.machine import environment, version
 from ..harness.measure import median_and_spread, milliseconds
 from ..harness.results import Row, groups, read_csv, write_csv
-from ..harness.tables import Table, progress
+from ..harness.tables import Table
 from ..methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, as_launched, reset
 from ..methods.training import SIZES
 
@@ -42,79 +42,81 @@ COLUMNS = (
     *("trainer", "trainer_version", "method", "model", "parameters", "device", "dtype", "ranks"),
     *("micro_batches", "tokens_per_micro_batch", "samples_per_second", "tokens_per_second"),
     *("ms_median", "ms_p10", "ms_p90", "peak_gradient_MB", "speed_to_without", "speed_p10", "speed_p90"),
-    *("gradients_to_without", "runs", "unavailable"),
+    *("gradients_to_without", "windows", "unavailable"),
     *("threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
 
 class Measured(NamedTuple):
-    """What a method took: seconds of windows, for each turn, and the peak of gradient bytes."""
+    """What a method took: seconds of each window, and the peak of gradient bytes."""
 
-    turns: list[list[float]]
+    seconds: list[float]
     peak: int
 
 
-Found = dict[str, Measured]  # by method
-
-
-def measure(trainer: str, task: Task, runs: int) -> Found:
-    """Run all methods of a trainer in turns."""
-    run = TRAINERS[trainer]
-    peaks: dict[str, int] = {}
-    turns: dict[str, list[list[float]]] = {name: [] for name in OPTIONS}
-    for name, options in OPTIONS.items():
-        progress(f"{trainer}: memory, {name}")
-        reset()
-        model = Model(task.size).to(task.device)
-        clock = Clock(task.device)
-        # The first window does not count: there it is learned which gradients can be taken in 16 bit.
-        with GradientBytes(model, counts=lambda clock=clock: bool(clock.ends)) as held:  # type: ignore[misc]
-            run(task._replace(windows=2), model, clock, options)
-        peaks[name] = held.gradient_peak
-    names = list(OPTIONS)
-    for turn in range(runs):
-        for index in range(len(names)):
-            name = names[(turn + index) % len(names)]  # nobody always goes first
-            progress(f"{trainer}: run {turn + 1} of {runs}")
-            reset()
-            clock = Clock(task.device)
-            run(task, Model(task.size).to(task.device), clock, OPTIONS[name])
-            turns[name].append(clock.seconds)
+def _train(trainer: str, task: Task, method: str, wait: Callable[[], object], go_on: Callable[[], object]) -> Measured:
+    """Train with one method, while it has the turn: from `wait` to `go_on`."""
+    run, options = TRAINERS[trainer], OPTIONS[method]
+    wait()
+    model = Model(task.size).to(task.device)
+    clock = Clock(task.device)
+    # The first window does not count: there it is learned which gradients can be taken in 16 bit.
+    with GradientBytes(model, counts=lambda: bool(clock.ends)) as held:
+        run(task._replace(windows=2), model, clock, options)
     reset()
-    progress("")
-    return {name: Measured(turns[name], peaks[name]) for name in names}
+
+    def others() -> None:
+        if len(timed.ends) < task.windows:
+            go_on()
+            wait()
+
+    timed = Clock(task.device, others)
+    run(task, Model(task.size).to(task.device), timed, options)
+    go_on()
+    return Measured(timed.seconds, held.gradient_peak)
 
 
-def _rank(rank: int, port: int, path: str, trainer: str, task: Task, runs: int, threads: int) -> None:
-    """One process; rank 0 writes what it measured."""
-    torch.set_num_threads(threads)
-    backend = "gloo"
-    if task.device.type == "cuda":
-        backend, task = "nccl", task._replace(device=torch.device("cuda", rank))
-        torch.cuda.set_device(task.device)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(backend, address, timedelta(minutes=10), world_size=task.ranks, rank=rank)
-    as_launched()
-    found = measure(trainer, task, runs)
+def _process(
+    index: int, trainer: str, task: Task, threads: int, ports: list[int], turns: list[Any], folder: str
+) -> None:
+    """One rank of one method; rank 0 writes what it measured."""
+    method, rank = divmod(index, task.ranks)
+    torch.set_num_threads(max(1, threads // task.ranks))
+    if task.ranks > 1:
+        backend = "gloo"
+        if task.device.type == "cuda":
+            backend, task = "nccl", task._replace(device=torch.device("cuda", rank))
+            torch.cuda.set_device(task.device)
+        address = f"tcp://127.0.0.1:{ports[method]}"
+        dist.init_process_group(backend, address, timedelta(minutes=30), world_size=task.ranks, rank=rank)
+        as_launched()
+    wait, go_on = turns[index].acquire, turns[(index + task.ranks) % len(turns)].release
+    measured = _train(trainer, task, list(OPTIONS)[method], wait, go_on)
     if rank == 0:
-        Path(path).write_bytes(pickle.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+        Path(folder, str(method)).write_bytes(pickle.dumps(measured))
+    if task.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def measure_on_ranks(trainer: str, task: Task, runs: int, threads: int) -> Found:
-    """As `measure`, in as many processes as the task has ranks, with so many threads in all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as sockets:
+        found = [sockets.enter_context(socket.socket()) for _ in range(count)]
+        for free in found:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in found]
+
+
+def measure(trainer: str, task: Task, threads: int) -> dict[str, Measured]:
+    """Run all methods of a trainer in turns, each with so many threads in all its ranks."""
+    turns = [mp.get_context("spawn").Semaphore(int(i < task.ranks)) for i in range(len(OPTIONS) * task.ranks)]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "measured")
-        each = max(1, threads // task.ranks)
-        mp.spawn(_rank, (port, str(path), trainer, task, runs, each), nprocs=task.ranks)
-        return pickle.loads(path.read_bytes())
+        arguments = (trainer, task, threads, _free_ports(len(OPTIONS)), turns, folder)
+        mp.spawn(_process, arguments, nprocs=len(turns))
+        return {name: pickle.loads(Path(folder, str(i)).read_bytes()) for i, name in enumerate(OPTIONS)}
 
 
-def rows(trainer: str, found: Found | str, task: Task, about: Row) -> list[Row]:
+def rows(trainer: str, found: dict[str, Measured] | str, task: Task, about: Row) -> list[Row]:
     """One per method; one in all where the trainer is not installed."""
     parameters = sum(p.numel() for p in Model(task.size).parameters())
     tokens = task.size.samples * task.size.length
@@ -133,22 +135,21 @@ def rows(trainer: str, found: Found | str, task: Task, about: Row) -> list[Row]:
     result = []
     without = found[WITHOUT]
     for method, measured in found.items():
-        seconds = [window for turn in measured.turns for window in turn]
-        median = median_and_spread(seconds)[0]
-        pairs = zip(without.turns, measured.turns, strict=True)
-        speed, speed_p10, speed_p90 = median_and_spread([statistics.median(w) / statistics.median(m) for w, m in pairs])
+        median = median_and_spread(measured.seconds)[0]
+        pairs = zip(without.seconds, measured.seconds, strict=True)
+        speed, speed_p10, speed_p90 = median_and_spread([theirs / ours for theirs, ours in pairs])
         row: Row = {
             **common,
             "method": method,
             "samples_per_second": float(f"{task.ranks * task.micro_batches * task.size.samples / median:.4g}"),
             "tokens_per_second": float(f"{task.ranks * task.micro_batches * tokens / median:.4g}"),
-            **milliseconds(seconds),
+            **milliseconds(measured.seconds),
             "peak_gradient_MB": float(f"{measured.peak / 1e6:.4g}"),
             "speed_to_without": float(f"{speed:.3f}"),
             "speed_p10": float(f"{speed_p10:.3f}"),
             "speed_p90": float(f"{speed_p90:.3f}"),
             "gradients_to_without": float(f"{measured.peak / without.peak:.3f}"),
-            "runs": len(seconds),
+            "windows": len(measured.seconds),
         }
         result.append({column: row.get(column) for column in COLUMNS})
     return result
@@ -181,8 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help=f"of {', '.join(SIZES)}; default: gpt2 on a GPU, small on the CPU")
     parser.add_argument("--ranks", default="1", help="numbers of processes, comma-separated (default: 1)")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--windows", type=int, default=6, help="of a run; the first is not timed")
-    parser.add_argument("--runs", type=int, default=5, help="per method")
+    parser.add_argument("--windows", type=int, default=31, help="per method; the first is not timed")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--trainers", default=",".join(TRAINERS), help=f"default: {','.join(TRAINERS)}")
     parser.add_argument("--csv", type=Path, help="write the rows here")
@@ -196,7 +196,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"{option}: {name!r} is not one of {', '.join(known)}")
     if arguments.windows < 2:
         parser.error("--windows: 2 or more, the first is not timed")
-    torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     about = environment(device)
     cases = list(itertools.product(models, map(int, arguments.ranks.split(",")), names))
@@ -206,13 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [row for row in kept if (row["model"], int(str(row["ranks"])), row["trainer"]) not in cases]
     for model, ranks, name in cases:
         task = Task(SIZES[model], arguments.micro_batches, arguments.windows, device, ranks)
-        measured: Found | str
-        if not version(name):
-            measured = "not installed"
-        elif ranks == 1:
-            measured = measure(name, task, arguments.runs)
-        else:
-            measured = measure_on_ranks(name, task, arguments.runs, arguments.threads)
+        measured = measure(name, task, arguments.threads) if version(name) else "not installed"
         added = rows(name, measured, task, {**about, "model": model})
         show(added)
         found += added

@@ -40,22 +40,31 @@ class Model(nn.Module):
 
 
 class Clock:
-    """Notes when windows end."""
+    """Notes when windows end.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Waited for.
+        between: Called between two windows, outside of both.
+    """
+
+    def __init__(self, device: torch.device, between: Callable[[], None] = lambda: None) -> None:
         self.ends: list[float] = []
+        self._starts: list[float] = []
         self._device = device
+        self._between = between
 
     def window(self, *_: Any) -> None:
         """A window has ended: to be called after each optimizer step."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.ends.append(time.perf_counter())
+        self._between()
+        self._starts.append(time.perf_counter())
 
     @property
     def seconds(self) -> list[float]:
         """Of each window but the first."""
-        return [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
+        return [end - start for start, end in zip(self._starts, self.ends[1:], strict=False)]
 
 
 class Task(NamedTuple):
