@@ -223,8 +223,8 @@ def third(setting: Setting) -> list[Part]:
     trainers = benchmark(
         setting,
         *("trainers", "trainers", "trainers_{}.csv"),
-        "--windows 4 --runs 2",
-        "--model tiny --windows 2 --runs 1 --micro-batches 2 --trainers accelerate",
+        "--windows 7",
+        "--model tiny --windows 2 --micro-batches 2 --trainers accelerate",
         120,
     )
     found = [
