@@ -19,10 +19,6 @@ from ...ops import native as library
 
 # Up to this many tokens products in fp32 cost less than writing a 16-bit gradient and adding it, however it is made.
 _FEW_TOKENS = 32
-# Elements of weights whose fp32 gradient of so few tokens a CPU makes and adds faster than MKL multiplies it into the
-# buffer: fused, 512 x 512 takes 1.1 to 1.2 times as long, 768 x 768 from 0.7 to 0.9. Smaller ones are fused where the
-# user asks for it.
-_SLOW_FP32 = range(2**18, 2**19)
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # of cblas
 
 Gemm = Callable[[Tensor, Tensor, Tensor, float, float], None]
@@ -42,8 +38,7 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
     if not view.is_contiguous() or view.numel() == 0:
         return None
     if dtype == view.dtype:
-        slow = view.device.type == "cpu" and tokens <= _FEW_TOKENS and view.numel() in _SLOW_FP32
-        return None if slow and dtype == torch.float32 else same_dtype
+        return same_dtype
     if dtype not in (torch.bfloat16, torch.float16) or view.dtype != torch.float32:
         return None
     if view.device.type == "cuda":
