@@ -27,12 +27,9 @@ def net(width=LARGE, dtype=torch.float32):
 
 
 def loss_of(model, factor=1.0, autocast=None):
-    """A scalar that `factor` multiplies, so that gradients are as large as it.
-
-    Of 36 tokens: up to 32, fp32 gradients of a weight of this size are made first, which is faster.
-    """
+    """A scalar that `factor` multiplies, so that gradients are as large as it."""
     with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-        return (model(torch.tensor([[1, 2, 2, 5] * 9])).float() * factor).sum()
+        return (model(torch.tensor([[1, 2, 2, 5]])).float() * factor).sum()
 
 
 def fused(acc):
