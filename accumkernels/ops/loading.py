@@ -30,7 +30,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
         library.accumkernels_cpu_instruction_set.restype = ctypes.c_char_p
         library.accumkernels_probe.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
         pointers, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 3
-        library.accumkernels_add_product.argtypes = [*pointers, *sizes, ctypes.c_float, ctypes.c_int]
+        library.accumkernels_multiplies.argtypes = [ctypes.c_int]
+        library.accumkernels_add_product.argtypes = [*pointers, ctypes.c_int, *sizes, ctypes.c_float, ctypes.c_int]
         library.accumkernels_add_product.restype = None
     except (OSError, RuntimeError, AttributeError) as error:
         said = str(error.__cause__ or error).partition("\n")[0]  # torch wraps what the loader says

@@ -24,6 +24,8 @@ LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native.so"
 
 _library, load_error = load(LIBRARY_PATH)
 
+_OPERANDS = {torch.bfloat16: 1, torch.float32: 2}  # of products, DType in csrc/core/args.h
+
 _accumulate = torch.ops.accumkernels.accumulate_.default
 _check_finite = torch.ops.accumkernels.check_finite_.default
 _norm = torch.ops.accumkernels.norm_.default
@@ -45,9 +47,10 @@ def cpu_instruction_set() -> str | None:
 
 
 @functools.cache
-def multiplies_bf16() -> bool:
-    """Whether `add_product_` works here: on x86 processors with AVX512_BF16."""
-    return _library is not None and bool(_library.accumkernels_multiplies_bf16())
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether `add_product_` works here: fp32 on x86 processors with AVX2, bf16 with AVX512_BF16."""
+    operands = _OPERANDS.get(dtype)
+    return _library is not None and operands is not None and bool(_library.accumkernels_multiplies(operands))
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -98,15 +101,16 @@ def add_product_(view: Tensor, grad: Tensor, input: Tensor, *, alpha: float, add
 
     Args:
         view: fp32 `[rows, columns]`, contiguous, on the CPU.
-        grad: bf16 `[tokens, rows]`.
-        input: bf16 `[tokens, columns]`.
+        grad: bf16 or fp32 `[tokens, rows]`.
+        input: `[tokens, columns]`, of the same dtype.
         alpha: Of the product.
         add: Else what was there is overwritten, unread.
     """
     assert _library is not None
     grad, input = grad.contiguous(), input.contiguous()
     pointers = view.data_ptr(), grad.data_ptr(), input.data_ptr()
-    _library.accumkernels_add_product(*pointers, *view.shape, grad.shape[0], alpha, add)
+    operands = _OPERANDS[grad.dtype]
+    _library.accumkernels_add_product(*pointers, operands, *view.shape, grad.shape[0], alpha, add)
 
 
 def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:

@@ -37,13 +37,14 @@ COLUMNS = (
 def ways(dtype: torch.dtype, device: torch.device) -> dict[str, gemm.Gemm]:
     """The GEMMs with beta = 1 of this machine, by what they are called in the table."""
     if dtype == torch.float32:
-        return {"addmm": gemm.same_dtype}
+        own = device.type == "cpu" and native.multiplies(dtype)
+        return {"addmm": gemm.same_dtype} | ({"accumkernels": gemm.native} if own else {})
     if device.type == "cuda":
         return {"addmm(out_dtype=float32)": gemm.cuda}
     found = {"addmm of widened operands": gemm.widened}
     if gemm.mkl_gemm(dtype) is not None:
         found["MKL"] = gemm.mkl
-    if dtype == torch.bfloat16 and native.multiplies_bf16():
+    if dtype == torch.bfloat16 and native.multiplies(dtype):
         found["accumkernels"] = gemm.native
     return found
 

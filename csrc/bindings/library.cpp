@@ -16,13 +16,16 @@ AK_EXPORT const char* accumkernels_build_info() { return ACCUMKERNELS_BUILD_INFO
 
 AK_EXPORT const char* accumkernels_cpu_instruction_set() { return accumkernels::cpu::instruction_set(); }
 
-// Whether accumkernels_add_product works on this processor.
-AK_EXPORT int accumkernels_multiplies_bf16() { return accumkernels::cpu::product_tile() != nullptr; }
+// Whether accumkernels_add_product works on this processor with such operands, of core/args.h's DType.
+AK_EXPORT int accumkernels_multiplies(int operands) {
+  return accumkernels::cpu::product_tile(static_cast<accumkernels::DType>(operands)) != nullptr;
+}
 
 // See cpu/product.h. Not an op: the caller has its operands at hand, and beside MKL's function it is one more.
-AK_EXPORT void accumkernels_add_product(float* view, const uint16_t* grad, const uint16_t* input, int64_t rows,
+AK_EXPORT void accumkernels_add_product(float* view, const void* grad, const void* input, int operands, int64_t rows,
                                         int64_t columns, int64_t tokens, float alpha, int add) {
-  accumkernels::cpu::add_product({view, grad, input, rows, columns, tokens, alpha, add != 0},
+  const auto dtype = static_cast<accumkernels::DType>(operands);
+  accumkernels::cpu::add_product({view, grad, input, dtype, rows, columns, tokens, alpha, add != 0},
                                  accumkernels::parallel_for);
 }
 

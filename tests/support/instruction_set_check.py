@@ -115,9 +115,31 @@ def check_norms_and_copies(count: int) -> None:
         check_scaled_copy(tensors, [rng.choice(FLOATS) for _ in tensors], scalar(rng.choice([3.0, 0.0, 1e-5])))
 
 
+def check_products() -> None:
+    """Weights' gradients of whole numbers, exact in fp32 in whatever order; the view's neighbours untouched."""
+    vectors = native.cpu_instruction_set() != "portable"
+    assert native.multiplies(torch.float32) == vectors
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns, tokens in ((1, 1, 1), (6, 64, 2), (7, 65, 3), (49, 15, 129), (97, 1040, 260), (5, 24, 0)):
+        for dtype in filter(native.multiplies, (torch.float32, torch.bfloat16)):
+            grad, input, start = (
+                torch.randint(-8, 9, size, generator=generator).double()
+                for size in ((tokens, rows), (tokens, columns), (rows, columns))
+            )
+            for add in (False, True):
+                memory = torch.full((rows * columns + 200,), 7.0)
+                view = memory[100:-100].view(rows, columns)
+                view.copy_(start if add else torch.nan)  # what is overwritten is never read
+                native.add_product_(view, grad.to(dtype), input.to(dtype), alpha=0.5, add=add)
+                expected = 0.5 * grad.t() @ input + (start if add else 0)
+                torch.testing.assert_close(view.double(), expected, rtol=0, atol=0)
+                assert (memory[:100] == 7).all() and (memory[-100:] == 7).all()
+
+
 if __name__ == "__main__":
     check_random_accumulates(60)
     check_sums_that_overflow()
     check_every_pattern()
     check_norms_and_copies(30)
+    check_products()
     print(native.cpu_instruction_set())
