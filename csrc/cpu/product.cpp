@@ -26,7 +26,7 @@ namespace {
 
 // Words of tokens and columns of the input that are packed at a time, 512 KB, which stay in the second-level cache
 // while all rows pass by; and rows whose gradients a thread packs, 24 KB, which stay in the first.
-constexpr int64_t kSteps = 128, kColumns = 1024, kRows = 48;
+constexpr int64_t kSteps = 128, kColumns = 1024, kTiles = 8, kRows = kTiles * ProductTile::kRows;
 constexpr int64_t kPanel = ProductTile::kColumns;
 
 // All rows of one block of columns, with the tokens of one block.
@@ -51,9 +51,16 @@ struct Block {
     tile.pack(source, args.columns, tokens, width(panel), kPanel, packed + panel * kPanel * steps());
   }
 
+  // Chunks of whole tiles, up to kRows rows each: a multiple of 8, so that threads get as many rows each.
+  int64_t row_tiles() const { return (args.rows + ProductTile::kRows - 1) / ProductTile::kRows; }
+  int64_t row_chunks() const { return std::min(row_tiles(), (row_tiles() + kTiles * 8 - 1) / (kTiles * 8) * 8); }
+  int64_t first_row(int64_t chunk) const {
+    return std::min(args.rows, chunk * row_tiles() / row_chunks() * ProductTile::kRows);
+  }
+
   void add_rows(int64_t chunk) const {
     alignas(64) uint32_t grads[kSteps * kRows];
-    const int64_t first = chunk * kRows, rows = std::min(kRows, args.rows - first);
+    const int64_t first = first_row(chunk), rows = first_row(chunk + 1) - first;
     tile.pack(element(args.grad, args.rows, first), args.rows, tokens, static_cast<int>(rows), kRows, grads);
     for (int64_t row = 0; row < rows; row += ProductTile::kRows) {
       float* view = args.view + (first + row) * args.columns + first_column;
@@ -87,7 +94,7 @@ bool add_product(const ProductArgs& args, ParallelFor parallel_for) {
       const int64_t tokens = std::min(at_once, args.tokens - t), columns = std::min(kColumns, args.columns - j);
       const Block block{*tile, args, t, tokens, j, columns, args.add || t > 0, packed.data()};
       each(block.panels(), parallel_for, [&](int64_t panel) { block.pack(panel); });
-      each((args.rows + kRows - 1) / kRows, parallel_for, [&](int64_t chunk) { block.add_rows(chunk); });
+      each(block.row_chunks(), parallel_for, [&](int64_t chunk) { block.add_rows(chunk); });
     }
   }
   return true;
