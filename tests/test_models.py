@@ -21,8 +21,8 @@ MICRO_BATCHES = [[0, 1, 2], [3], [4, 5]]
 BIG_BATCH = {False: 2e-5, True: 6e-2}
 # Of stock torch's own micro-batches: only the sum differs, which is fp32.
 SAME_MICRO_BATCHES = 1e-6
-# Error of a fused gradient to that of stock's. Sums of few terms in fp32, in another order: up to 1.04 over 12 seeds, with
-# a median of 1. What bf16 rounds away in forward is the same in both; sums of a weight that is used twice come in parts.
+# Error of a fused gradient to that of stock's. In fp32 sums of few terms in another order: up to 1.04 over 12 seeds, a
+# median of 1. In bf16 forward rounds alike; a weight that is used twice comes in parts, which add up in another order.
 AS_NEAR = {False: 1.1, True: 1.01}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
