@@ -176,8 +176,7 @@ def test_fused_is_as_near_as_stocks_own_sum(name, enabled):
     truth = {n: p.grad for n, p in trainable(true) if p.grad is not None}
     stock = dict(trainable(twin))
     ours, theirs = (
-        relative_error([g[n] for n in truth], list(truth.values()))
-        for g in (grads, {n: stock[n].grad for n in truth})
+        relative_error([g[n] for n in truth], list(truth.values())) for g in (grads, {n: stock[n].grad for n in truth})
     )
     assert ours <= AS_NEAR[enabled] * theirs
 

@@ -5,7 +5,7 @@
 A window is four micro-batches of 32 samples of an MLP of square layers, clipped, with fused AdamW in fp32. What it is
 about is pages that the C library gives back to the system and that are made anew in the next backward: they are
 counted (minor page faults), beside process time on one thread. Each loop has a process of its own, since others would
-change the state of its heap, and the least of three is kept. `benchmarks.buckets` measures the accumulate calls
+change the state of its heap, and the least of `--processes` is kept. `benchmarks.buckets` measures the accumulate calls
 alone.
 """
 
@@ -35,7 +35,6 @@ SAMPLES = 32
 MODELS = ("12x256", "12x384", "12x512", "24x768")
 STOCK, DEFAULT, WHOLE = "stock", "default", "whole micro-batches"
 SIZES = (2**20, 2**22, 2**23, 2**25)
-PROCESSES = 3
 COLUMNS = (
     *("layers", "width", "gradients_MiB", "method", "bucket_MiB", "device", "page_faults", "ms_median", "ms_p10"),
     *(
@@ -100,11 +99,11 @@ def run(layers: int, width: int, method: str | int, repetitions: int) -> tuple[l
     return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / repetitions
 
 
-def measure(layers: int, width: int, repetitions: int, about: Row) -> list[Row]:
+def measure(layers: int, width: int, repetitions: int, processes: int, about: Row) -> list[Row]:
     """A row for stock, the default, whole micro-batches and each size of bucket."""
     context = multiprocessing.get_context("spawn")
     found: dict[str | int, list[tuple[list[float], float]]] = {}
-    for _ in range(PROCESSES):
+    for _ in range(processes):
         for method in (STOCK, DEFAULT, WHOLE, *SIZES):
             with context.Pool(1) as pool:
                 found.setdefault(method, []).append(pool.apply(run, (layers, width, method, repetitions)))
@@ -127,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated, layers x width")
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=3, help="for each loop (default: 3)")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     models = []
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = environment(usable("cpu", 1))
     rows: list[Row] = []
     for layers, width in track(models, "models"):
-        rows += measure(layers, width, arguments.repetitions, about)
+        rows += measure(layers, width, arguments.repetitions, arguments.processes, about)
         if arguments.csv:
             write_csv(arguments.csv, rows)
     title = f"Windows of {MICRO_BATCHES} micro-batches, process time on one thread; torch {torch.__version__}"

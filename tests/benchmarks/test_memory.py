@@ -106,7 +106,7 @@ class TestBuckets:
     def test_windows(self, tmp_path):
         """A row for stock, the default, whole micro-batches and each size."""
         out = tmp_path / "windows.csv"
-        command("bucket_windows", "--models", "2x16", "--repetitions", "2", "--csv", str(out))
+        command("bucket_windows", "--models", "2x16", "--repetitions", "2", "--processes", "1", "--csv", str(out))
         rows = list(csv.DictReader(out.open()))
         assert [r["method"] for r in rows[:3]] == ["stock", "default", "whole micro-batches"]
         assert [float(r["bucket_MiB"]) * 2**20 for r in rows[3:]] == list(bucket_windows.SIZES)
