@@ -39,7 +39,7 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
     if not view.is_contiguous() or view.numel() == 0:
         return None
     if dtype == view.dtype:
-        own = view.device.type == "cpu" and library.multiplies(dtype)
+        own = dtype == torch.float32 and view.device.type == "cpu" and library.multiplies(dtype)
         return native if own and (tokens <= _FEW_TOKENS or _faster_than_mkl()) else same_dtype
     if dtype not in (torch.bfloat16, torch.float16) or view.dtype != torch.float32:
         return None
