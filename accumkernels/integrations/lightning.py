@@ -116,8 +116,11 @@ class FusedAccumulation(pl.Callback):
         scaler = getattr(precision, "scaler", None)
         model = strategy.model if strategy.model is not None else pl_module
         alone = len(trainer.optimizers) == 1
+        # Nobody looks for `.grad` inside a window. FSDP2 casts parameters itself.
+        routed = not isinstance(strategy, ModelParallelStrategy)
+        options = {"autocast_route": True, **self._options} if routed else self._options
         for optimizer in driven(trainer.optimizers):
-            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **self._options))
+            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **options))
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
         self._load()
