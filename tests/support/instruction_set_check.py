@@ -120,7 +120,8 @@ def check_products() -> None:
     vectors = native.cpu_instruction_set() != "portable"
     assert native.multiplies(torch.float32) == vectors
     generator = torch.Generator().manual_seed(0)
-    for rows, columns, tokens in ((1, 1, 1), (6, 64, 2), (7, 65, 3), (49, 15, 129), (97, 1040, 260), (5, 24, 0)):
+    few = (1, 1, 1), (6, 64, 2), (7, 65, 3), (49, 15, 129), (5, 24, 0)
+    for rows, columns, tokens in (*few, (97, 1040, 260), (384, 70, 5), (1000, 33, 130)):  # over many blocks and chunks
         for dtype in filter(native.multiplies, (torch.float32, torch.bfloat16)):
             grad, input, start = (
                 torch.randint(-8, 9, size, generator=generator).double()
