@@ -97,14 +97,14 @@ class Follower:
         """`torch.nn.utils.clip_grad_norm_` or `clip_grad_value_` is about to change the `.grad`s of these tensors."""
 
 
-_followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+_followers: list[weakref.ref[Follower]] = []  # a WeakSet guards each walk over it, which takes as long as a small step
 _installed = False
 
 
 def follow(follower: Follower) -> None:
     """Tell `follower`, which is held weakly, from now on."""
     global _installed
-    _followers.add(follower)
+    _followers.append(weakref.ref(follower, _followers.remove))
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
@@ -116,7 +116,7 @@ def follow(follower: Follower) -> None:
 
 def unfollow(follower: Follower) -> None:
     """Tell it nothing any more."""
-    _followers.discard(follower)
+    _followers[:] = [ref for ref in _followers if ref() is not follower]
 
 
 def has_global_step_pre_hooks() -> bool:
@@ -126,17 +126,26 @@ def has_global_step_pre_hooks() -> bool:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        for follower in list(_followers):
-            follower.before_step(optimizer, _has_closure(args, kwargs))
+        has_closure = _has_closure(args, kwargs)
+        for follower in _living():
+            follower.before_step(optimizer, has_closure)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for follower in list(_followers):
-        follower.after_step(optimizer, _has_closure(args, kwargs))
+    has_closure = _has_closure(args, kwargs)
+    for follower in _living():
+        follower.after_step(optimizer, has_closure)
+
+
+def _living() -> list[Follower]:
+    """Those to tell; more may come while they are told, and others may go."""
+    return [follower for ref in tuple(_followers) if (follower := ref()) is not None]
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(callable(value) for value in (*args[1:], *kwargs.values()))  # the first is the optimizer
+    if len(args) == 1 and not kwargs:
+        return False  # the first is the optimizer
+    return any(callable(value) for value in (*args[1:], *kwargs.values()))
 
 
 def _watch_clipping(name: str) -> None:
@@ -148,7 +157,7 @@ def _watch_clipping(name: str) -> None:
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and _followers:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            for follower in list(_followers):
+            for follower in _living():
                 follower.before_clip(parameters)
         return original(parameters, *args, **kwargs)
 

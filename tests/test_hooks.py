@@ -100,3 +100,26 @@ def test_our_hook_leaves_folding_alone(fused):
     loop.acc.backward(loop.loss(x, y), weight=3)
     loop.acc.step(loop.optimizer)
     assert seen == ([torch.tensor(3.0)] if fused else [None])
+
+
+def test_the_dead_and_those_that_left_are_told_nothing():
+    """Neither is kept in the list that every step of every optimizer walks."""
+
+    class Counter(hooks.Follower):
+        told = 0
+
+        def after_step(self, optimizer, has_closure):
+            Counter.told += 1
+
+    gc.collect()
+    before = len(hooks._followers)
+    dead, gone, alive = Counter(), Counter(), Counter()
+    for follower in (dead, gone, alive):
+        hooks.follow(follower)
+    del dead, follower
+    hooks.unfollow(gone)
+    assert len(hooks._followers) == before + 1
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert Counter.told == 1
+    hooks.unfollow(alive)
+    assert len(hooks._followers) == before
