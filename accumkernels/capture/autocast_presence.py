@@ -21,6 +21,11 @@ EVERY = 32
 SMALLEST = 2**16
 
 
+def may_route(module: nn.Module, asked: str | bool) -> bool:
+    """Whether the route can ever be worth it on a module, for FusedAccumulator's argument `autocast_route`."""
+    return asked is True or (asked == "auto" and any(p.numel() >= SMALLEST for p in module.parameters()))
+
+
 class AutocastPresence:
     """Puts the route on a module when a backward's graph shows that autocast casts its parameters, and takes it off.
 

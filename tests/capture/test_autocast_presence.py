@@ -202,3 +202,15 @@ def test_a_window_whose_noise_is_measured_has_whole_gradients(from_the_first):
             assert acc.noise_scale().windows == from_the_first
     # What is asked for between windows is measured from the next one to open: that of the last round.
     assert acc.noise_scale().windows == (3 if from_the_first else 1)
+
+
+def test_graphs_of_small_models_are_not_looked_at(monkeypatch):
+    """Where no parameter is large enough for the route, no backward pays for finding out about autocast."""
+    looks = []
+    monkeypatch.setattr(autocast_presence, "_casts", lambda *_: bool(looks.append(None)))
+    for smallest, expected in ((SMALLEST, 0), (32, 1)):
+        monkeypatch.setattr(autocast_presence, "SMALLEST", smallest)
+        looks.clear()
+        model = net()
+        backward(ak.FusedAccumulator(model), model, autocast=True)
+        assert len(looks) == expected
