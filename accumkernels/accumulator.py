@@ -380,7 +380,7 @@ class FusedAccumulator:
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
-        last = self._check_last(last)
+        last = self._ranks.reduces_sums and self._check_last(last)
         self._watch.see_loss(loss)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
         weighed = self._intake.backward(loss, weight, last, kwargs)
@@ -812,7 +812,14 @@ class FusedAccumulator:
             self._intake.prepare_window()
 
     def _require_accumulating(self, caller: str) -> None:
-        self._intake.settle()
+        intake = self._intake
+        intake.settle()
+        good = self._window.phase is Phase.OPEN and self._store.has_claim and not self._ranks.begun
+        if not good or intake.interrupted:
+            self._refuse_phase(caller)
+
+    def _refuse_phase(self, caller: str) -> None:
+        """Raise what is wrong with the call in the phase that the window is in, if anything is."""
         if not self._store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
         phase, adds = self._window.phase, caller in ("accumulate()", "backward()")

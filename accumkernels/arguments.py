@@ -93,7 +93,9 @@ def as_scalar(
         TypeError: not a real number.
         ValueError: a vector, or a host value that is negative, not finite, or zero where that is not allowed.
     """
-    if type(value) is not float and isinstance(value, Tensor):  # nearly always a float, and neither look is cheap
+    if type(value) is float and 0 < value < math.inf:  # nearly always
+        return value
+    if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         if value.is_complex() or value.dtype is torch.bool:
@@ -103,7 +105,7 @@ def as_scalar(
         if value.device.type != "cpu":
             return move(value.detach(), device, torch.float64)
         value = value.item()
-    if type(value) is not float and not isinstance(value, Real):
+    if not isinstance(value, Real):
         raise wrong_type(name, "a number or a 0-d tensor", value)
     try:
         number = float(value)

@@ -1,4 +1,4 @@
-"""Device scalars on several devices: moving them, and the worst of them."""
+"""Device scalars on several devices: making and moving them, and the worst of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from torch import Tensor
 def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy to another device without waiting, except to the CPU: there the host would read what has not arrived."""
     return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`, 1-d, of a tensor that may be changed outside inference mode too."""
+    if not torch.is_inference_mode_enabled():  # the context takes four times as long as the tensor
+        return torch.empty(numel, dtype=dtype, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def worst(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

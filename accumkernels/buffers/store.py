@@ -41,6 +41,8 @@ class Store:
         states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
         has_claim: Whether the parameters are still this store's.
         rounds: Whether any sum is handed out in a narrower dtype.
+        device: The first one: where weights are counted and results are returned.
+        result_dtype: Of norms: fp32, or fp64 where any parameter is.
     """
 
     def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
@@ -48,6 +50,8 @@ class Store:
         self.buffers: list[FlatBuffer] = []
         self.states: dict[torch.device, Tensor] = {}
         self.rounds = False
+        self.device = named[0].param.device
+        self.result_dtype = torch.float32
         self._backend = backend
         self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
         self._as_built: AsBuilt | None = None
@@ -77,17 +81,6 @@ class Store:
                 del _stores[entry.param]
         if self.masters is not None:
             self.masters.remove()
-
-    @property
-    def device(self) -> torch.device:
-        """The first device: where weights are counted and results are returned."""
-        return self.buffers[0].device if self.buffers else self.named[0].param.device
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """The dtype of norms: fp32, or fp64 where any parameter is."""
-        wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
-        return torch.float64 if wide else torch.float32
 
     @property
     def ops(self) -> ModuleType:
@@ -134,6 +127,10 @@ class Store:
                 if target is not segment.param:
                     self._places[id(target)] = (buffer, segment)
                     _stores[target] = weakref.ref(self)
+        if self.buffers:
+            self.device = self.buffers[0].device
+        wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
+        self.result_dtype = torch.float64 if wide else torch.float32
         self.rounds = self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
         sharded = any(buffer.sharded for buffer in self.buffers)
         self._as_built = None if sharded else AsBuilt(self.named, [s for b in self.buffers for s in b.segments])
@@ -161,7 +158,7 @@ class Store:
 
     def touched_bytes(self) -> bytes:
         """For each segment, in the order of buffers, 1 where it holds a sum."""
-        return b"".join(buffer.touched for buffer in self.buffers)
+        return b"".join([buffer.touched for buffer in self.buffers])
 
     def state(self) -> Tensor:
         """The first device's state, with the flags of all devices.

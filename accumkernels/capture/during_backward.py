@@ -114,6 +114,8 @@ class DuringBackward:
 
     Attributes:
         handed_over: Whether the sink was called since the last `reset`.
+        interrupted: Whether a backward began and did not end: it raised, or runs now. Never known under compiled
+            autograd.
         listens: Whether any parameter has a hook.
     """
 
@@ -124,7 +126,7 @@ class DuringBackward:
         self._always = always
         self._listening = True
         self._inside = False  # a backward runs inside `into`
-        self._running = False  # a backward has begun and not ended
+        self.interrupted = False
         self._pending = _Pending(self, bucket_bytes)
         self._lock = threading.RLock()  # of handing over: several devices' threads may
         self._handles = Handles(self)
@@ -162,10 +164,10 @@ class DuringBackward:
         else:
             self._pending.awaited = awaited
         self._inside = True
-        self._running = self._pending.ready = self._listening
+        self.interrupted = self._pending.ready = self._listening
         try:
             yield
-            self._running = False
+            self.interrupted = False
         finally:
             self._sink = usual
             self._pending.bucket_bytes, self._pending.awaited = bucket_bytes, frozenset()
@@ -180,15 +182,10 @@ class DuringBackward:
         """Whether a gradient of a segment was taken and not yet handed over."""
         return any(pending == place for pending, _ in self._pending.items)
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether a backward began and did not end: it raised. Never known under compiled autograd."""
-        return self._running
-
     def collect(self, place: Place, grad: Tensor) -> None:
         """Take the gradient of a segment, in the backward that made it."""
         if not self._pending.ready and not _in_compiled_autograd():
-            self._running = self._pending.ready = True
+            self.interrupted = self._pending.ready = True
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
         pending = self._pending
         if grad.is_cuda:
@@ -199,7 +196,7 @@ class DuringBackward:
             self.hand_over()
 
     def _ended(self) -> None:
-        self._running = self._pending.ready = False
+        self.interrupted = self._pending.ready = False
 
     @without_graph
     def hand_over(self, sink: Sink | None = None) -> None:
@@ -221,7 +218,7 @@ class DuringBackward:
         self._pending.items.clear()
         self._pending.bytes = 0
         self._pending.streams.forget()
-        self._pending.ready = self.handed_over = self._running = False
+        self._pending.ready = self.handed_over = self.interrupted = False
 
     def remove(self) -> None:
         """Take off every hook."""

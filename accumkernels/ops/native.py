@@ -86,7 +86,8 @@ def accumulate_(
     **options: Any,  # only those given: the dispatcher takes its time for each
 ) -> None:
     _accumulate(buffer, state, grads, segments, overwrite, layout, layout_host, **options)
-    keep_until_done(grads)
+    if buffer.is_cuda:
+        keep_until_done(grads)
 
 
 def check_finite_(

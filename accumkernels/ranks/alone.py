@@ -111,6 +111,7 @@ class Alone:
         only_in_grad: Whether gradients are right in `.grad` alone, after others have reduced or divided them there:
             nothing is to be taken inside modules.
         stage: Which rank of a pipeline this is; each has other parameters.
+        begun: Whether parts of the open window were sent, so that nothing can be added to them.
     """
 
     size = 1
@@ -121,6 +122,7 @@ class Alone:
     judged_together = False
     only_in_grad = False
     stage = 0
+    begun = False
 
     def __str__(self) -> str:
         return ""
@@ -141,11 +143,6 @@ class Alone:
 
     def open_window(self) -> None:
         """Nothing of the next window was sent yet."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether parts of the open window were sent, so that nothing can be added to them."""
-        return False
 
     def already_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
         """The name of a segment among these that was sent; None if none was."""

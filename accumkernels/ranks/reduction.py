@@ -181,17 +181,13 @@ class Reduction(Alone):
 
     def open_window(self) -> None:
         """See `Alone`."""
+        self.begun = False
         self._sent = 0
         self._waited = 0
         self._flying: deque[tuple[_Chunk, Tensor, Any]] = deque()
         self._complete: dict[_Place, int] = {}  # segments, and when each was
         self._gone: set[_Place] = set()  # segments of which some part was sent
         self._marked = False  # whether the last micro-batch was said to be
-
-    @property
-    def begun(self) -> bool:
-        """See `Alone`."""
-        return self._sent > 0
 
     def already_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
         """See `Alone`."""
@@ -350,6 +346,7 @@ class Reduction(Alone):
         self._flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
         self._gone.update((chunk.buffer, index) for index in chunk.segments)
         self._sent += 1
+        self.begun = True
         while len(self._flying) > _IN_FLIGHT and self._flying[0][1].dtype != chunk.buffer.dtype:
             self._wait()
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..arguments import as_scalar
+from ..boundary import with_graph
 from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import clip_coefficient
+from ..buffers.parameters import NamedParameter
 from ..buffers.store import Store, has_accumulator
 from ..ops.schema import Judged, State
 from ..ranks.alone import Alone, Report
@@ -119,8 +121,9 @@ class End:
         self._store.check_drift()
         self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
         self._scaler.check_not_stepped(optimizers)
-        if any(entry.param.grad is not None for entry in self._store.named):
-            self._refuse_uncounted(caller)
+        for entry in self._store.named:
+            if entry.param.grad is not None:
+                self._refuse_uncounted(caller, entry)
         self._ignored = ignored
         for p in self._plan_step(optimizers).strangers:
             if p.grad is not None and not has_accumulator(p):
@@ -130,8 +133,7 @@ class End:
                     "optimizer to the accumulator, or build an optimizer for each"
                 )
 
-    def _refuse_uncounted(self, caller: str) -> None:
-        entry = next(entry for entry in self._store.named if entry.param.grad is not None)
+    def _refuse_uncounted(self, caller: str, entry: NamedParameter) -> None:
         raise RuntimeError(
             f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
             + (
@@ -240,8 +242,7 @@ class End:
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
-                skips_itself = any(optimizer is f for f in fused)
-                self._step_optimizer(optimizer, skips_itself, may_skip)
+                self._step_optimizer(optimizer, optimizer in fused, may_skip)
         except BaseException:
             if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
                 self._handout.divide(divide_by, only={id(p) for p in owned(folded)})
@@ -393,12 +394,12 @@ class End:
         self._ranks.reduce(look)
         return sum((move(s, device) for s in squares.values()), torch.zeros(1, dtype=torch.float64, device=device))[0]
 
+    @with_graph  # as where the user's own hooks would find it
     def _step_optimizer(self, optimizer: Optimizer, skips_itself: bool, may_skip: bool) -> None:
-        with torch.enable_grad():  # as where the user's own hooks would find it
-            if self._scaler.scaler is not None:
-                self._scaler.step(optimizer, skips_itself)
-            elif skips_itself or not may_skip or not self.was_skipped():
-                optimizer.step()
+        if self._scaler.scaler is not None:
+            self._scaler.step(optimizer, skips_itself)
+        elif skips_itself or not may_skip or not self.was_skipped():
+            optimizer.step()
 
     def _can_fold(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients are exactly this window's fp32 views, which no hook is to see averaged."""

@@ -16,7 +16,7 @@ from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
-from ..capture.autocast_presence import AutocastPresence
+from ..capture.autocast_presence import AutocastPresence, may_route
 from ..capture.during_backward import Bucket, DuringBackward, default_bucket_bytes
 from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
@@ -83,6 +83,7 @@ class Intake:
         self._window = Window()
         self._warned = False
         self._counted_by_backward = False
+        self._crosses_ranks: bool | None = None  # whether backward may, once the open window has had one
         self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self._release = release
         if bucket_bytes is None:
@@ -104,7 +105,7 @@ class Intake:
             check = Hook(self, Intake._check_segment_not_sent)
             self.fused = FusedWeights(module, store, self.hooks, check, smallest)
         self._autocast: AutocastPresence | None = None
-        if module is not None and autocast_route is not False:
+        if module is not None and may_route(module, autocast_route):
             self._autocast = AutocastPresence(module, store, self.hooks, autocast_route is True, self.fused)
 
     # ---- the life of a window
@@ -119,6 +120,7 @@ class Intake:
         if self.fused is not None:
             self.fused.reset()
         self._leaves_ran.clear()
+        self._crosses_ranks = None
         self.listen(True)
 
     @property
@@ -162,9 +164,10 @@ class Intake:
 
     def settle(self) -> None:
         """Put back what an interrupted forward has left in modules."""
-        for swapper in (self.fused, self.route):
-            if swapper is not None:
-                swapper.settle()
+        if self.fused is not None:
+            self.fused.settle()
+        if self._autocast is not None and self._autocast.route is not None:
+            self._autocast.route.settle()
 
     @property
     def interrupted(self) -> bool:
@@ -218,19 +221,25 @@ class Intake:
 
     def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> Weight:
         """Run backward of the weighted, scaled loss; gradients are then in `.grad`, stashed, or added already."""
-        if self.hooks is not None and self.hooks.has_taken and (isinstance(weight, Tensor) or weight != 1):
+        if (isinstance(weight, Tensor) or weight != 1) and self.hooks is not None and self.hooks.has_taken:
             raise RuntimeError(
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
                 "acc.accumulate() after it, or acc.discard()"
             )
+        if self._crosses_ranks is None:  # torch.distributed takes its time to say so
+            self._crosses_ranks = backward_may_cross_ranks()
         # Gradients of an earlier backward of this micro-batch do not have the weight yet.
-        if backward_may_cross_ranks() and not self._has_gradients():
+        if self._crosses_ranks and not self._has_gradients():
             loss, weighed = self._weigher.weigh(loss, weight)
         else:
             weighed = Weight(weight)
         if self._window.kept:
             self._window.check_kept(weighed)
-        self.run(functools.partial(self._scaler.scale(loss).backward, **kwargs), loss, weighed, last)
+        scaled = self._scaler.scale(loss)
+        if self._autocast is None and not self._adds_in_backward:
+            scaled.backward(**kwargs)
+        else:
+            self.run(functools.partial(scaled.backward, **kwargs), loss, weighed, last)
         return weighed
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
@@ -327,9 +336,13 @@ class Intake:
         self._scaler.check_not_unscaled(self._owns_some)
 
         # Collect: `.grad`s stay where they are until the ops have taken them.
-        stash = {} if self.route is None else self.route.taken()
-        captured = [take(buffer, stash.get(buffer)) for buffer in self._store.buffers]
-        has_grads = any(c.grads for c in captured)
+        route = None if self._autocast is None else self._autocast.route
+        stash = {} if route is None else route.taken()
+        captured, has_grads = [], False
+        for buffer in self._store.buffers:
+            taken = take(buffer, stash.get(buffer))
+            captured.append(taken)
+            has_grads = has_grads or bool(taken.grads)
         loss_scale = self._scaler.loss_scale(lazily=self._ranks.judged_together) if has_grads else None
         added_in_backward = self.added_in_backward
         if not has_grads and not added_in_backward:
@@ -454,7 +467,7 @@ class Intake:
     def _drop_grads(self, captured: list[Captured]) -> None:
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
             drop(buffer, taken)
-        if self.route is not None:
-            self.route.clear()
+        if self._autocast is not None and self._autocast.route is not None:
+            self._autocast.route.clear()
         if self.fused is not None:
             self.fused.reset()

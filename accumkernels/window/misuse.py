@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..buffers.store import Store
-from ..errors import expect
+from ..errors import wrong_type
 from ..hooks import Follower, follow
 from ..ranks.alone import Alone
 from .micro_batch import Intake
@@ -68,7 +68,9 @@ class Watch(Follower):
             TypeError: it is no tensor.
             RuntimeError: a GradScaler scaled it already.
         """
-        node, divided_by = expect(loss, Tensor, "loss", "a tensor").grad_fn, None
+        if not isinstance(loss, Tensor):
+            raise wrong_type("loss", "a tensor", loss)
+        node, divided_by = loss.grad_fn, None
         name = None if node is None else node.name()
         if name == "MulBackward0":
             factor = _other(node)

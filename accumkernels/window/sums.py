@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
@@ -46,12 +45,16 @@ class Sums:
         """
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
-            rows, drop = buffer.rows(taken.segments), drops[buffer.device]
+            arguments = buffer.rows(taken.segments), drops[buffer.device], buffer.flags
             options = {"tag": tag, "weight_tensor": move(weight, buffer.device) if isinstance(weight, Tensor) else None}
-            check = functools.partial(
-                buffer.ops.check_finite_, segments=rows, found_inf=drop, flags=buffer.flags, **options
-            )
-            _call(check, buffer, taken)
+            grads = _grads(buffer, taken)
+            try:
+                buffer.ops.check_finite_(grads, *arguments, **options)
+            except RuntimeError:
+                ordered = _reordered(buffer, taken, grads)
+                if ordered is None:
+                    raise
+                buffer.ops.check_finite_(ordered, *arguments, **options)
         if len(drops) > 1 or self._ranks.judged_together:
             bad = self._ranks.maximum(worst(drops.values(), self._store.device))
             drops = {device: move(bad, device) for device in drops}
@@ -77,14 +80,15 @@ class Sums:
             drops: Per device, fp64 `[1]` that drops the micro-batch where it is not 0.
             count: Whether the weight enters the window's; once per micro-batch.
         """
-        multiplier, plain = weight.multiplier, weight.plain
-        first = self._store.buffers[0]
+        plain = weight.plain
+        multiplier = weight.total if plain else weight.multiplier
+        first, measuring = self._store.buffers[0], self._noise.measuring
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
             counts = count and plain and buffer is first
             if not taken.grads and not counts:
                 continue
             squares = weighted = None
-            if self._noise.measuring:
+            if measuring:
                 self._noise.see(buffer, taken.segments, tag)
                 squares = self._noise.squares(buffer.device)
                 weighted = squares if plain or squares is None else torch.zeros_like(squares)
@@ -129,12 +133,15 @@ class Sums:
 
         state, segments = self._store.states[device], captured.segments
         rows, first = buffer.rows(segments), buffer.first_touches(segments)
-
-        def accumulate(grads: list[Tensor]) -> None:
-            layout, layout_host = buffer.layout, buffer.layout_host
-            buffer.ops.accumulate_(buffer.tensor, state, grads, rows, first, layout, layout_host, **options)
-
-        _call(accumulate, buffer, captured)
+        arguments = rows, first, buffer.layout, buffer.layout_host
+        grads = _grads(buffer, captured)
+        try:
+            buffer.ops.accumulate_(buffer.tensor, state, grads, *arguments, **options)
+        except RuntimeError:
+            ordered = _reordered(buffer, captured, grads)
+            if ordered is None:
+                raise
+            buffer.ops.accumulate_(buffer.tensor, state, ordered, *arguments, **options)
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, weight: Weight) -> None:
         """Add `sum w_i |g_i|^2` where the gradients are those of a loss times `in_loss`, and that squared is in it."""
@@ -145,17 +152,20 @@ class Sums:
         squares += weighted
 
 
-def _call(op: Callable[[list[Tensor]], None], buffer: FlatBuffer, captured: Captured) -> None:
-    """Give an op gradients in memory order.
+def _grads(buffer: FlatBuffer, captured: Captured) -> list[Tensor]:
+    """The gradients as an op is to try them.
 
-    Nearly always they are in it as backward made them. The op sees that, and refuses others before it has done
-    anything: a look at each of them here would take a third of its time.
+    Nearly always they are in memory order as backward made them. The op sees that, and refuses others before it has
+    done anything: a look at each of them here would take a third of its time.
     """
-    grads = captured.grads if buffer.contiguous else in_memory_order(buffer, captured)
-    try:
-        op(grads)
-    except RuntimeError:  # an op knows segments by number: where a size is wrong, the parameter is named here
-        ordered = in_memory_order(buffer, captured)
-        if not buffer.contiguous or all(map(is_, ordered, grads)):
-            raise
-        op(ordered)
+    return captured.grads if buffer.contiguous else in_memory_order(buffer, captured)
+
+
+def _reordered(buffer: FlatBuffer, captured: Captured, refused: list[Tensor]) -> list[Tensor] | None:
+    """Gradients that an op has refused, in memory order; None where they were in it.
+
+    Raises:
+        RuntimeError: names a parameter whose gradient has the wrong size, which an op knows by number.
+    """
+    ordered = in_memory_order(buffer, captured)
+    return None if not buffer.contiguous or all(map(is_, ordered, refused)) else ordered

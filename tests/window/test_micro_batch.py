@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.window import micro_batch
 from tests.support.models import TwoHeads, batch, big_batch_grads, grads_of, mlp, relative_error
 
 BACKENDS = ["native", "reference", "triton"]
@@ -97,3 +98,18 @@ def test_gradients_in_another_memory_order(backend, overflow):
         acc.accumulate(weight=2)
     for p, grad in zip(params, grads, strict=True):
         assert torch.equal(acc.main_grad(p), 4 * grad)
+
+
+def test_whether_backward_crosses_ranks_is_asked_in_each_window(monkeypatch):
+    """torch.distributed may be started after the accumulator was built, and is not asked in every micro-batch."""
+    asked = []
+    monkeypatch.setattr(micro_batch, "backward_may_cross_ranks", lambda: bool(asked.append(None)))
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.0)
+    x, y = batch(4)
+    for window in (1, 2):
+        for _ in range(3):
+            acc.backward(mse_loss(model(x), y))
+        assert len(asked) == window
+        acc.step(optimizer)
