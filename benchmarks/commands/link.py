@@ -27,7 +27,7 @@ from ..harness.machine import environment
 from ..harness.measure import median_and_spread
 from ..harness.results import Row, groups, write_csv
 from ..harness.tables import Table
-from ..methods.link import BACKWARD, BYTES, LAYERS, METHODS, NO_SYNC, Link
+from ..methods.link import BACKWARD, BYTES, LAYERS, METHODS, NO_SYNC, Link, Window, chunks_over
 
 COLUMNS = (
     *("method", "ranks", "micro_batches", "reduction", "ms_median", "ms_p10", "ms_p90"),
@@ -43,7 +43,16 @@ def _rank(rank: int, port: int, path: str, counts: list[int], reduction: float, 
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, timedelta(minutes=5), world_size=RANKS, rank=rank)
     link = Link(BYTES / (reduction * BACKWARD * LAYERS))
-    built = {name: method(link) for name, method in METHODS.items()}
+    with chunks_over(link):
+        seconds = _windows({name: method(link) for name, method in METHODS.items()}, counts, windows)
+    if rank == 0:
+        Path(path).write_bytes(pickle.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _windows(built: dict[str, Window], counts: list[int], windows: int) -> dict[tuple[int, str], list[float]]:
+    """Seconds of each method's windows, in turns."""
     for window in built.values():
         for count in (2, 2, 2):  # both reducers learn the order of gradients in the first
             window(count)
@@ -56,10 +65,7 @@ def _rank(rank: int, port: int, path: str, counts: list[int], reduction: float, 
             slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             measured.append(slowest.item())
-    if rank == 0:
-        Path(path).write_bytes(pickle.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds
 
 
 def measure(counts: list[int], reduction: float, windows: int, about: Row) -> list[Row]:

@@ -102,15 +102,23 @@ def _loss(model: nn.Module) -> Tensor:
     return model(torch.ones(4, requires_grad=True)).sum()
 
 
-def stock(link: Link) -> Window:
-    """DistributedDataParallel, silent but in the last micro-batch."""
+_BUCKETS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 25 / SHRINK}  # of stock's reducer
+
+
+def _send_buckets(ddp: Any, link: Link) -> None:
+    """Have stock's reducer send over the link."""
     size = dist.get_world_size()
-    ddp = DistributedDataParallel(_model(), gradient_as_bucket_view=True, bucket_cap_mb=25 / SHRINK)
 
     def over_the_link(state, bucket):  # torch refuses other annotations than its own
         return link.send(bucket.buffer()).then(lambda sent: sent.value().div_(size))
 
     ddp.register_comm_hook(None, over_the_link)
+
+
+def stock(link: Link) -> Window:
+    """DistributedDataParallel, silent but in the last micro-batch."""
+    ddp = DistributedDataParallel(_model(), **_BUCKETS)
+    _send_buckets(ddp, link)
     optimizer = _sgd(ddp.parameters())
 
     def window(micro_batches: int) -> None:
@@ -124,8 +132,8 @@ def stock(link: Link) -> Window:
 
 
 @contextlib.contextmanager
-def _chunks_over(link: Link) -> Iterator[None]:
-    """FusedAccumulator's chunks, of shrunken size; its scalars go as ever."""
+def chunks_over(link: Link) -> Iterator[None]:
+    """FusedAccumulator's chunks go over the link, in a shrunken size; what is waited for at once goes as ever."""
     all_reduce = dist.all_reduce
 
     def over_the_link(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -145,32 +153,38 @@ def fused(link: Link, looks_ahead: bool) -> Window:
     optimizer = _sgd(acc.parameters())
 
     def window(micro_batches: int) -> None:
-        with _chunks_over(link):
-            for _ in acc.window(range(micro_batches)) if looks_ahead else range(micro_batches):
-                acc.backward(_loss(model))
-            acc.step(optimizer)
+        for _ in acc.window(range(micro_batches)) if looks_ahead else range(micro_batches):
+            acc.backward(_loss(model))
+        acc.step(optimizer)
 
     return window
 
 
-def adapter(link: Link) -> Window:
-    """Our Accelerator, in the loop of accelerate's documentation, around DistributedDataParallel."""
+def accelerated(link: Link, ours: bool) -> Window:
+    """An Accelerator, ours or accelerate's own, in the loop of its documentation, around DistributedDataParallel."""
+    import accelerate
+
     from accumkernels.integrations.accelerate import Accelerator
 
     as_launched()
-    accelerator = Accelerator(cpu=True, accumulator_options={"bucket_bytes": BUCKET_BYTES})
+    if ours:
+        accelerator = Accelerator(cpu=True, accumulator_options={"bucket_bytes": BUCKET_BYTES})
+    else:
+        handler = accelerate.DistributedDataParallelKwargs(**_BUCKETS)
+        accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[handler])
     model = _model()
     model, optimizer = accelerator.prepare(model, _sgd(model.parameters()))
+    if not ours:
+        _send_buckets(model, link)
 
     def window(micro_batches: int) -> None:
         accelerator.gradient_accumulation_steps = micro_batches
         accelerator.step = 0  # where accelerate counts micro-batches
-        with _chunks_over(link):
-            for _ in range(micro_batches):
-                with accelerator.accumulate(model):
-                    accelerator.backward(_loss(model))
-                    optimizer.step()
-                    optimizer.zero_grad()
+        for _ in range(micro_batches):
+            with accelerator.accumulate(model):
+                accelerator.backward(_loss(model))
+                optimizer.step()
+                optimizer.zero_grad()
 
     return window
 
@@ -182,4 +196,5 @@ METHODS: dict[str, Callable[[Link], Window]] = {
     "FusedAccumulator, acc.window": lambda link: fused(link, True),
 }
 if importlib.util.find_spec("accelerate"):
-    METHODS["accelerate's loop, our Accelerator"] = adapter
+    METHODS["accelerate's loop, its Accelerator"] = lambda link: accelerated(link, False)
+    METHODS["accelerate's loop, our Accelerator"] = lambda link: accelerated(link, True)
