@@ -116,7 +116,9 @@ def follow(follower: Follower) -> None:
 
 def unfollow(follower: Follower) -> None:
     """Tell it nothing any more."""
-    _followers[:] = [ref for ref in _followers if ref() is not follower]
+    for ref in tuple(_followers):  # the garbage collector may take others out meanwhile
+        if ref() is follower:
+            _followers.remove(ref)
 
 
 def has_global_step_pre_hooks() -> bool:
