@@ -112,6 +112,11 @@ def test_the_choice_is_by_shape_and_dtype(way, processor, monkeypatch):
     many, few = (gemm.choose(view, torch.float32, tokens) for tokens in (4096, 8))
     assert few is (gemm.native if way == "own" else gemm.same_dtype)
     assert many is (gemm.native if way == "own" and processor == "AVX512_BF16" else gemm.same_dtype)
+    for instructions, most in (("avx512", 64), ("avx2", 32)):
+        monkeypatch.setattr(native, "cpu_instruction_set", lambda found=instructions: found)
+        for tokens in (most, most + 1):
+            own = way == "own" and (tokens == most or processor == "AVX512_BF16")
+            assert gemm.choose(view, torch.float32, tokens) is (gemm.native if own else gemm.same_dtype)
     assert gemm.choose(view, torch.float16, 4096) is (None if processor == "AMX" else gemm.mkl)
     assert gemm.choose(view, torch.float16, 8) is gemm.mkl
     assert gemm.choose(view.t()[:4], torch.float32, 8) is None

@@ -20,6 +20,7 @@ from ...ops import native as library
 # Up to this many tokens products in fp32 cost less than writing a 16-bit gradient and adding it, however it is made.
 # What they cost is to read and write the segment, so that our own kernel serves any processor.
 _FEW_TOKENS = 32
+_FEW_TOKENS_AVX512 = 64  # of fp32 operands, to our own: addmm takes 1.2 to 1.6 times as long (an Intel Xeon, 64 tokens)
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # of cblas
 
 Gemm = Callable[[Tensor, Tensor, Tensor, float, float], None]
@@ -40,7 +41,8 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
         return None
     if dtype == view.dtype:
         own = dtype == torch.float32 and view.device.type == "cpu" and library.multiplies(dtype)
-        return native if own and (tokens <= _FEW_TOKENS or _faster_than_mkl()) else same_dtype
+        few = _FEW_TOKENS_AVX512 if library.cpu_instruction_set() == "avx512" else _FEW_TOKENS
+        return native if own and (tokens <= few or _faster_than_mkl()) else same_dtype
     if dtype not in (torch.bfloat16, torch.float16) or view.dtype != torch.float32:
         return None
     if view.device.type == "cuda":
