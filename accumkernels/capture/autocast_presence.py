@@ -22,8 +22,12 @@ SMALLEST = 2**16
 
 
 def may_route(module: nn.Module, asked: str | bool) -> bool:
-    """Whether the route can ever be worth it on a module, for FusedAccumulator's argument `autocast_route`."""
-    return asked is True or (asked == "auto" and any(p.numel() >= SMALLEST for p in module.parameters()))
+    """Whether the route can ever be on a module, for FusedAccumulator's argument `autocast_route`.
+
+    A compiled part takes it whatever the size of its modules: there it is one hook for all of them.
+    """
+    large = any(p.numel() >= SMALLEST for p in module.parameters())
+    return asked is True or (asked == "auto" and (large or bool(split(module)[1])))
 
 
 class AutocastPresence:

@@ -214,3 +214,14 @@ def test_graphs_of_small_models_are_not_looked_at(monkeypatch):
         model = net()
         backward(ak.FusedAccumulator(model), model, autocast=True)
         assert len(looks) == expected
+
+
+def test_compiled_small_models_take_the_route(monkeypatch):
+    """One hook around a compiled part serves all of its modules, so that their sizes do not count."""
+    monkeypatch.setattr(autocast_presence, "SMALLEST", SMALLEST)
+    model = net()
+    model.compile(backend="eager")
+    acc = ak.FusedAccumulator(model)
+    for _ in range(2):
+        backward(acc, model, autocast=True)
+    assert "autocast route for 4 parameters" in repr(acc)
