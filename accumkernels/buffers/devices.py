@@ -21,6 +21,11 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
 
+def is_known_zero(scalar: Tensor) -> bool:
+    """Whether the host can see, without waiting, that a 0-d tensor is zero."""
+    return scalar.is_cpu and scalar.tolist() == 0  # not item(): tolist() is no op
+
+
 def worst(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """The elementwise maximum of tensors of one shape on any devices, on `device`; a copy."""
     return torch.stack([move(tensor, device) for tensor in tensors]).amax(0)

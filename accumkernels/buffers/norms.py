@@ -28,9 +28,9 @@ def total_norm(
             buffer.ops.norm_(part, _views(buffer, only), ord=norm_type)
             parts.append(part if part.device == device else move(part, device))
         if len(parts) == 1:
-            return parts[0].sqrt() if norm_type == 2.0 else parts[0]
+            return parts[0].sqrt_() if norm_type == 2.0 else parts[0]
         joined = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
-        return joined.sum().sqrt() if norm_type == 2.0 else joined.amax()
+        return joined.sum().sqrt_() if norm_type == 2.0 else joined.amax()
     views = [view for buffer in buffers for view in _views(buffer, only)]
     return move(torch.nn.utils.get_total_norm(views, norm_type), device, torch.float64)
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..arguments import as_scalar
 from ..boundary import with_graph
-from ..buffers.devices import move
+from ..buffers.devices import is_known_zero, move
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import clip_coefficient
 from ..buffers.parameters import NamedParameter
@@ -218,8 +218,8 @@ class End:
         # but a mean that is rounded may overflow whether it is clipped or not.
         averages = not folded and (max_norm is None or self._store.rounds)
         verdict, divided = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm, parts=parts)
-        divide_by = verdict.divide_by
-        norms, coefficients = self._measure(parts, None if divided else verdict.divisor)
+        judged = verdict  # of sums as they are, whatever rounding them does
+        norms, coefficients = self._measure(parts, None if divided or not parts else verdict.divisor)
 
         # Folded optimizers get the sums as they are; the others get averages.
         if averages:
@@ -233,19 +233,20 @@ class End:
                 self._handout.multiply(coefficient, part.ids)
             some = len(folded) < len(optimizers)
             sums = {id(p) for p in owned(folded)} if some else frozenset()
-            verdict = self._finish(window, optimizers, verdict, divide_by if some else None, sums)
+            verdict = self._finish(window, optimizers, verdict, judged.divide_by if some else None, sums)
 
         may_skip = self._overflow is not None or window.may_be_empty
         try:
             for optimizer in fused:
                 scale = verdict.single(Judged.DIVIDE_BY) if optimizer in folded else None
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
-                optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
+                if self._scaler.scaler is None and not is_known_zero(verdict.skip):  # a scaler sets it itself
+                    optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 self._step_optimizer(optimizer, optimizer in fused, may_skip)
         except BaseException:
             if folded:  # whoever goes on by hand finds the averaged gradients that finalize() promises
-                self._handout.divide(divide_by, only={id(p) for p in owned(folded)})
+                self._handout.divide(judged.divide_by, only={id(p) for p in owned(folded)})
             raise
         finally:
             for optimizer in fused:
@@ -254,7 +255,8 @@ class End:
         # Where ranks agree on the device alone, another's window may be empty, and then all are.
         may_be_empty = window.may_be_empty or self._ranks.judged_together
         self._scaler.update(keep=verdict.empty if may_be_empty else None)
-        return norms if parts else [verdict.norm]
+        exact = self._store.result_dtype == torch.float64
+        return norms if parts else [verdict.norm if exact else verdict.single(Judged.NORM)]
 
     def _measure(self, parts: Sequence[Part], divisor: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         """The norm of each part's average, and what clips it; `divisor` where sums are not divided yet."""

@@ -13,7 +13,7 @@ from ..ops.schema import Judged
 class Metrics:
     """A snapshot of the window that ended last, and counts of all windows; nothing is read from the device.
 
-    Counts are kept in place on the device, so that a replayed CUDA graph counts too.
+    Counts are kept in place on a GPU, so that a replayed CUDA graph counts too; those of the CPU are numbers.
 
     Args:
         device: Where they are kept.
@@ -21,7 +21,8 @@ class Metrics:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ended: Tensor | None = None  # windows, and those of them that were skipped: fp64 [2]
+        self._counted = 0.0, 0.0  # windows, and those of them that were skipped, where the host has the verdicts
+        self._ended: Tensor | None = None  # the same where it has not: fp64 [2]
         self._micro_batches = 0  # of the window that ended last
         self._judged: Tensor | None = None
         self._norm: Tensor | None = None
@@ -35,11 +36,18 @@ class Metrics:
             judged: fp64, see `ops.schema.Judged`; not changed any more.
             loss: See `WindowLoss.later`; asked by `read`.
         """
+        if judged.is_cpu:  # a number costs a tenth of a tensor
+            numbers = judged.tolist()
+            self._counted = self._counted[0] + numbers[Judged.ENDED], self._counted[1] + numbers[Judged.SKIP]
+        else:
+            self._count_on_device(judged)
+        self._micro_batches, self._judged, self._norm, self._loss = micro_batches, judged, None, loss
+
+    def _count_on_device(self, judged: Tensor) -> None:
         if self._ended is None:
             with torch.inference_mode(False):
                 self._ended = torch.zeros(2, dtype=torch.float64, device=self._device)
         self._ended += judged[Judged.ENDED : Judged.SKIP + 1]
-        self._micro_batches, self._judged, self._norm, self._loss = micro_batches, judged, None, loss
 
     def end_empty_window(self) -> None:
         """Take in a window without micro-batches."""
@@ -53,7 +61,8 @@ class Metrics:
 
     def read(self) -> dict[str, float | Tensor]:
         """The snapshot, in tensors of its own."""
-        ended = torch.zeros(2, dtype=torch.float64) if self._ended is None else self._ended.clone()
+        counted = torch.tensor(self._counted, dtype=torch.float64, device="cpu")
+        ended = counted if self._ended is None else self._ended.clone()
         window: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
         if self._judged is not None:
             judged = self._judged.clone()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..buffers.devices import move
+from ..buffers.devices import is_known_zero, move
 from ..buffers.parameters import NamedParameter
 
 _TORCHS_STEP = torch.amp.GradScaler.step
@@ -187,9 +187,12 @@ class LossScaler:
         if not skips_itself or type(scaler).step is not _TORCHS_STEP or "step" in vars(scaler):
             scaler.step(optimizer)
             return
-        # As torch's own does, but for its look at the optimizer's signature, as long as the step of a small model.
+        # As torch's own does, but for its look at the optimizer's signature, as long as the step of a small model; and
+        # for a found_inf of 0, which costs the optimizer a subtraction from each of its counters of steps.
         record = scaler._per_optimizer_states[id(optimizer)]
-        (optimizer.found_inf,) = record["found_inf_per_device"].values()  # type: ignore[attr-defined]
+        (found_inf,) = record["found_inf_per_device"].values()
+        if not is_known_zero(found_inf):
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         optimizer.step()
         record["stage"] = OptState.STEPPED
 

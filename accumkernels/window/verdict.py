@@ -38,7 +38,7 @@ class Verdict:
         self.exact = empty(len(Judged), torch.float64, state.device)
         single = empty(len(Judged), torch.float32, state.device)
         ops.judge_(self.exact, single, state, divisor=divisor, norm=norm, max_norm=max_norm, overflow=overflow)
-        self._exact, self._single = self.exact.unbind(), single.unbind()  # one by one they take as long as the op
+        self._single = single.unbind()  # one by one they take as long as the op
 
     def with_overflow(self, overflow: Tensor) -> Verdict:
         """Judge again, with an overflow (fp64 of one element, 0 or 1) that showed later."""
@@ -73,19 +73,19 @@ class Verdict:
     @property
     def divisor(self) -> Tensor:
         """fp64; what the sums are divided by."""
-        return self._exact[Judged.DIVISOR]
+        return self.exact[Judged.DIVISOR]
 
     @property
     def coefficient(self) -> Tensor:
         """fp64; what clips the average."""
-        return self._exact[Judged.COEFFICIENT]
+        return self.exact[Judged.COEFFICIENT]
 
     @property
     def divide_by(self) -> Tensor:
         """fp64; divisor and coefficient in one."""
-        return self._exact[Judged.DIVIDE_BY]
+        return self.exact[Judged.DIVIDE_BY]
 
     @property
     def norm(self) -> Tensor:
         """fp64; of the average, before clipping."""
-        return self._exact[Judged.NORM]
+        return self.exact[Judged.NORM]

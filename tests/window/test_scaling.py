@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 import accumkernels as ak
 from tests.support.models import batch, mlp
+from tests.support.seen import Seen
 
 OPTIMIZERS = {
     "sgd": lambda params, fused: torch.optim.SGD(params, lr=0.05, fused=fused),
@@ -337,3 +338,21 @@ def test_a_scaler_with_a_step_of_its_own(fused, how):
         acc.step(optimizer)
         assert (scaler.steps if how == "subclass" else scaler.step.call_count) == windows
     assert scaler._get_growth_tracker() == 2
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_window_known_to_be_good_is_stepped_as_without_a_scaler(scaled):
+    """A fused optimizer takes found_inf back out of each of its counters of steps, which a 0 is not worth."""
+    model = mlp()
+    x, y = batch(3)
+    acc = ak.FusedAccumulator(model, scaler=torch.amp.GradScaler("cpu", enabled=scaled))
+    optimizer = torch.optim.AdamW(acc.parameters(), fused=True)
+    for factor, steps in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
+        acc.backward(mse_loss(model(x), y) * factor)
+        with Seen() as seen:
+            acc.step(optimizer)
+        assert acc.step_was_skipped == (factor != 1)
+        assert ("_foreach_sub_" in seen.names) == acc.step_was_skipped
+        assert {int(state["step"]) for state in optimizer.state.values()} == {steps}
+        assert not hasattr(optimizer, "found_inf")
+        assert not hasattr(optimizer, "grad_scale")
