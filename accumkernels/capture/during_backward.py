@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -108,9 +107,9 @@ class DuringBackward:
 
     Args:
         bucket_bytes: Hand over when so many bytes are pending.
-        sink: Called with what is pending for each buffer, in backward, on the stream of the last gradient; `into` puts
+        sink: Called with what is pending for each buffer, in backward, on the stream of the last gradient; `run` puts
             another in its place.
-        always: Whether every backward is listened to; else only those inside `into`.
+        always: Whether every backward is listened to; else only those that `run` runs.
 
     Attributes:
         handed_over: Whether the sink was called since the last `reset`.
@@ -125,7 +124,7 @@ class DuringBackward:
         self._sink = sink
         self._always = always
         self._listening = True
-        self._inside = False  # a backward runs inside `into`
+        self._inside = False  # `run` runs a backward
         self.interrupted = False
         self._pending = _Pending(self, bucket_bytes)
         self._lock = threading.RLock()  # of handing over: several devices' threads may
@@ -149,11 +148,11 @@ class DuringBackward:
         """Whether gradients of a backward that runs now are taken."""
         return self._listening and (self._always or self._inside)
 
-    @contextlib.contextmanager
-    def into(self, sink: Sink, awaited: Set[Place] | None = frozenset()) -> Iterator[None]:
-        """Hand over to another sink for as long as a backward runs.
+    def run(self, backward: Callable[[], None], sink: Sink, awaited: Set[Place] | None = frozenset()) -> None:
+        """Run a backward, and hand over to another sink meanwhile.
 
         Args:
+            backward: What to run.
             sink: The other one.
             awaited: Segments whose gradient is handed over at once, with all that is pending; None: every one.
         """
@@ -166,7 +165,7 @@ class DuringBackward:
         self._inside = True
         self.interrupted = self._pending.ready = self._listening
         try:
-            yield
+            backward()
             self.interrupted = False
         finally:
             self._sink = usual
@@ -199,19 +198,23 @@ class DuringBackward:
         self.interrupted = self._pending.ready = False
 
     @without_graph
-    def hand_over(self, sink: Sink | None = None) -> None:
-        """Hand over what is pending, if anything is; to `sink` where one is given."""
+    def hand_over(self) -> None:
+        """Hand over what is pending, if anything is."""
         with self._lock:
-            pending = self._pending
-            items = pending.items[:]
-            del pending.items[: len(items)]  # not what another thread appends meanwhile
-            pending.bytes = 0
-            if items:
-                self.handed_over = True
-                pending.streams.join()  # and a bucket that is added on yet another stream comes after this one
-                sink = self._sink if sink is None else sink
-                for bucket in _buckets(items):
-                    sink(bucket)
+            for bucket in self.take_rest():
+                self._sink(bucket)
+
+    def take_rest(self) -> list[Bucket]:
+        """What is pending, for the caller to add: it counts as handed over."""
+        pending = self._pending
+        items = pending.items[:]
+        del pending.items[: len(items)]  # not what another thread appends meanwhile
+        pending.bytes = 0
+        if not items:
+            return []
+        self.handed_over = True
+        pending.streams.join()  # and a bucket that is added on yet another stream comes after this one
+        return _buckets(items)
 
     def reset(self) -> None:
         """Forget what is pending; the next backward begins anew."""
@@ -226,11 +229,12 @@ class DuringBackward:
         self.listens = False
 
 
-def _buckets(items: list[tuple[Place, Tensor]]) -> Iterator[Bucket]:
+def _buckets(items: list[tuple[Place, Tensor]]) -> list[Bucket]:
     """By flat buffer; more than one bucket where a segment got several gradients, which are added one after another.
 
     So it is with reentrant checkpointing, after a second backward, and where a weight is read both cast and uncast.
     """
+    buckets: list[Bucket] = []
     while items:
         found: dict[FlatBuffer, dict[int, Tensor]] = {}
         later = []
@@ -242,7 +246,8 @@ def _buckets(items: list[tuple[Place, Tensor]]) -> Iterator[Bucket]:
             else:
                 grads[index] = grad
         items = later
-        yield [(buffer, _captured(buffer, grads)) for buffer, grads in found.items()]
+        buckets.append([(buffer, _captured(buffer, grads)) for buffer, grads in found.items()])
+    return buckets
 
 
 def _captured(buffer: FlatBuffer, grads: dict[int, Tensor]) -> Captured:

@@ -27,6 +27,7 @@ from .loss import WindowLoss
 from .micro_batch_weight import Weigher, Weight
 from .noise_scale import NoiseMeter
 from .optimizers import owned
+from .scaled_backward import scaled_backward
 from .scaling import LossScaler
 from .state import Phase, Window
 from .sums import Sums
@@ -235,11 +236,11 @@ class Intake:
             weighed = Weight(weight)
         if self._window.kept:
             self._window.check_kept(weighed)
-        scaled = self._scaler.scale(loss)
+        run = scaled_backward(loss, self._scaler.scaler, kwargs)
         if self._autocast is None and not self._adds_in_backward:
-            scaled.backward(**kwargs)
+            run()
         else:
-            self.run(functools.partial(scaled.backward, **kwargs), loss, weighed, last)
+            self.run(run, loss, weighed, last)
         return weighed
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
@@ -307,8 +308,7 @@ class Intake:
         """Run a backward whose gradients are added, with their weight, while it runs."""
         try:
             awaited = self._ranks.awaited if sends else frozenset()
-            with hooks.into(functools.partial(self._add_bucket, weight=weight, sends=sends), awaited):
-                run()
+            hooks.run(run, functools.partial(self._add_bucket, weight=weight, sends=sends), awaited)
         except BaseException:
             if self._release == "backward" or hooks.handed_over:
                 self._window.phase = Phase.BROKEN
@@ -371,13 +371,19 @@ class Intake:
             self._loss.drop_kept()
             self._raise_overflow()
 
-        # Add: the last bucket of a backward, then what is in `.grad`s and on the route.
+        # Add: what a backward has left pending, then what is in `.grad`s and on the route. Where that is nothing, the
+        # op that adds the last bucket counts the micro-batch too.
+        adds = captured
         if self.hooks is not None and added_in_backward:
-            self.hooks.hand_over(functools.partial(self._add_bucket, weight=weight))
+            buckets = self.hooks.take_rest()
+            if buckets and not has_grads and not window.kept:
+                adds, loss_scale = self._of_all_buffers(buckets.pop()), self._scaler.loss_scale()
+            for bucket in buckets:
+                self._add_bucket(bucket, weight)
         self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
         if window.kept:
             weight = window.with_kept(weight)
-        self._sums.add(captured, weight, loss_scale, tag, drops=drops)
+        self._sums.add(adds, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
         window.count(weight.total)
@@ -415,6 +421,14 @@ class Intake:
             weight: Of the micro-batch.
             sends: Whether these gradients complete their segments, which other ranks may then have.
         """
+        adds = self._of_all_buffers(bucket)
+        self._sums.add(adds, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
+        if sends:
+            for buffer, (segments, _) in bucket:
+                self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])
+
+    def _of_all_buffers(self, bucket: Bucket) -> list[Captured]:
+        """What is about to be added to each buffer of the store."""
         self._store.allocate()
         if self._ranks.begun:
             self._check_not_sent((buffer, segments) for buffer, (segments, _) in bucket)
@@ -422,16 +436,7 @@ class Intake:
         if self.fused is not None:
             for buffer in parts:
                 self.fused.take_turn(buffer)
-        self._sums.add(
-            [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers],
-            weight,
-            self._scaler.loss_scale(),
-            self.serial + 1,
-            count=False,
-        )
-        if sends:
-            for buffer, (segments, _) in bucket:
-                self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])
+        return [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
 
     def _is_complete(self, buffer: FlatBuffer, index: int) -> bool:
         """Whether no more gradients of the window's last micro-batch come to a segment that got one."""

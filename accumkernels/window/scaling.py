@@ -76,10 +76,6 @@ class LossScaler:
                     f"use torch.amp.GradScaler({entry.param.device.type!r})"
                 )
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
     def make_up_for(self, divided_by: float | Tensor) -> None:
         """Multiply gradients by what a trainer divides its losses by, from now on."""
         self.divided_by, self.trainer_divides = divided_by, True

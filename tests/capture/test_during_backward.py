@@ -151,10 +151,33 @@ def test_buckets_are_as_large_as_they_may_be(monkeypatch):
         assert sum(sizes) == 592
         assert len(sizes) == 2 and sizes[0] >= 300
         smaller = []
-        with acc._intake.hooks.into(smaller.append, awaited=None):  # as in the last micro-batch over ranks
-            mse_loss(model(x), y).backward()
+        backward = mse_loss(model(x), y).backward
+        acc._intake.hooks.run(backward, smaller.append, awaited=None)  # as in the last micro-batch over ranks
         assert len(smaller) > 2
         acc.zero_()
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+@pytest.mark.parametrize("form", ["backward", "bare"])
+def test_the_last_bucket_counts_the_micro_batch(monkeypatch, form, weight):
+    """In the op that adds it: a model of one bucket runs one op for each micro-batch."""
+    calls, add = [], native.accumulate_
+    monkeypatch.setattr(native, "accumulate_", lambda *args, **options: (calls.append(1), add(*args, **options)))
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", backend="native")
+    x, y = batch(3)
+    for micro_batches in (1, 2):
+        if form == "backward":
+            acc.backward(mse_loss(model(x), y), weight)
+        else:
+            weight = 1.0
+            mse_loss(model(x), y).backward()
+            acc.accumulate()
+        assert len(calls) == micro_batches
+        assert acc.weight.item() == weight * micro_batches
+    expected = big_batch_grads(model, x, y)
+    sums = [acc.main_grad(p).double() / acc.weight for p in model.parameters()]
+    assert relative_error(sums, expected) < 1e-6
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)

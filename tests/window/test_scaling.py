@@ -141,7 +141,7 @@ def test_overflow_in_one_element_skips(where):
             optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
             before = [p.detach().clone() for p in model.parameters()]
             acc.backward(mse_loss(model(x), y))
-            acc._scaler.scale(mse_loss(model(x), y)).backward()
+            acc._scaler.scaler.scale(mse_loss(model(x), y)).backward()
             target.grad.view(-1)[0 if where == "first" else -1] = float("inf" if bad % 2 else "nan")
             acc.accumulate()
             acc.backward(mse_loss(model(x), y))
