@@ -384,14 +384,14 @@ class End:
         """Reduce the flat buffers; the squared norm of the sums where it is measured, fp64 0-d, else 0."""
         device = self._store.device
         squares = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self._store.states}
+        divisors = {} if divisor is None else {b: move(divisor, b.device, b.dtype) for b in self._store.buffers}
 
         def look(buffer: FlatBuffer, parts: list[Tensor]) -> None:
             if measures:
                 buffer.ops.norm_(squares[buffer.device], parts)
             if divisor is not None:
-                by = move(divisor, buffer.device, buffer.dtype)
                 for part in parts:
-                    part.div_(by)
+                    part.div_(divisors[buffer])
 
         self._ranks.reduce(look)
         return sum((move(s, device) for s in squares.values()), torch.zeros(1, dtype=torch.float64, device=device))[0]

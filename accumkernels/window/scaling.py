@@ -58,6 +58,7 @@ class LossScaler:
         self.divided_by: float | Tensor = 1
         self.trainer_divides = False
         self._undivided = True
+        self._inverse: Tensor | None = None  # of what is divided by, once it was asked for
         self._unscaled: set[int] = set()  # ids of optimizers that were refused for it
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
@@ -78,8 +79,10 @@ class LossScaler:
 
     def make_up_for(self, divided_by: float | Tensor) -> None:
         """Multiply gradients by what a trainer divides its losses by, from now on."""
-        self.divided_by, self.trainer_divides = divided_by, True
-        self._undivided = not isinstance(divided_by, Tensor) and divided_by == 1
+        self.trainer_divides = True
+        if isinstance(divided_by, Tensor) or isinstance(self.divided_by, Tensor) or divided_by != self.divided_by:
+            self.divided_by, self._inverse = divided_by, None
+            self._undivided = not isinstance(divided_by, Tensor) and divided_by == 1
 
     def undivided(self, loss: Tensor | None) -> Tensor | None:
         """A loss as it was before a trainer divided it."""
@@ -95,7 +98,9 @@ class LossScaler:
             RuntimeError: the scaler has not scaled any loss yet.
         """
         if self.scaler is None:
-            return None if self._undivided else 1 / torch.as_tensor(self.divided_by, dtype=torch.float32)
+            if self._inverse is None and not self._undivided:
+                self._inverse = 1 / torch.as_tensor(self.divided_by, dtype=torch.float32)
+            return self._inverse
         if self.scaler._scale is None and lazily:
             self.scaler.scale(torch.zeros((), device=self.scaler._device))
         if self.scaler._scale is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -45,16 +45,9 @@ class Sums:
         """
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
         for buffer, taken in zip(self._store.buffers, captured, strict=True):
-            arguments = buffer.rows(taken.segments), drops[buffer.device], buffer.flags
             options = {"tag": tag, "weight_tensor": move(weight, buffer.device) if isinstance(weight, Tensor) else None}
-            grads = _grads(buffer, taken)
-            try:
-                buffer.ops.check_finite_(grads, *arguments, **options)
-            except RuntimeError:
-                ordered = _reordered(buffer, taken, grads)
-                if ordered is None:
-                    raise
-                buffer.ops.check_finite_(ordered, *arguments, **options)
+            rest = buffer.rows(taken.segments), drops[buffer.device], buffer.flags
+            _run(buffer.ops.check_finite_, (), buffer, taken, rest, options)
         if len(drops) > 1 or self._ranks.judged_together:
             bad = self._ranks.maximum(worst(drops.values(), self._store.device))
             drops = {device: move(bad, device) for device in drops}
@@ -131,17 +124,9 @@ class Sums:
         if squares is not None:
             options["sq_norm"] = squares
 
-        state, segments = self._store.states[device], captured.segments
-        rows, first = buffer.rows(segments), buffer.first_touches(segments)
-        arguments = rows, first, buffer.layout, buffer.layout_host
-        grads = _grads(buffer, captured)
-        try:
-            buffer.ops.accumulate_(buffer.tensor, state, grads, *arguments, **options)
-        except RuntimeError:
-            ordered = _reordered(buffer, captured, grads)
-            if ordered is None:
-                raise
-            buffer.ops.accumulate_(buffer.tensor, state, ordered, *arguments, **options)
+        segments = captured.segments
+        rest = buffer.rows(segments), buffer.first_touches(segments), buffer.layout, buffer.layout_host
+        _run(buffer.ops.accumulate_, (buffer.tensor, self._store.states[device]), buffer, captured, rest, options)
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, weight: Weight) -> None:
         """Add `sum w_i |g_i|^2` where the gradients are those of a loss times `in_loss`, and that squared is in it."""
@@ -152,20 +137,27 @@ class Sums:
         squares += weighted
 
 
-def _grads(buffer: FlatBuffer, captured: Captured) -> list[Tensor]:
-    """The gradients as an op is to try them.
+def _run(
+    op: Callable[..., None],
+    first: tuple[Tensor, ...],
+    buffer: FlatBuffer,
+    captured: Captured,
+    rest: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Run an op on gradients, which are its argument between `first` and `rest`.
 
     Nearly always they are in memory order as backward made them. The op sees that, and refuses others before it has
     done anything: a look at each of them here would take a third of its time.
-    """
-    return captured.grads if buffer.contiguous else in_memory_order(buffer, captured)
-
-
-def _reordered(buffer: FlatBuffer, captured: Captured, refused: list[Tensor]) -> list[Tensor] | None:
-    """Gradients that an op has refused, in memory order; None where they were in it.
 
     Raises:
-        RuntimeError: names a parameter whose gradient has the wrong size, which an op knows by number.
+        RuntimeError: names a parameter whose gradient is sparse or has the wrong size, which an op knows by number.
     """
-    ordered = in_memory_order(buffer, captured)
-    return None if not buffer.contiguous or all(map(is_, ordered, refused)) else ordered
+    grads = captured.grads if buffer.contiguous else in_memory_order(buffer, captured)
+    try:
+        op(*first, grads, *rest, **options)
+    except RuntimeError:
+        ordered = in_memory_order(buffer, captured)
+        if not buffer.contiguous or all(map(is_, ordered, grads)):
+            raise
+        op(*first, ordered, *rest, **options)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.window.scaling import LossScaler
 from tests.support.models import batch, mlp
 from tests.support.seen import Seen
 
@@ -356,3 +357,19 @@ def test_a_window_known_to_be_good_is_stepped_as_without_a_scaler(scaled):
         assert {int(state["step"]) for state in optimizer.state.values()} == {steps}
         assert not hasattr(optimizer, "found_inf")
         assert not hasattr(optimizer, "grad_scale")
+
+
+def test_what_a_trainer_divides_by_may_change():
+    """From one micro-batch to the next, as another number or inside a tensor."""
+    scaler = LossScaler(None)
+    assert scaler.loss_scale() is None
+    tensor = torch.tensor(8.0)
+    for divided_by, expected in ((2, 0.5), (4, 0.25), (4, 0.25), (tensor, 0.125), (1, None), (2, 0.5)):
+        scaler.make_up_for(divided_by)
+        found = scaler.loss_scale()
+        assert (found if found is None else found.item()) == expected
+        assert scaler.loss_scale() is found  # it is asked for every bucket
+    scaler.make_up_for(tensor)
+    tensor.fill_(16)
+    scaler.make_up_for(tensor)
+    assert scaler.loss_scale().item() == 1 / 16
