@@ -1,16 +1,19 @@
 """What the adapters gain: samples per second and gradient bytes of each trainer, with and without FusedAccumulator.
 
-    python -m benchmarks.trainers [--device cpu|cuda] [--model small,medium] [--ranks 1,2] [--csv FILE [--keep]]
+    python -m benchmarks.trainers [--device cpu|cuda] [--model small,medium] [--ranks 1,2] [--processes 4]
+        [--csv FILE [--keep]]
 
 accelerate, Lightning and transformers train the demo's GPT (GPT-2 124M on a GPU) under bf16 autocast, with clipping and
 AdamW (fused, but not in Lightning, which alone refuses to clip it), on the same random tokens. Each method of a trainer
 is a process of its own (on several ranks one for each, under DistributedDataParallel), and they take turns, window by
 window: while one trains the others wait, since a machine is not as fast in one second as in another. A window is timed
 from one optimizer step to the next; what a trainer sets up does not count. A ratio of speeds is that of two windows of
-the same turn. Samples and tokens are those of all ranks, times and bytes those of rank 0. The peak of live gradient
-bytes is of all that holds gradients: `.grad`s, 16-bit gradients not yet added, and flat buffers. It is looked at when a
-module's backward ends, before and after gradients are added and before the optimizer steps, from the second window on,
-in a run of its own. A trainer that is not installed is listed as such.
+the same turn. The same loop in a new process has other memory, and a speed of its own: with `--processes`, all methods
+are started so many times, and medians and spreads are over the windows of all. Samples and tokens are those of all
+ranks, times and bytes those of rank 0. The peak of live gradient bytes is of all that holds gradients: `.grad`s, 16-bit
+gradients not yet added, and flat buffers. It is looked at when a module's backward ends, before and after gradients are
+added and before the optimizer steps, from the second window on, in a run of its own. A trainer that is not installed is
+listed as such.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ COLUMNS = (
     *("trainer", "trainer_version", "method", "model", "parameters", "device", "dtype", "ranks"),
     *("micro_batches", "tokens_per_micro_batch", "samples_per_second", "tokens_per_second"),
     *("ms_median", "ms_p10", "ms_p90", "peak_gradient_MB", "speed_to_without", "speed_p10", "speed_p90"),
-    *("gradients_to_without", "windows", "unavailable"),
+    *("gradients_to_without", "windows", "processes", "unavailable"),
     *("threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
@@ -116,6 +119,14 @@ def measure(trainer: str, task: Task, threads: int) -> dict[str, Measured]:
         return {name: pickle.loads(Path(folder, str(i)).read_bytes()) for i, name in enumerate(OPTIONS)}
 
 
+def joined(runs: Sequence[dict[str, Measured]]) -> dict[str, Measured]:
+    """All windows of some runs in one, and the highest peaks."""
+    return {
+        name: Measured([s for run in runs for s in run[name].seconds], max(run[name].peak for run in runs))
+        for name in runs[0]
+    }
+
+
 def rows(trainer: str, found: dict[str, Measured] | str, task: Task, about: Row) -> list[Row]:
     """One per method; one in all where the trainer is not installed."""
     parameters = sum(p.numel() for p in Model(task.size).parameters())
@@ -183,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", default="1", help="numbers of processes, comma-separated (default: 1)")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--windows", type=int, default=31, help="per method; the first is not timed")
+    parser.add_argument("--processes", type=int, default=1, help="per method and rank, one after another (default: 1)")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--trainers", default=",".join(TRAINERS), help=f"default: {','.join(TRAINERS)}")
     parser.add_argument("--csv", type=Path, help="write the rows here")
@@ -196,8 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"{option}: {name!r} is not one of {', '.join(known)}")
     if arguments.windows < 2:
         parser.error("--windows: 2 or more, the first is not timed")
+    if arguments.processes < 1:
+        parser.error("--processes: 1 or more")
     device = torch.device(arguments.device)
-    about = environment(device)
+    about = {**environment(device), "processes": arguments.processes}
     cases = list(itertools.product(models, map(int, arguments.ranks.split(",")), names))
     found: list[Row] = []
     if arguments.keep and arguments.csv and arguments.csv.exists():
@@ -205,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [row for row in kept if (row["model"], int(str(row["ranks"])), row["trainer"]) not in cases]
     for model, ranks, name in cases:
         task = Task(SIZES[model], arguments.micro_batches, arguments.windows, device, ranks)
-        measured = measure(name, task, arguments.threads) if version(name) else "not installed"
+        measured: dict[str, Measured] | str = "not installed"
+        if version(name):
+            measured = joined([measure(name, task, arguments.threads) for _ in range(arguments.processes)])
         added = rows(name, measured, task, {**about, "model": model})
         show(added)
         found += added

@@ -64,6 +64,24 @@ def test_two_ranks(name, tmp_path):
         assert float(row["samples_per_second"]) == pytest.approx(2 * 2 * SIZES["tiny"].samples / seconds, rel=1e-3)
 
 
+def test_windows_of_several_processes(tmp_path, monkeypatch):
+    """Count together: medians and ratios are over all of them."""
+    runs = iter([(1.0, 2.0), (3.0, 4.0), (5.0, 10.0)])
+
+    def measure(*_):
+        without, ours = next(runs)
+        return {name: trainers.Measured([without if name == "without" else ours] * 2, 7) for name in trainers.OPTIONS}
+
+    monkeypatch.setattr(trainers, "measure", measure)
+    monkeypatch.setattr(trainers, "version", lambda package: "1.0")
+    file = tmp_path / "trainers.csv"
+    assert trainers.main([*TINY, "--trainers", "accelerate", "--processes", "3", "--csv", str(file)]) == 0
+    without, ours, _ = csv.DictReader(file.open())
+    assert (without["ms_median"], ours["ms_median"]) == ("3000.0", "4000.0")
+    assert ours["speed_to_without"] == "0.5"
+    assert (ours["windows"], ours["processes"]) == ("6", "3")
+
+
 def test_a_trainer_that_is_not_installed(tmp_path, monkeypatch):
     """A row that says so."""
     monkeypatch.setattr(trainers, "version", lambda package: "")
