@@ -113,10 +113,11 @@ class FusedAccumulator:
             hooks of your own on the weight. Such a gradient is not rounded to 16 bit first: it is nearer to float64,
             and not bit-equal to stock's. "auto" (default) does so where gradients are added in buckets (`release`),
             for weights of at least 2**18 elements: embeddings, and linear weights in bf16 and fp32 where no GradScaler
-            is enabled. True: for every such weight and with `release="microbatch"`, where an exception in backward
-            then breaks the window; in fp16 with a GradScaler too, where a sum that overflows fp16 and not fp32 no
-            longer skips the step. False: never. `overflow="microbatch"`, "raise" and a measured noise scale need whole
-            gradients, and fuse nothing. Under autocast linear weights are fused where the autocast route takes them.
+            is enabled; in bf16 not where the sums stay in the cache of a CPU with AMX. True: for every such weight and
+            with `release="microbatch"`, where an exception in backward then breaks the window; in fp16 with a
+            GradScaler too, where a sum that overflows fp16 and not fp32 no longer skips the step. False: never.
+            `overflow="microbatch"`, "raise" and a measured noise scale need whole gradients, and fuse nothing. Under
+            autocast linear weights are fused where the autocast route takes them.
         backend: "auto", "native", "triton" or "reference".
         comm_dtype: The dtype in which fp32 sums are reduced over ranks. torch.bfloat16 halves the bytes; every rank's
             sum is rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an

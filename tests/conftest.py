@@ -36,6 +36,14 @@ def autocast_route_for_small_modules(monkeypatch):
     monkeypatch.setattr(autocast_presence, "SMALLEST", 0)
 
 
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch):
+    """The sums of tests' models fit into any, where gradients in bf16 are made and added with AMX; they are fused."""
+    from accumkernels.capture.fused import gemm
+
+    monkeypatch.setattr(gemm, "last_level_cache", lambda: 0)
+
+
 def pytest_configure(config):
     """The interpreter is numpy, which warns of the infinities that tests put in on purpose."""
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")

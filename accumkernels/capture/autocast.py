@@ -248,7 +248,7 @@ class AutocastRoute:
             if live is None:
                 live = self._connect(shadow)
             if fused is not None and isinstance(module, nn.Linear) and name == "weight":
-                live = fused.dress(live, param)
+                live = fused.dress_linear(live, param)
             params[name] = live  # type: ignore[assignment]
             slots.swapped.append((name, param, live))
         if slots.swapped:

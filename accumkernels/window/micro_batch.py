@@ -18,6 +18,7 @@ from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
 from ..capture.autocast_presence import AutocastPresence, may_route
 from ..capture.during_backward import Bucket, DuringBackward, default_bucket_bytes
+from ..capture.fused.gemm import passes_are_cheap
 from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Captured, drop, take
 from ..hooks import Hook
@@ -99,12 +100,13 @@ class Intake:
             self.hooks = DuringBackward(self._bucket_bytes, sink, always=release == "backward")
             self._listen_to(store.buffers)
         in_buckets = self.hooks is not None and self.hooks.listens
-        self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, adds_in_backward=in_buckets)
+        cheap = store.device.type == "cpu" and passes_are_cheap(sum(buffer.tensor.nbytes for buffer in store.buffers))
+        self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, in_buckets, cheap)
         self.fused: FusedWeights | None = None
         smallest = self._fusing.smallest
         if module is not None and smallest is not None and any(p.numel() >= smallest for p in module.parameters()):
             check = Hook(self, Intake._check_segment_not_sent)
-            self.fused = FusedWeights(module, store, self.hooks, check, smallest)
+            self.fused = FusedWeights(module, store, self.hooks, check, smallest, self._fusing.linear)
         self._autocast: AutocastPresence | None = None
         if module is not None and may_route(module, autocast_route):
             self._autocast = AutocastPresence(module, store, self.hooks, autocast_route is True, self.fused)

@@ -31,13 +31,21 @@ class Fusing:
         wanted: FusedAccumulator's `fuse_weight_gradients`.
         overflow: As FusedAccumulator's argument.
         adds_in_backward: Whether gradients are added while backward runs in any case.
+        passes_are_cheap: Whether 16-bit gradients of linear weights are made and added faster than they are fused.
 
     Attributes:
         smallest: Weights of fewer elements are not fused; None: none is.
+        linear: The dtypes of linear weights, as they are multiplied, that are fused.
     """
 
     def __init__(
-        self, scaler: LossScaler, noise: NoiseMeter, wanted: str | bool, overflow: str | None, adds_in_backward: bool
+        self,
+        scaler: LossScaler,
+        noise: NoiseMeter,
+        wanted: str | bool,
+        overflow: str | None,
+        adds_in_backward: bool,
+        passes_are_cheap: bool,
     ) -> None:
         on_demand = wanted is True
         self.smallest: int | None = None
@@ -46,7 +54,8 @@ class Fusing:
         self._scaler = scaler
         self._noise = noise
         scaled = scaler.scaler is not None
-        self._linear = _ALL if on_demand else frozenset() if scaled else _WIDE_RANGE
+        by_default = _WIDE_RANGE - {torch.bfloat16} if passes_are_cheap else _WIDE_RANGE
+        self.linear = _ALL if on_demand else frozenset() if scaled else by_default
         self._embedding = _ALL if on_demand or not scaled else _ALL - {torch.float16}
 
     def permission(self, weight: float | Tensor, tag: int) -> Permission | None:
@@ -61,7 +70,7 @@ class Fusing:
         multiplier = _over(weight, self._scaler.loss_scale())
         if isinstance(multiplier, float) and (multiplier == 0 or not math.isfinite(multiplier)):
             return None  # BLAS would not look for an overflow in what it multiplies by zero
-        return Permission(multiplier, tag, self._linear, self._embedding)
+        return Permission(multiplier, tag, self.linear, self._embedding)
 
 
 def _over(weight: float | Tensor, loss_scale: Tensor | None) -> float | Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
+from accumkernels.capture.fused import gemm
 from tests.support.backends import same_bits
 from tests.support.made import weight_gradients
 from tests.support.models import relative_error
@@ -84,6 +85,30 @@ def test_dtypes(dtype, demand):
     acc.backward(loss_of(model, 2**-6))
     linear = LINEAR if demand or dtype == torch.bfloat16 else 0
     assert fused(acc) == EMBEDDING + linear + (SMALL if demand else 0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("amx", "fits"), [(True, True), (True, False), (False, True)])
+def test_sums_that_stay_in_a_cache(monkeypatch, amx, fits, autocast):
+    """With AMX, bf16 gradients of linear weights are made and added then; not embeddings', fp32, nor on demand."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    options = {"release": "backward", "autocast_route": True}
+    param_dtype, cast = (torch.float32, torch.bfloat16) if autocast else (torch.bfloat16, None)
+    model = net(dtype=param_dtype)
+    nbytes = sum(b.nbytes for b in ak.FusedAccumulator(net(dtype=param_dtype)).flat_buffers)
+    monkeypatch.setattr(gemm, "last_level_cache", lambda: 4 * nbytes - (0 if fits else 4))
+    with ak.FusedAccumulator(model, **options) as acc:
+        for _ in range(3):  # the route learns in the first
+            acc.backward(loss_of(model, autocast=cast))
+        assert fused(acc) == EMBEDDING + (0 if amx and fits else LINEAR)
+    model = net()
+    with ak.FusedAccumulator(model, **options) as acc:
+        acc.backward(loss_of(model))
+        assert fused(acc) == EMBEDDING + LINEAR
+    model = net(dtype=torch.bfloat16)
+    with ak.FusedAccumulator(model, fuse_weight_gradients=True, **options) as acc:
+        acc.backward(loss_of(model))
+        assert fused(acc) == EMBEDDING + LINEAR + SMALL
 
 
 def test_noise_scale_later():

@@ -111,6 +111,7 @@ class FusedWeights:
         hooks: Of the accumulator's own, which wait for the gradient of each parameter.
         check: Called with a buffer and a segment before that is added to; may raise.
         min_elements: Smaller weights are left alone.
+        linear: The dtypes of linear weights, as they are multiplied, that a backward may ever fuse; others are left.
 
     Attributes:
         permission: What the backward that runs may add; None while none does.
@@ -119,7 +120,13 @@ class FusedWeights:
     """
 
     def __init__(
-        self, module: nn.Module, store: Store, hooks: DuringBackward | None, check: Check, min_elements: int
+        self,
+        module: nn.Module,
+        store: Store,
+        hooks: DuringBackward | None,
+        check: Check,
+        min_elements: int,
+        linear: frozenset[torch.dtype],
     ) -> None:
         self.permission: Permission | None = None
         self.taken: set[int] = set()
@@ -129,6 +136,7 @@ class FusedWeights:
         self._check = check
         self._complete: Check | None = None
         self._min_elements = min_elements
+        self._linear = linear
         self._hooks = hooks
         self._places: dict[int, _Place] = {}  # by id of the parameter
         self._in_slots: dict[int, tuple[weakref.ref[nn.Module], Tensor, SlotWeight]] = {}  # by id of a module that runs
@@ -151,16 +159,19 @@ class FusedWeights:
         plain = module._parameters.get("weight")
         if plain is None or self._store.place(plain) is None:
             return  # something else stands in the slot
-        if isinstance(module, nn.Linear) and plain.dtype == torch.float32:
-            if torch.is_autocast_enabled(plain.device.type):
-                return  # it will be cast; the autocast route puts what it is cast to into the slot
-        weight = self.dress(plain, plain)
+        linear = isinstance(module, nn.Linear)
+        if linear and plain.dtype == torch.float32 and torch.is_autocast_enabled(plain.device.type):
+            return  # it will be cast; the autocast route puts what it is cast to into the slot
+        weight = self.dress_linear(plain, plain) if linear else self._dress(plain, plain)
         if isinstance(weight, SlotWeight):
             module._parameters["weight"] = weight  # type: ignore[assignment]
             self._in_slots[id(module)] = weakref.ref(module), plain, weight
 
-    def dress(self, plain: Tensor, param: Tensor) -> Tensor:
+    def dress_linear(self, plain: Tensor, param: Tensor) -> Tensor:
         """What is to stand in the slot of `param` in the place of `plain`: that itself where it is not to be fused."""
+        return self._dress(plain, param) if plain.dtype in self._linear else plain
+
+    def _dress(self, plain: Tensor, param: Tensor) -> Tensor:
         if not self.may_fuse(param) or not self.is_ours_alone(param) or not _is_eager():
             return plain
         place = self._places.get(id(param))
