@@ -180,6 +180,22 @@ def test_the_last_bucket_counts_the_micro_batch(monkeypatch, form, weight):
     assert relative_error(sums, expected) < 1e-6
 
 
+def test_what_is_pending_and_what_is_in_grad_are_one_micro_batch():
+    """A gradient that no hook took, as one that is set by hand, is added beside those of the last bucket."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward")
+    x, y = batch(3)
+    expected = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
+    mse_loss(model(x), y).backward()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    acc.accumulate()
+    assert acc.micro_batches == 1 and acc.weight.item() == 1
+    for index, (p, grad) in enumerate(zip(model.parameters(), expected, strict=True)):
+        assert p.grad is None
+        assert torch.equal(acc.main_grad(p), grad + 1 if index == 0 else grad)
+
+
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 @pytest.mark.parametrize("form", ["backward", "bare"])
 def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):

@@ -11,6 +11,7 @@ from torch import nn
 
 import accumkernels as ak
 from accumkernels.capture.fused import gemm
+from accumkernels.capture.fused.functions import SlotWeight
 from tests.support.backends import same_bits
 from tests.support.made import weight_gradients
 from tests.support.models import relative_error
@@ -98,9 +99,12 @@ def test_sums_that_stay_in_a_cache(monkeypatch, amx, fits, autocast):
     nbytes = sum(b.nbytes for b in ak.FusedAccumulator(net(dtype=param_dtype)).flat_buffers)
     monkeypatch.setattr(gemm, "last_level_cache", lambda: 4 * nbytes - (0 if fits else 4))
     with ak.FusedAccumulator(model, **options) as acc:
+        slots = []
+        model[1].register_forward_pre_hook(lambda module, _: slots.append(type(module._parameters["weight"])))
         for _ in range(3):  # the route learns in the first
             acc.backward(loss_of(model, autocast=cast))
         assert fused(acc) == EMBEDDING + (0 if amx and fits else LINEAR)
+        assert (slots[-1] is SlotWeight) == (not (amx and fits))  # what is not to be fused is left alone
     model = net()
     with ak.FusedAccumulator(model, **options) as acc:
         acc.backward(loss_of(model))
