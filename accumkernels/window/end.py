@@ -240,7 +240,7 @@ class End:
             for optimizer in fused:
                 scale = verdict.single(Judged.DIVIDE_BY) if optimizer in folded else None
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
-                if self._scaler.scaler is None and not is_known_zero(verdict.skip):  # a scaler sets it itself
+                if not is_known_zero(verdict.skip):  # also for a scaler whose own `step` does not set it
                     optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 self._step_optimizer(optimizer, optimizer in fused, may_skip)

@@ -373,3 +373,19 @@ def test_what_a_trainer_divides_by_may_change():
     tensor.fill_(16)
     scaler.make_up_for(tensor)
     assert scaler.loss_scale().item() == 1 / 16
+
+
+def test_a_scaler_that_steps_by_itself_skips_an_overflow():
+    """Its `step` calls the optimizer's and never torch's, which would set found_inf."""
+    model = mlp()
+    x, y = batch(3)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.step = lambda optimizer: optimizer.step()
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizer = torch.optim.AdamW(acc.parameters(), fused=True)
+    for factor in (1.0, float("inf"), 1.0):
+        before = [p.detach().clone() for p in model.parameters()]
+        acc.backward(mse_loss(model(x), y) * factor)
+        acc.step(optimizer)
+        same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert all(same) if factor != 1 else not any(same)
