@@ -1,7 +1,8 @@
 """The parts that the trainers' examples share: samples of unequal length, a small GPT, training with the big batch.
 
-Ten micro-batches of four samples make three windows of four, four and two micro-batches; on two ranks, with five
-micro-batches each, two windows of eight and two.
+Ten micro-batches of four samples make three windows of four, four and two micro-batches. Each of several ranks has
+five, which are two windows, on two ranks of eight and two: were there more on some ranks than on others, accelerate and
+transformers would repeat samples to make up for it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch.utils.data import DistributedSampler
 from accumkernels.demo.data import IGNORE, TRAINING_FILES, Batch, read_samples
 from accumkernels.demo.model import GPT
 
-MICRO_BATCH_SIZE, STEPS, MICRO_BATCHES = 4, 4, 10
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # `torchrun` sets it
+MICRO_BATCH_SIZE, STEPS, MICRO_BATCHES = 4, 4, max(10, 5 * RANKS)
 CPU = torch.device("cpu")
 
 
