@@ -7,11 +7,12 @@ stands behind a function whose backward takes the 16-bit gradient to the flat bu
 micro-batch: stock 24 (6 to cast, 6 to widen, 12 to add), here 10.
 
 The function connects the shadow to its parameters, so that `torch.autograd.grad` with respect to them works as ever. It
-is one for all of them, made once per micro-batch; with gradients released in backward, one for each. Hooks on modules,
-rather than a walk over the graph or one hook on the model, also serve submodules called alone, autocast inside forward,
-and what checkpointing runs again. Which slots autocast casts is learned by watching the ops of each module's first
-forward; a slot that is also read uncast keeps its parameter. Values and gradients are bit for bit those of stock
-autocast: the cast rounds alike, and uses of one weight are summed in 16 bit, as gradients of its cached cast are.
+is one for all of them, made once per micro-batch; with gradients released in backward, one for each weight and its
+bias. Hooks on modules, rather than a walk over the graph or one hook on the model, also serve submodules called alone,
+autocast inside forward, and what checkpointing runs again. Which slots autocast casts is learned by watching the ops of
+each module's first forward; a slot that is also read uncast keeps its parameter. Values and gradients are bit for bit
+those of stock autocast: the cast rounds alike, and uses of one weight are summed in 16 bit, as gradients of its cached
+cast are.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class AutocastRoute:
         return {id(s.param) for s in self._shadows.values() if self._may_route(s.param)}
 
     @property
-    def _one_by_one(self) -> bool:
+    def _in_backward(self) -> bool:
         """Whether gradients are released in backward, each when it is there."""
         return self._hooks is not None and self._hooks.listens
 
@@ -234,36 +235,48 @@ class AutocastRoute:
     def _fill(self, slots: _Slots, module: nn.Module, dtype: torch.dtype, fused: FusedWeights | None) -> None:
         """Put shadows into a module's slots."""
         params = module._parameters
-        for name, shadow in (slots.shadows or {}).items():
+        ready = [
+            (name, shadow)
+            for name, shadow in (slots.shadows or {}).items()
+            if shadow.tensor is not None
+            and shadow.dtype is dtype
+            and params.get(name) is shadow.param
+            and self._may_route(shadow.param)
+        ]
+        if not ready:
+            return
+        if any(shadow.holds != shadow.current() for _, shadow in ready):
+            self._refresh()
+        for device in {shadow.param.device for _, shadow in ready if shadow.param.is_cuda}:
+            self._rounded[device].wait()
+        if any(id(shadow.param) not in self._live for _, shadow in ready):
+            self._connect([shadow for _, shadow in ready])
+        for name, shadow in ready:
             param = shadow.param
-            if shadow.tensor is None or shadow.dtype is not dtype or params.get(name) is not param:
-                continue
-            if not self._may_route(param):
-                continue
-            if shadow.holds != shadow.current():
-                self._refresh()
-            if param.is_cuda:
-                self._rounded[param.device].wait()
-            live = self._live.get(id(param))
-            if live is None:
-                live = self._connect(shadow)
-            if fused is not None and isinstance(module, nn.Linear) and name == "weight":
+            live = self._live[id(param)]
+            if fused is not None and name == "weight" and isinstance(module, nn.Linear):
                 live = fused.dress_linear(live, param)
             params[name] = live  # type: ignore[assignment]
             slots.swapped.append((name, param, live))
-        if slots.swapped:
-            self._swapped.append(slots)
+        self._swapped.append(slots)
 
-    def _connect(self, shadow: _Shadow) -> Tensor:
-        """Put the shadow into this micro-batch's graph; all of them at once, unless they are released one by one."""
-        shadows = [shadow]
-        if not self._one_by_one:
+    def _connect(self, of_module: list[_Shadow]) -> None:
+        """Put a module's shadows into this micro-batch's graph; all there are, unless they are released in backward.
+
+        A function takes its gradients when the last one is there. Those of a bias come with its weight's, and wait for
+        nothing; two weights of a module do not wait for each other.
+        """
+        if self._in_backward:
+            new = [s for s in of_module if id(s.param) not in self._live]
+            groups = [[s] for s in new if s.param.dim() > 1] or [[]]
+            groups[0] += [s for s in new if s.param.dim() <= 1]
+        else:
             known = (s for s in self._shadows.values() if s.tensor is not None and id(s.param) not in self._live)
-            shadows = [s for s in known if self._may_route(s.param)]
-        tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
-        for s, tensor in zip(shadows, tensors, strict=True):
-            self._live[id(s.param)] = tensor
-        return self._live[id(shadow.param)]
+            groups = [[s for s in known if self._may_route(s.param)]]
+        for shadows in groups:
+            tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
+            for shadow, tensor in zip(shadows, tensors, strict=True):
+                self._live[id(shadow.param)] = tensor
 
     @property
     def takes(self) -> bool:
@@ -357,9 +370,9 @@ class AutocastRoute:
         """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
-        if self.keeps_whole and self._one_by_one and id(param) in self._direct:
+        if self.keeps_whole and self._in_backward and id(param) in self._direct:
             return False  # its gradient would come in two parts
-        ours = 1 if self._one_by_one else 0
+        ours = 1 if self._in_backward else 0
         after = param._post_accumulate_grad_hooks
         return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
 

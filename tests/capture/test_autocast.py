@@ -533,3 +533,34 @@ def test_one_autocast_context_for_two_backwards():
                 backward(loss_of(net(*vectors(step))))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(acc.main_grad(p), q.grad, rtol=0, atol=0)
+
+
+class TwoWeights(nn.Module):
+    """A module with two weights and a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = (nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        return F.linear(torch.tanh(F.linear(x, self.enter, self.bias)), self.leave)
+
+
+def test_a_bias_comes_with_its_weight_and_no_weight_waits_for_another():
+    """With buckets a module's weights are released each by itself, and one function takes a weight and a bias."""
+    model = TwoWeights()
+    with ak.FusedAccumulator(model, autocast_route=True, release="backward", bucket_bytes=1) as acc:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, 16)).square().mean()
+            functions, waiting = set(), [loss.grad_fn]
+            while waiting:
+                node = waiting.pop()
+                leaves = [following for following, _ in node.next_functions if following is not None]
+                if node.name() == "_TakeBackward":
+                    functions.add(frozenset(id(leaf.variable) for leaf in leaves))
+                else:
+                    waiting += leaves
+            acc.backward(loss)
+    assert functions == {frozenset({id(model.enter), id(model.bias)}), frozenset({id(model.leave)})}
