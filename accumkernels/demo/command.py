@@ -25,6 +25,8 @@ AMP_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
 # The model is too small for many: a window three ways takes 0.5 s with two threads, 0.8 s with one (two Zen 5 cores).
 # When other programs want the cores too, two take 8 to 30 s, since they wait for each other in every op, and one 1.5 s.
 THREADS = 1
+# At a width of 128 there are 0.4 M gradients, and what handling them takes is calls rather than bytes; here 3.7 M.
+WIDTH, HEADS = 384, 6
 
 
 class DemoError(Exception):
@@ -95,7 +97,7 @@ def _demo(device: torch.device, out: Path, steps: int | None, seed: int, display
     console = display.console
     amp_dtype = AMP_DTYPES[device.type]
     torch.manual_seed(seed)
-    model = GPT().to(device)
+    model = GPT(width=WIDTH, heads=HEADS).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     sample = Corpus(MICRO_BATCH_SIZES[0], ACCUMULATION_STEPS, device, seed).window(0).micro_batches[0]
     size = choose_size(seconds_per_sample(model, sample, amp_dtype))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ..planning.live_bytes import LiveBytes
 from .data import Window
@@ -49,27 +48,18 @@ def gradient_errors(
 
 @contextmanager
 def _clock_running(method: Method) -> Iterator[None]:
-    """Let `method.clock` run, in autograd's gradient accumulation too, and stand still in the optimizer."""
+    """Let `method.clock` run, and stand still in the optimizer."""
     clock = method.clock
-
-    def start(*_: Any) -> None:
-        clock.__enter__()
-
-    def stop(*_: Any) -> None:
-        clock.__exit__()
-
-    nodes = [get_gradient_edge(parameter).node for parameter in method.model.parameters()]  # AccumulateGrad
-    handles = [node.register_prehook(start) for node in nodes] + [node.register_hook(stop) for node in nodes]
     optimizer = method.optimizer
     step = optimizer.step
 
     @functools.wraps(step)
     def step_outside(*args: Any, **kwargs: Any) -> Any:
-        stop()
+        clock.__exit__()
         try:
             return step(*args, **kwargs)
         finally:
-            start()
+            clock.__enter__()
 
     # Not by hooks of the optimizer: FusedAccumulator averages before them, as they may look at gradients.
     optimizer.step = step_outside  # type: ignore[method-assign]
@@ -79,15 +69,14 @@ def _clock_running(method: Method) -> Iterator[None]:
     finally:
         clock.running = False
         del optimizer.step
-        for handle in handles:
-            handle.remove()
 
 
 def gradient_seconds(methods: Sequence[Method], windows: Sequence[Window]) -> list[float]:
     """Median seconds per window that each method spends on gradients; the methods take turns.
 
-    Counted are autograd's AccumulateGrad nodes, what `FusedAccumulator.backward` does after autograd, and all that
-    follows a window's last backward pass (average, unscale, check, clip, zero) but `optimizer.step` itself.
+    Counted is all that happens to gradients once the layers' backward has made them: autocast's casts to fp32 or the
+    route around them, autograd's AccumulateGrad nodes, what backward does after autograd, and all that follows a
+    window's last backward pass (average, unscale, check, clip, zero) but `optimizer.step` itself.
     """
     seconds: list[list[float]] = [[] for _ in methods]
     with ExitStack() as stack:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import abc
 import copy
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 import accumkernels as ak
 
@@ -18,6 +22,29 @@ MAX_NORM = 1.0
 # GradScaler starts at 2**16 by default and may first have to find its scale, at other steps for `loss / K` than for the
 # plain loss. From 2**12 fp16 does not overflow here, so the three loops take the same steps.
 INIT_SCALE = 2.0**12
+
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+# What a gradient may pass between a layer's own backward and its sum: autocast's cast back to the parameter's dtype, or
+# FusedAccumulator's way around it.
+WIDENING = ("ToCopyBackward0", "_TakeBackward")
+
+
+def _handling_nodes(loss: Tensor) -> list[Node]:
+    """The nodes of the graph of `loss` that do nothing but bring gradients from layers into sums."""
+    found: dict[Node, None] = {}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            waiting.extend(following for following, _ in node.next_functions)
+
+    def handles(node: Node) -> bool:
+        if node.name() not in WIDENING:
+            return node.name() == ACCUMULATE_GRAD
+        return all(following is None or following.name() == ACCUMULATE_GRAD for following, _ in node.next_functions)
+
+    return list(filter(handles, found))
 
 
 class Clock:
@@ -40,6 +67,33 @@ class Clock:
     def __exit__(self, *exception: object) -> None:
         if self.running:
             self.seconds += self._now()
+
+    @contextmanager
+    def during_backward(self, loss: Tensor) -> Iterator[None]:
+        """Count what a backward of `loss` does with gradients once layers have made them.
+
+        These are the nodes that bring them into sums, and what follows autograd until the call inside has returned.
+        """
+        if not self.running:
+            yield
+            return
+
+        def start(*_: Any) -> None:
+            self.__enter__()
+
+        def stop(*_: Any) -> None:
+            self.__exit__()
+
+        def start_after_autograd(_: Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(start)
+
+        with ExitStack() as hooks:
+            for node in _handling_nodes(loss):
+                hooks.callback(node.register_prehook(start).remove)
+                hooks.callback(node.register_hook(stop).remove)
+            hooks.callback(loss.register_hook(start_after_autograd).remove)
+            yield
+            stop()
 
 
 class Method(abc.ABC):
@@ -99,7 +153,8 @@ class BigBatch(Method):
     def backward(self, window: Window) -> Tensor:
         """One pass."""
         loss = self.loss(window.big_batch)
-        self.scaler.scale(loss).backward()
+        with self.clock.during_backward(loss):
+            self.scaler.scale(loss).backward()
         return loss.detach()
 
 
@@ -117,7 +172,8 @@ class StockAccumulation(Method):
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
             loss = self.loss(batch)
-            self.scaler.scale(loss / ACCUMULATION_STEPS).backward()
+            with self.clock.during_backward(loss):
+                self.scaler.scale(loss / ACCUMULATION_STEPS).backward()
             total += loss.detach() * batch.tokens
         return total / sum(batch.tokens for batch in window.micro_batches)
 
@@ -136,15 +192,10 @@ class Fused(Method):
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
             loss = self.loss(batch)
-            loss.register_hook(self._start_clock_after_backward)
-            self.accumulator.backward(loss, weight=batch.tokens)
-            self.clock.__exit__()
+            with self.clock.during_backward(loss):
+                self.accumulator.backward(loss, weight=batch.tokens)
             total += loss.detach() * batch.tokens
         return total / sum(batch.tokens for batch in window.micro_batches)
-
-    def _start_clock_after_backward(self, _: Tensor) -> None:
-        """What `acc.backward` does once autograd is through is gradient handling."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.clock.__enter__)
 
     def unscale(self) -> None:
         """`finalize` averages and unscales at once."""

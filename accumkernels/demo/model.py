@@ -44,7 +44,7 @@ class GPT(nn.Module):
     """`forward(inputs, targets)` is the mean cross entropy over the targets that are not padding, in nats per byte.
 
     Args:
-        vocabulary, width, depth, heads, context: Its size; the demo's by default.
+        vocabulary, width, depth, heads, context: Its size; small enough for tests by default.
     """
 
     def __init__(

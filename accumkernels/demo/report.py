@@ -19,8 +19,9 @@ DEFINITIONS = """\
 float64 gradient of the same window in one batch, relative to the length of the latter; at the weights that the big \
 batch ended with. In a full window the micro-batches hold unequal numbers of bytes; the last window has {last} of \
 {full} micro-batches. Rounding of {amp} autocast is in every row; without autocast the errors are {exact}.
-[bold]time in gradient handling[/]: ms per window (median of {timed}) in gradient accumulation, average, unscaling, \
-check, clipping and zeroing, measured around those calls; not the optimizer's step.
+[bold]time in gradient handling[/]: ms per window (median of {timed}) from gradients as layers make them to the \
+optimizer: autocast's casts to fp32 or what replaces them, accumulation, average, unscaling, check, clipping and \
+zeroing, measured around those calls; not the optimizer's step.
 [bold]step time[/]: ms per window (median over training), everything included.
 [bold]peak memory[/]: MB of {memory} while a fresh copy trains: weights, gradients, accumulators, optimizer state, \
 activations."""
