@@ -247,3 +247,35 @@ def test_a_sum_of_what_is_frozen_here_has_no_place():
     acc = ak.FusedAccumulator(model)
     with pytest.raises(RuntimeError, match="frozen here, accumulated when saved: 0.bias, 0.weight"):
         acc.load_state_dict(run.acc.state_dict())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_windows_are_counted_on(inside):
+    """A loaded run goes on with the number of the window that was saved, dropped ones not counted."""
+
+    def number(acc):
+        return acc.state_dict()["window"]["number"]
+
+    def micro_batch(acc, model):
+        acc.backward(model(torch.ones(2, 4)).square().mean())
+
+    def made():
+        model = torch.nn.Linear(4, 1)
+        return ak.FusedAccumulator(model), model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    acc, model, optimizer = made()
+    for _ in range(3):
+        micro_batch(acc, model)
+        acc.step(optimizer)
+    if inside:
+        micro_batch(acc, model)
+    assert number(acc) == 3
+
+    resumed, model, optimizer = made()
+    resumed.load_state_dict(acc.state_dict())
+    assert number(resumed) == 3
+    resumed.zero_()
+    assert number(resumed) == 3
+    micro_batch(resumed, model)
+    resumed.step(optimizer)
+    assert number(resumed) == 4

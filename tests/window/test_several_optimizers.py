@@ -221,3 +221,31 @@ def test_parameters_that_no_optimizer_owns(form, masters):
     assert changed[:2] == [False, False]
     assert any(changed[2:])
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_ownership_is_checked_anew_where_other_parameters_were_touched():
+    """A layer that nobody steps gets no gradient in the first window, and one in the second."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.1)
+    acc = ak.FusedAccumulator(model)
+    x, y = batch(6)
+    model[:-1].requires_grad_(False)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    model[:-1].requires_grad_(True)
+    acc.backward(mse_loss(model(x), y))
+    with pytest.raises(RuntimeError, match=r"no optimizer named.*'0.weight'"):
+        acc.step(optimizer)
+
+
+def test_ownership_is_checked_anew_without_ignore():
+    """What one window was told to leave alone, the next one was not."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.1)
+    acc = ak.FusedAccumulator(model)
+    x, y = batch(6)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer, ignore=model[:-1].parameters())
+    acc.backward(mse_loss(model(x), y))
+    with pytest.raises(RuntimeError, match=r"no optimizer named.*'0.weight'"):
+        acc.step(optimizer)
