@@ -83,9 +83,20 @@ def accumulate_(
     overwrite: Sequence[bool],
     layout: Tensor,
     layout_host: Tensor,
-    **options: Any,  # only those given: the dispatcher takes its time for each
+    flags: Tensor | None = None,
+    tag: int = 1,
+    weight: float = 1.0,
+    weight_tensor: Tensor | None = None,
+    loss_scale: Tensor | None = None,
+    drop: Tensor | None = None,
+    sq_norm: Tensor | None = None,
+    count: bool = True,
+    contiguous: bool = False,
 ) -> None:
-    _accumulate(buffer, state, grads, segments, overwrite, layout, layout_host, **options)
+    # All in order: for each that is looked up by its name the dispatcher takes its time.
+    scalars = weight, weight_tensor, loss_scale, drop
+    rest = flags, tag, *scalars, sq_norm, count, contiguous
+    _accumulate(buffer, state, grads, segments, overwrite, layout, layout_host, *rest)
     if buffer.is_cuda:
         keep_until_done(grads)
 

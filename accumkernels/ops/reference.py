@@ -40,7 +40,6 @@ def accumulate_(
     overwrite: Sequence[bool],
     layout: Tensor,
     layout_host: Tensor,
-    *,
     flags: Tensor | None = None,
     tag: int = 1,
     weight: float = 1.0,

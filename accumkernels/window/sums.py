@@ -106,11 +106,7 @@ class Sums:
         count: bool,
     ) -> None:
         device = buffer.device
-        options: dict[str, Any] = {"tag": tag}  # only what is of use: the dispatcher takes its time for each
-        if buffer.contiguous:
-            options["contiguous"] = True
-        if not count:
-            options["count"] = False
+        options: dict[str, Any] = {"tag": tag, "count": count, "contiguous": buffer.contiguous}
         if self._overflow is not None:
             options["flags"] = buffer.flags
         if not isinstance(weight, float):

@@ -11,7 +11,7 @@ namespace accumkernels {
 constexpr Schema kSchema{
     "accumulate_",
     "(Tensor(a!) buffer, Tensor(b!) state, Tensor[] grads, int[] segments, bool[] overwrite, Tensor layout, "
-    "Tensor layout_host, *, Tensor(c!)? flags=None, int tag=1, float weight=1.0, Tensor? weight_tensor=None, "
+    "Tensor layout_host, Tensor(c!)? flags=None, int tag=1, float weight=1.0, Tensor? weight_tensor=None, "
     "Tensor? loss_scale=None, Tensor? drop=None, Tensor(d!)? sq_norm=None, bool count=True, "
     "bool contiguous=False) -> ()"};
 
