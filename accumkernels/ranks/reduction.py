@@ -266,7 +266,9 @@ class Reduction(Alone):
         by_rank = torch.zeros(3, self.size, dtype=torch.float64, device="cpu")
         by_rank[:, self.rank] = torch.tensor([placed, report.window, report.norms], dtype=torch.float64, device="cpu")
         flags = [report.dropped, report.squares is not None, self._marked, unmarked]
-        came = [self._complete.get((b, s.index), 0) if self.rank == 0 else 0 for b in self._buffers for s in b.segments]
+        came = [0] * placed
+        if self.rank == 0 and self._agreements < _LEARNING:
+            came = [self._complete.get((b, s.index), 0) for b in self._buffers for s in b.segments]
         lists = [*flags, *report.touched, *frozen, *came, *frozen]
         host = torch.cat([torch.tensor(lists, dtype=torch.float64, device="cpu"), by_rank.flatten()])
         given = torch.zeros(2, self.size, dtype=torch.float64, device=device)
@@ -321,13 +323,24 @@ class Reduction(Alone):
         )
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """See `Alone`; `look` works on a chunk while the next are on their way. Then module buffers are shared."""
-        for index, chunk in enumerate(self._chunks):
-            while self._sent < min(index + _IN_FLIGHT, len(self._chunks)):
+        """See `Alone`; `look` works on chunks while the next are on their way. Then module buffers are shared.
+
+        It gets half of those that are left at a time: few calls, the last of which has one chunk.
+        """
+        done, count = 0, len(self._chunks)
+        while done < count:
+            end = done + max(1, (count - done) // 2)
+            while self._sent < min(end - 1 + _IN_FLIGHT, count):
                 self._send()
-            while self._waited <= index:
+            while self._waited < end:
                 self._wait()
-            look(chunk.buffer, chunk.parts(touched=True))
+            parts: dict[FlatBuffer, list[Tensor]] = {}
+            for chunk in self._chunks[done:end]:
+                parts.setdefault(chunk.buffer, []).extend(chunk.parts(touched=True))
+            for buffer, of_buffer in parts.items():
+                if of_buffer:
+                    look(buffer, of_buffer)
+            done = end
         self._group.share()
         if self._came and self._agreements <= _LEARNING:
             self._chunks, self._awaited = _as_they_come(self._chunks, self._buffers, self._came)

@@ -390,8 +390,7 @@ class End:
             if measures:
                 buffer.ops.norm_(squares[buffer.device], parts)
             if divisor is not None:
-                for part in parts:
-                    part.div_(divisors[buffer])
+                torch._foreach_div_(parts, divisors[buffer])
 
         self._ranks.reduce(look)
         return sum((move(s, device) for s in squares.values()), torch.zeros(1, dtype=torch.float64, device=device))[0]
