@@ -249,19 +249,15 @@ class Accelerator(Stock):
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
         """
-        for window in self._ready():
+        for window in _ready(self._windows):
             window.open()
-
-    def _ready(self) -> list[TrainerWindow]:
-        """The windows that a backward may add to. One of several that has ended may wait for its `zero_grad()`."""
-        windows = self._windows
-        return [window for window in windows if len(windows) == 1 or not window.finalized or window.stepped]
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As in accelerate."""
         windows = self._windows
-        self.open_window()
+        for window in _ready(windows):
+            window.open()
         for window in windows:
             window.micro_batch = 0
         try:
@@ -333,7 +329,7 @@ class Accelerator(Stock):
         inside = windows[0].micro_batch is not None
         sums = weight is None and not inside
         steps = self.gradient_accumulation_steps
-        for window in self._ready():
+        for window in _ready(windows):
             window.open()
             window.divided_by = steps * self.loss_divided_by
             window.begin(sums)
@@ -435,6 +431,11 @@ class Accelerator(Stock):
             for index, window in enumerate(self._windows)
             for name, value in window.accumulator.metrics().items()
         }
+
+
+def _ready(windows: list[TrainerWindow]) -> list[TrainerWindow]:
+    """Those that a backward may add to. One of several that has ended may wait for its `zero_grad()`."""
+    return [window for window in windows if len(windows) == 1 or not window.finalized or window.stepped]
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

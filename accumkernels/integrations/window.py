@@ -206,7 +206,7 @@ class TrainerWindow:
 
     def take_back(self) -> None:
         """Take `.grad` in again, as it was left; where all of it was dropped, so is the window."""
-        if self._shown.take_back():
+        if self._shown and self._shown.take_back():
             self.close()
 
     # ---- the end of a window
