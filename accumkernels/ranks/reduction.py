@@ -325,12 +325,15 @@ class Reduction(Alone):
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """See `Alone`; `look` works on chunks while the next are on their way. Then module buffers are shared.
 
-        It gets half of those that are left at a time: few calls, the last of which has one chunk.
+        It gets half of those that are left at a time: few calls, the last of which has one chunk. Narrower copies are
+        few, so that their chunks are looked at one by one: the link would wait for a look at many.
         """
         done, count = 0, len(self._chunks)
+        narrower = any(chunk.sent_in != chunk.buffer.dtype for chunk in self._chunks)
+        ahead = _IN_FLIGHT if narrower else count
         while done < count:
-            end = done + max(1, (count - done) // 2)
-            while self._sent < min(end - 1 + _IN_FLIGHT, count):
+            end = done + (1 if narrower else max(1, (count - done) // 2))
+            while self._sent < min(done + ahead, count):
                 self._send()
             while self._waited < end:
                 self._wait()

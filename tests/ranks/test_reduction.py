@@ -33,45 +33,58 @@ def test_four_ranks(four, scenario):
 class Alone:
     """A group of one rank: what is sent is there when somebody waits for it."""
 
-    size, rank, own, comm_dtype = 1, 0, False, torch.float32
+    size, rank, own = 1, 0, False
 
-    def __init__(self):
-        self.events = []
+    def __init__(self, comm_dtype):
+        self.comm_dtype = comm_dtype
+        self.sent, self.waited = 0, []
 
     def send(self, piece, dtype):
-        number = sum(kind == "send" for kind, _ in self.events)
-        self.events.append(("send", number))
-        return piece, types.SimpleNamespace(wait=lambda: self.events.append(("wait", number)))
+        number = self.sent
+        self.sent += 1
+        return piece.to(dtype), types.SimpleNamespace(wait=lambda: self.waited.append(number))
 
     def share(self):
         """No module buffers."""
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 20])
-def test_chunks_are_looked_at_by_halves(layers, monkeypatch):
-    """Each sum once, after it has come, in few looks; the last one is of one chunk, which alone is waited for."""
+def looks_at_the_end(layers, comm_dtype, monkeypatch):
+    """The number of chunks; for each look, how many were sent and had come, and offset and size of what it got."""
     monkeypatch.setattr(reduction, "CHUNK_BYTES", 512)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(layers)))
     acc = ak.FusedAccumulator(model, process_group=False)
     acc.backward(model(torch.ones(2, 16)).sum())
-    buffers = parts_of(acc).store.buffers
-    group, looks = Alone(), []
+    group, looks = Alone(comm_dtype), []
     ranks = reduction.Reduction(group, 2 * layers, early=False)
-    ranks.follow(buffers)
+    ranks.follow(parts_of(acc).store.buffers)
     ranks._list_chunks()
-    chunks = len(ranks._chunks)
 
-    def look(buffer, parts):
-        waited = sum(kind == "wait" for kind, _ in group.events)
-        looks.append((waited, sorted((p.storage_offset(), p.numel()) for p in parts)))
+    def look(_, parts):
+        looks.append((group.sent, len(group.waited), [(p.storage_offset(), p.numel()) for p in parts]))
 
     ranks.reduce(look)
-    assert [number for kind, number in group.events if kind == "wait"] == list(range(chunks))
-    assert len(looks) <= chunks.bit_length() + 1
-    assert looks[-1][0] - (looks[-2][0] if len(looks) > 1 else 0) == 1
     end = 0
-    for offset, numel in (span for _, spans in looks for span in spans):
+    for offset, numel in (span for _, _, spans in looks for span in spans):  # each sum once
         assert offset >= end
         end = offset + numel
-    seen = sum(numel for _, spans in looks for _, numel in spans)
-    assert seen == sum(p.numel() for p in model.parameters())
+    assert sum(numel for _, _, spans in looks for _, numel in spans) == sum(p.numel() for p in model.parameters())
+    chunks = len(ranks._chunks)
+    assert group.waited == list(range(chunks))
+    return chunks, looks
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 20])
+def test_chunks_are_looked_at_by_halves(layers, monkeypatch):
+    """After they have come, in few looks; the last one is of one chunk. No look keeps the link waiting."""
+    chunks, looks = looks_at_the_end(layers, torch.float32, monkeypatch)
+    assert len(looks) <= chunks.bit_length() + 1
+    assert looks[-1][1] - (looks[-2][1] if len(looks) > 1 else 0) == 1
+    assert all(sent == chunks for sent, _, _ in looks)
+
+
+@pytest.mark.parametrize("layers", [1, 20])
+def test_narrower_chunks_are_looked_at_one_by_one(layers, monkeypatch):
+    """With as many as may be alive on their way meanwhile."""
+    chunks, looks = looks_at_the_end(layers, torch.bfloat16, monkeypatch)
+    assert [come for _, come, _ in looks] == list(range(1, chunks + 1))
+    assert all(sent == min(come - 1 + reduction._IN_FLIGHT, chunks) for sent, come, _ in looks)
