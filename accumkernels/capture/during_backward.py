@@ -234,10 +234,6 @@ def _buckets(items: list[tuple[Place, Tensor]]) -> list[Bucket]:
 
     So it is with reentrant checkpointing, after a second backward, and where a weight is read both cast and uncast.
     """
-    buffer = items[0][0][0]
-    first = {index: grad for (other, index), grad in items if other is buffer}
-    if len(first) == len(items):  # nearly always
-        return [[(buffer, _captured(buffer, first))]]
     buckets: list[Bucket] = []
     while items:
         found: dict[FlatBuffer, dict[int, Tensor]] = {}

@@ -256,8 +256,7 @@ class Accelerator(Stock):
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As in accelerate."""
         windows = self._windows
-        for window in _ready(windows):
-            window.open()
+        self.open_window()
         for window in windows:
             window.micro_batch = 0
         try:
