@@ -20,7 +20,7 @@ from rich.console import Console
 
 import accumkernels
 from accumkernels.__main__ import main
-from accumkernels.demo import command, measure, methods, train
+from accumkernels.demo import clock, command, measure, methods, train
 from accumkernels.demo.data import CONTEXT, IGNORE, PADDING_STEP, SHORTEST, START, Batch, Corpus, Window, read_samples
 from accumkernels.demo.display import Display
 from accumkernels.demo.model import GPT
@@ -306,21 +306,21 @@ class TestMeasures:
     def test_clock(self, monkeypatch):
         """It adds up what is inside, only while it runs."""
         ticks = itertools.count()
-        monkeypatch.setattr(methods.time, "perf_counter", lambda: float(next(ticks)))
-        clock = methods.Clock(CPU)
-        with clock:
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
+        watch = clock.Clock(CPU)
+        with watch:
             pass
-        assert clock.seconds == 0
-        clock.running = True
+        assert watch.seconds == 0
+        watch.running = True
         for _ in range(3):
-            with clock:
+            with watch:
                 pass
-        assert clock.seconds == 3
+        assert watch.seconds == 3
 
     def test_gradient_time_leaves_out_forward_and_optimizer(self, model, corpus, monkeypatch):
         """With a clock that counts its readings: one interval per parameter, and one at the end of a backward."""
         ticks = itertools.count()
-        monkeypatch.setattr(methods.time, "perf_counter", lambda: float(next(ticks)))
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
         window = corpus.window(0)
         found = measure.gradient_seconds([cls(model, None) for cls in methods.METHODS], [window])
         parameters = len(list(model.parameters()))
@@ -333,7 +333,7 @@ class TestMeasures:
         for method in trained:
             method.train(corpus.window(0), 0.0)  # in which the accumulator finds out what autocast casts
         ticks = itertools.count()
-        monkeypatch.setattr(methods.time, "perf_counter", lambda: float(next(ticks)))
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
         found = measure.gradient_seconds(trained, [corpus.window(1)])
         parameters, casts = len(list(model.parameters())), 2 * 2 * 4 + 1  # weight and bias of 4 layers, and the head's
         stock = parameters + casts + 1
