@@ -21,21 +21,13 @@ _range = torch._C._profiler._RecordFunctionFast
 _frame_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
 
 
-def without_graph(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.no_grad()` around the calls of a method, in a tenth of its time."""
-    return _in_grad_mode(False, method)
-
-
 def with_graph(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """`torch.enable_grad()` around the calls of a method, in a tenth of its time."""
-    return _in_grad_mode(True, method)
 
-
-def _in_grad_mode(enabled: bool, method: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(method)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(enabled)
+        torch._C._set_grad_enabled(True)
         try:
             return method(*args, **kwargs)
         finally:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accumkernels.boundary import profiled, without_graph
+from accumkernels.boundary import profiled
 
 
-@pytest.mark.parametrize("decorator", [profiled, without_graph])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_graph_inside_and_the_same_mode_afterwards(decorator, enabled):
+def test_no_graph_inside_and_the_same_mode_afterwards(enabled):
     """Also where the call raises."""
 
-    @decorator
+    @profiled
     def square(x):
         assert not torch.is_grad_enabled()
         if x.isnan():

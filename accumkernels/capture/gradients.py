@@ -6,7 +6,7 @@ nothing of windows, weights or ops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ class Captured(NamedTuple):
 
     segments: list[int]
     grads: list[Tensor]
+
+
+Bucket = Sequence[tuple[FlatBuffer, Captured]]
 
 
 def fills_grad(leaf: Any) -> bool:

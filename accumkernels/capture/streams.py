@@ -11,26 +11,30 @@ def _raw(device: torch.device) -> int:
 
 
 class Streams:
-    """The streams that tensors were computed on; whoever reads the tensors on another one waits for all of them."""
+    """The streams that tensors were computed on; whoever reads the tensors on another one waits for all of them.
+
+    Attributes:
+        seen: By device and handle; empty on CPUs.
+    """
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+        self.seen: dict[tuple[int, int], torch.cuda.Stream] = {}
 
     def see(self, device: torch.device) -> None:
         """Note the current stream of a CUDA device, before the tensor that it computes is handed on."""
         key = (device.index, _raw(device))
-        if key not in self._streams:
-            self._streams[key] = torch.cuda.current_stream(device)
+        if key not in self.seen:
+            self.seen[key] = torch.cuda.current_stream(device)
 
     def join(self) -> None:
         """Let the current streams wait for what was noted; they are themselves noted."""
-        for stream in list(self._streams.values()):
+        for stream in list(self.seen.values()):
             torch.cuda.current_stream(stream.device).wait_stream(stream)
             self.see(stream.device)
 
     def forget(self) -> None:
         """Forget them: what they computed was read."""
-        self._streams.clear()
+        self.seen.clear()
 
 
 class Turns:

@@ -17,11 +17,11 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
 from ..capture.autocast_presence import AutocastPresence, may_route
-from ..capture.during_backward import Bucket, DuringBackward, default_bucket_bytes
+from ..capture.during_backward import DuringBackward, default_bucket_bytes
 from ..capture.fused.gemm import passes_are_cheap
 from ..capture.fused.weights import FusedWeights
-from ..capture.gradients import Captured, drop, take
-from ..hooks import Hook
+from ..capture.gradients import Bucket, Captured, drop, take
+from ..hooks import Handles, Hook
 from ..ranks.alone import Alone
 from ..ranks.weight_unit import backward_may_cross_ranks
 from .loss import WindowLoss
@@ -95,9 +95,8 @@ class Intake:
         self._bucket_bytes = bucket_bytes
         self.hooks: DuringBackward | None = None
         if release != "microbatch":
-            # A backward of the user's own weighs its gradients with 1. The hooks must not keep the accumulator alive.
-            sink = Hook(self, functools.partial(Intake._add_bucket, weight=Weight(1.0)), in_graphs=True)
-            self.hooks = DuringBackward(self._bucket_bytes, sink, always=release == "backward")
+            sink = Hook(self, Intake._add_bucket_of_users, in_graphs=True)
+            self.hooks = DuringBackward(self._bucket_bytes, sink, release == "backward", Handles(self))
             self._listen_to(store.buffers)
         in_buckets = self.hooks is not None and self.hooks.listens
         cheap = store.device.type == "cpu" and passes_are_cheap(sum(buffer.tensor.nbytes for buffer in store.buffers))
@@ -340,10 +339,11 @@ class Intake:
         # Collect: `.grad`s stay where they are until the ops have taken them.
         route = None if self._autocast is None else self._autocast.route
         stash = {} if route is None else route.taken()
-        captured, has_grads = [], False
+        captured: list[tuple[FlatBuffer, Captured]] = []
+        has_grads = False
         for buffer in self._store.buffers:
             taken = take(buffer, stash.get(buffer))
-            captured.append(taken)
+            captured.append((buffer, taken))
             has_grads = has_grads or bool(taken.grads)
         loss_scale = self._scaler.loss_scale(lazily=self._ranks.judged_together) if has_grads else None
         added_in_backward = self.added_in_backward
@@ -375,11 +375,12 @@ class Intake:
 
         # Add: what a backward has left pending, then what is in `.grad`s and on the route. Where that is nothing, the
         # op that adds the last bucket counts the micro-batch too.
-        adds = captured
+        adds: Bucket = captured
         if self.hooks is not None and added_in_backward:
             buckets = self.hooks.take_rest()
             if buckets and not has_grads and not window.kept:
-                adds, loss_scale = self._of_all_buffers(buckets.pop()), self._scaler.loss_scale()
+                adds, loss_scale = buckets.pop(), self._scaler.loss_scale()
+                self._take_turns(adds)
             for bucket in buckets:
                 self._add_bucket(bucket, weight)
         self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
@@ -415,6 +416,11 @@ class Intake:
                 "not come between the two; if none did, delete this accumulate()"
             )
 
+    def _add_bucket_of_users(self, bucket: Bucket) -> None:
+        """Add what a backward of the user's own has made, which may be a window's first; its weight is 1."""
+        self._store.allocate()
+        self._add_bucket(bucket, Weight(1.0))
+
     def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.
 
@@ -423,22 +429,20 @@ class Intake:
             weight: Of the micro-batch.
             sends: Whether these gradients complete their segments, which other ranks may then have.
         """
-        adds = self._of_all_buffers(bucket)
-        self._sums.add(adds, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
+        if self._ranks.begun or self.fused is not None:
+            self._take_turns(bucket)
+        self._sums.add(bucket, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
         if sends:
             for buffer, (segments, _) in bucket:
                 self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])
 
-    def _of_all_buffers(self, bucket: Bucket) -> list[Captured]:
-        """What is about to be added to each buffer of the store."""
-        self._store.allocate()
+    def _take_turns(self, bucket: Bucket) -> None:
+        """Before a bucket is added: its sums must not be on their way, and fused weights may write to the buffers."""
         if self._ranks.begun:
             self._check_not_sent((buffer, segments) for buffer, (segments, _) in bucket)
-        parts = dict(bucket)
         if self.fused is not None:
-            for buffer in parts:
+            for buffer, _ in bucket:
                 self.fused.take_turn(buffer)
-        return [parts.get(buffer, Captured([], [])) for buffer in self._store.buffers]
 
     def _is_complete(self, buffer: FlatBuffer, index: int) -> bool:
         """Whether no more gradients of the window's last micro-batch come to a segment that got one."""
@@ -471,8 +475,8 @@ class Intake:
     def _owns_some(self, optimizer: Optimizer) -> bool:
         return any(self._store.place(p) is not None for p in owned((optimizer,)))
 
-    def _drop_grads(self, captured: list[Captured]) -> None:
-        for buffer, taken in zip(self._store.buffers, captured, strict=True):
+    def _drop_grads(self, captured: Bucket) -> None:
+        for buffer, taken in captured:
             drop(buffer, taken)
         if self._autocast is not None and self._autocast.route is not None:
             self._autocast.route.clear()

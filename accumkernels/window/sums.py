@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 from ..buffers.devices import move, worst
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
-from ..capture.gradients import Captured, in_memory_order
+from ..capture.gradients import Bucket, Captured, in_memory_order
 from ..ranks.alone import Alone
 from .micro_batch_weight import Weight
 from .noise_scale import NoiseMeter
+
+_NOTHING = Captured([], [])
 
 
 class Sums:
@@ -34,9 +37,7 @@ class Sums:
         self._overflow = overflow
         self._noise = noise
 
-    def find_overflow(
-        self, captured: Sequence[Captured], weight: float | Tensor, tag: int
-    ) -> dict[torch.device, Tensor]:
+    def find_overflow(self, captured: Bucket, weight: float | Tensor, tag: int) -> dict[torch.device, Tensor]:
         """Check a micro-batch on every device before anything is added.
 
         Returns:
@@ -44,10 +45,10 @@ class Sums:
             any rank.
         """
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
-        for buffer, taken in zip(self._store.buffers, captured, strict=True):
+        for buffer, taken in captured:
             options = {"tag": tag, "weight_tensor": move(weight, buffer.device) if isinstance(weight, Tensor) else None}
-            rest = buffer.rows(taken.segments), drops[buffer.device], buffer.flags
-            _run(buffer.ops.check_finite_, (), buffer, taken, rest, options)
+            check = functools.partial(buffer.ops.check_finite_, **options)
+            _run(check, (), buffer, taken, (buffer.rows(taken.segments), drops[buffer.device], buffer.flags))
         if len(drops) > 1 or self._ranks.judged_together:
             bad = self._ranks.maximum(worst(drops.values(), self._store.device))
             drops = {device: move(bad, device) for device in drops}
@@ -55,7 +56,7 @@ class Sums:
 
     def add(
         self,
-        captured: Sequence[Captured],
+        bucket: Bucket,
         weight: Weight,
         loss_scale: Tensor | None,
         tag: int,
@@ -66,7 +67,7 @@ class Sums:
         """Add gradients, and mark their segments as touched.
 
         Args:
-            captured: For each flat buffer of the store.
+            bucket: Gradients, by flat buffer.
             weight: Of the micro-batch.
             loss_scale: fp32 0-d, or None.
             tag: What kernels store in the flags of parameters whose gradients are not finite.
@@ -76,22 +77,23 @@ class Sums:
         plain = weight.plain
         multiplier = weight.total if plain else weight.multiplier
         first, measuring = self._store.buffers[0], self._noise.measuring
-        for buffer, taken in zip(self._store.buffers, captured, strict=True):
-            counts = count and plain and buffer is first
-            if not taken.grads and not counts:
+        for buffer, taken in bucket:
+            if not taken.grads:
                 continue
             squares = weighted = None
             if measuring:
                 self._noise.see(buffer, taken.segments, tag)
                 squares = self._noise.squares(buffer.device)
                 weighted = squares if plain or squares is None else torch.zeros_like(squares)
+            counts = count and plain and buffer is first
             self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)
+            count = count and not counts
             if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, weight)
-        if count and not plain:  # the gradients hold a part of the weight already
-            self._accumulate(first, Captured([], []), weight.total, None, tag, drops, None, True)
+        if count:  # nothing for the first buffer, or the gradients hold a part of the weight already
+            self._accumulate(first, _NOTHING, weight.total, None, tag, drops, None, True)
         # Only now: an op that refused its arguments has changed nothing.
-        for buffer, (segments, _) in zip(self._store.buffers, captured, strict=True):
+        for buffer, (segments, _) in bucket:
             buffer.touch(segments)
 
     def _accumulate(
@@ -105,24 +107,17 @@ class Sums:
         squares: Tensor | None,
         count: bool,
     ) -> None:
-        device = buffer.device
-        options: dict[str, Any] = {"tag": tag, "count": count, "contiguous": buffer.contiguous}
-        if self._overflow is not None:
-            options["flags"] = buffer.flags
-        if not isinstance(weight, float):
-            options["weight_tensor"] = move(weight, device)
-        elif weight != 1:
-            options["weight"] = weight
-        if loss_scale is not None:
-            options["loss_scale"] = loss_scale if loss_scale.device == device else move(loss_scale, device)
-        if drops is not None:
-            options["drop"] = drops[device]
-        if squares is not None:
-            options["sq_norm"] = squares
-
-        segments = captured.segments
+        device, segments = buffer.device, captured.segments
+        if loss_scale is not None and loss_scale.device != device:
+            loss_scale = move(loss_scale, device)
+        factors = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
+        flags = None if self._overflow is None else buffer.flags
+        drop = None if drops is None else drops[device]
+        # In the order of the op's schema: names take their time, in each bucket.
         rest = buffer.rows(segments), buffer.first_touches(segments), buffer.layout, buffer.layout_host
-        _run(buffer.ops.accumulate_, (buffer.tensor, self._store.states[device]), buffer, captured, rest, options)
+        options = flags, tag, *factors, loss_scale, drop, squares, count, buffer.contiguous
+        first = buffer.tensor, self._store.states[device]
+        _run(buffer.ops.accumulate_, first, buffer, captured, (*rest, *options))
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, weight: Weight) -> None:
         """Add `sum w_i |g_i|^2` where the gradients are those of a loss times `in_loss`, and that squared is in it."""
@@ -134,12 +129,7 @@ class Sums:
 
 
 def _run(
-    op: Callable[..., None],
-    first: tuple[Tensor, ...],
-    buffer: FlatBuffer,
-    captured: Captured,
-    rest: tuple[Any, ...],
-    options: dict[str, Any],
+    op: Callable[..., None], first: tuple[Any, ...], buffer: FlatBuffer, captured: Captured, rest: tuple[Any, ...]
 ) -> None:
     """Run an op on gradients, which are its argument between `first` and `rest`.
 
@@ -151,9 +141,9 @@ def _run(
     """
     grads = captured.grads if buffer.contiguous else in_memory_order(buffer, captured)
     try:
-        op(*first, grads, *rest, **options)
+        op(*first, grads, *rest)
     except RuntimeError:
         ordered = in_memory_order(buffer, captured)
         if not buffer.contiguous or all(map(is_, ordered, grads)):
             raise
-        op(*first, ordered, *rest, **options)
+        op(*first, ordered, *rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -71,6 +72,26 @@ def test_two_backwards_are_one_micro_batch(bucket_bytes):
     assert acc.weight.item() == 1
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(acc.main_grad(p).double(), q.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("ours", [True, False])
+def test_gradients_with_graphs(backend, bucket_bytes, ours):
+    """Those of `create_graph=True` are added like any others: nobody differentiates the sums."""
+    model = mlp().to(backend.device)
+    x, y = (t.to(backend.device) for t in batch(4))
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=bucket_bytes, backend=backend.name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the cycle between a parameter and such a `.grad`
+        if ours:
+            acc.backward(mse_loss(model(x), y), create_graph=True)
+        else:
+            mse_loss(model(x), y).backward(create_graph=True)
+            acc.accumulate()
+    sums = [acc.main_grad(p) for p in model.parameters()]
+    assert not any(s.requires_grad for s in sums)
+    assert relative_error(sums, big_batch_grads(model, x, y)) < 1e-6
 
 
 class Alive:
