@@ -19,10 +19,13 @@ over ranks depend on it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +47,8 @@ _LEARNING = 2  # windows in which rank 0 may show in which order gradients come;
 _Place = tuple[FlatBuffer, int]  # a segment
 
 
-class _Chunk(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Chunk:
     """A range of a flat buffer, the segments that it holds some part of, and what it is sent in."""
 
     buffer: FlatBuffer
@@ -52,6 +56,11 @@ class _Chunk(NamedTuple):
     end: int
     segments: range
     sent_in: torch.dtype
+
+    @functools.cached_property
+    def places(self) -> frozenset[_Place]:
+        """The segments."""
+        return frozenset((self.buffer, index) for index in self.segments)
 
     @property
     def tensor(self) -> Tensor:
@@ -105,10 +114,9 @@ def _as_they_come(
     positions = dict(zip(((b, s.index) for b in buffers for s in b.segments), came, strict=True))
 
     def last(chunk: _Chunk) -> tuple[float, _Place | None]:
-        places = [(chunk.buffer, index) for index in chunk.segments]
-        if not places or not all(positions[place] for place in places):
+        if not chunk.places or not all(map(positions.__getitem__, chunk.places)):
             return math.inf, None
-        place = max(places, key=positions.__getitem__)
+        place = max(chunk.places, key=positions.__getitem__)
         return positions[place], place
 
     found = [(*last(chunk), chunk) for chunk in chunks]
@@ -198,10 +206,8 @@ class Reduction(Alone):
         self._list_chunks()
         for index in segments:
             self._complete.setdefault((buffer, index), len(self._complete) + 1)
-        while self._group.own and self._sent < self._agreed:
-            chunk = self._chunks[self._sent]
-            if not all((chunk.buffer, index) in self._complete for index in chunk.segments):
-                break
+        complete = self._complete.keys()
+        while self._group.own and self._sent < self._agreed and self._chunks[self._sent].places <= complete:
             self._send()
 
     @property
@@ -263,14 +269,14 @@ class Reduction(Alone):
         placed = len(report.touched)
         frozen = bytes(self._parameters - placed)
         unmarked = not self._marked and report.micro_batches > 0 and not report.dropped
-        by_rank = torch.zeros(3, self.size, dtype=torch.float64, device="cpu")
-        by_rank[:, self.rank] = torch.tensor([placed, report.window, report.norms], dtype=torch.float64, device="cpu")
-        flags = [report.dropped, report.squares is not None, self._marked, unmarked]
+        numbers = (placed, report.window, report.norms)
+        by_rank = [number if rank == self.rank else 0 for number in numbers for rank in range(self.size)]
+        said = [report.dropped, report.squares is not None, self._marked, unmarked]
         came = [0] * placed
         if self.rank == 0 and self._agreements < _LEARNING:
             came = [self._complete.get((b, s.index), 0) for b in self._buffers for s in b.segments]
-        lists = [*flags, *report.touched, *frozen, *came, *frozen]
-        host = torch.cat([torch.tensor(lists, dtype=torch.float64, device="cpu"), by_rank.flatten()])
+        lists = [*said, *report.touched, *frozen, *came, *frozen, *by_rank]
+        host = torch.tensor(lists, dtype=torch.float64, device="cpu")
         given = torch.zeros(2, self.size, dtype=torch.float64, device=device)
         if report.divisor is not None:
             given[0, self.rank] = report.divisor
@@ -285,18 +291,18 @@ class Reduction(Alone):
         sizes = [len(State), 1, 2, 1, 1, 1, 1, self._parameters, self._parameters, self.size, 4 * self.size]
         state, squares, loss, dropped, measuring, _, _, _, _, _, alike = vector.split(sizes)
         alike = alike.view(4, self.size)
-        divisors = alike[2]
         differs = (alike != alike[:, :1]).any()
-        for flag in (State.FOUND_INF, State.POISONED):
-            state[flag] = ((state[flag] > 0) | differs).double()
+        flags = state[State.FOUND_INF :: State.POISONED - State.FOUND_INF]  # these two
+        flags.copy_((flags > 0) | differs)
+        state, loss = torch.where(dropped > 0, 0.0, torch.cat([state, loss])).split([len(State), 2])
         agreement = Agreement(
-            state=torch.where(dropped > 0, 0.0, state),
-            divisor=None if report.divisor is None else divisors[0],
+            state=state,
+            divisor=None if report.divisor is None else alike[2, 0],
             squares=None if report.squares is None else torch.where(measuring[0] == self.size, squares[0], torch.nan),
             touched=None,
             dropped=None,
             weight=None,
-            loss=torch.where(dropped > 0, 0.0, loss),
+            loss=loss,
         )
 
         # What the host concludes, where it may look.
@@ -305,8 +311,9 @@ class Reduction(Alone):
         learning = self._agreements <= _LEARNING
         if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
             return agreement
-        host_state, _, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, _ = (
-            part.tolist() for part in vector.cpu().split(sizes)
+        values = iter(vector.tolist())
+        host_state, _, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, *rows = (
+            list(itertools.islice(values, size)) for size in (*sizes[:-1], *[self.size] * 4)
         )
         if len(set(layouts)) > 1:
             raise RuntimeError(
@@ -319,7 +326,7 @@ class Reduction(Alone):
             touched=[count > 0 for count in counts[:placed]],
             dropped=any_dropped > 0,
             weight=host_state[State.WEIGHT],
-            error=_disagreement(alike.tolist(), marked, unmarked),
+            error=_disagreement(rows, marked, unmarked),
         )
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
@@ -360,7 +367,7 @@ class Reduction(Alone):
     def _send(self) -> None:
         chunk = self._chunks[self._sent]
         self._flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
-        self._gone.update((chunk.buffer, index) for index in chunk.segments)
+        self._gone |= chunk.places
         self._sent += 1
         self.begun = True
         while len(self._flying) > _IN_FLIGHT and self._flying[0][1].dtype != chunk.buffer.dtype:

@@ -433,8 +433,10 @@ class Intake:
             self._take_turns(bucket)
         self._sums.add(bucket, weight, self._scaler.loss_scale(), self.serial + 1, count=False)
         if sends:
+            whole = self.fused is None and self.route is None
             for buffer, (segments, _) in bucket:
-                self._ranks.send_complete(buffer, [i for i in segments if self._is_complete(buffer, i)])
+                complete = segments if whole else [i for i in segments if self._is_complete(buffer, i)]
+                self._ranks.send_complete(buffer, complete)
 
     def _take_turns(self, bucket: Bucket) -> None:
         """Before a bucket is added: its sums must not be on their way, and fused weights may write to the buffers."""
