@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
+from accumkernels.ranks.alone import Report
 from tests.support.models import batch, mlp
 from tests.support.ranks import message, parameters
 
@@ -450,6 +451,56 @@ def tied_weights_in_the_last_backward(rank, size):
         acc.remove()
 
 
+def tied_weights_under_autocast(rank, size):
+    """Nor is it sent when the output layer's 16-bit part is there, and the embedding's is still to come."""
+    ids = torch.randint(11, (5,), generator=torch.Generator().manual_seed(rank))
+    everyones = [torch.empty_like(ids) for _ in range(size)]
+    dist.all_gather(everyones, ids)
+    twin = Tied(functional=False)
+    (sum(map(twin, everyones)) / size).backward()
+    for functional, bucket_bytes in itertools.product((False, True), (8, 400, 10**6)):
+        model = Tied(functional).float()
+        options = {"release": "backward", "bucket_bytes": bucket_bytes, "autocast_route": True}
+        acc = ak.FusedAccumulator(model, process_group=group(), fuse_weight_gradients=False, **options)
+        for _ in range(4):  # from the third on, chunks go in the order that the first two have shown
+            for _ in acc.window(range(2)):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(ids)
+                acc.backward(loss)
+            acc.finalize(sgd(acc))
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert (p.grad - q.grad).norm() <= 2**-5 * q.grad.norm()  # some roundings to 8 bits
+            acc.zero_()
+        assert "autocast route for" in repr(acc)
+        acc.remove()
+
+
+def what_devices_conclude(rank, size):
+    """Without a look of the host's: flags stay flags, what differs between ranks is one, a dropped window is empty."""
+    _, acc = build()
+    segments = sum(len(buffer.segments) for buffer in acc._store.buffers)
+    clean, poisoned = [2.0, 0.0, 2.0, 0.0], [2.0, 1.0, 2.0, 1.0]
+    divisors = torch.tensor([3.0, 3.0 + rank], dtype=torch.float64)
+    for state, options, expected in (
+        (clean, {}, [2.0 * size, 0.0, 2.0 * size, 0.0]),
+        (poisoned, {}, [2.0 * size, 1.0, 2.0 * size, 1.0]),
+        (poisoned if rank else clean, {}, [2.0 * size, 1.0, 2.0 * size, 1.0]),
+        (clean, {"divisor": divisors[0]}, [2.0 * size, 0.0, 2.0 * size, 0.0]),
+        (clean, {"divisor": divisors[1]}, [2.0 * size, 1.0, 2.0 * size, 1.0]),
+        (clean, {"window": rank}, [2.0 * size, 1.0, 2.0 * size, 1.0]),
+        (clean, {"norms": 1, "limit": divisors[1]}, [2.0 * size, 1.0, 2.0 * size, 1.0]),
+        (clean, {"dropped": rank == 1}, [0.0] * 4),
+    ):
+        given = {"dropped": False, "squares": None, "divisor": None, **options}
+        tensor = torch.tensor(state, dtype=torch.float64)
+        loss = torch.tensor([6.0, 2.0], dtype=torch.float64)
+        agreement = acc._ranks.agree(Report(state=tensor, touched=bytes(segments), loss=lambda v=loss: v, **given))
+        acc._ranks.reduce(lambda buffer, parts: None)
+        acc._ranks.open_window()
+        assert agreement.state.tolist() == expected
+        assert agreement.loss.tolist() == ([0.0, 0.0] if "dropped" in options else [12.0, 4.0])
+
+
 def parts_are_clipped(rank, size):
     """Each by the norm of its mean over all ranks; what is in no part is left."""
     for release, fused in itertools.product(("microbatch", "backward"), (False, True)):
@@ -527,6 +578,8 @@ TWO_RANKS = [
     windows_look_one_ahead,
     sums_in_bf16,
     tied_weights_in_the_last_backward,
+    tied_weights_under_autocast,
+    what_devices_conclude,
     parts_are_clipped,
     join_and_hooks,
     zero_redundancy_optimizer,
