@@ -417,7 +417,7 @@ class Intake:
             )
 
     def _add_bucket_of_users(self, bucket: Bucket) -> None:
-        """Add what a backward of the user's own has made, which may be a window's first; its weight is 1."""
+        """Add what a backward of the user's own has made, for which no window was prepared; its weight is 1."""
         self._store.allocate()
         self._add_bucket(bucket, Weight(1.0))
 

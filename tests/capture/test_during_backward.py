@@ -94,6 +94,21 @@ def test_gradients_with_graphs(backend, bucket_bytes, ours):
     assert relative_error(sums, big_batch_grads(model, x, y)) < 1e-6
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_buffers_that_were_released(ours):
+    """The first bucket makes them anew, whoever runs the backward."""
+    model = mlp()
+    x, y = batch(4)
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    acc.release_buffers()
+    if ours:
+        acc.backward(mse_loss(model(x), y))
+    else:
+        mse_loss(model(x), y).backward()
+        acc.accumulate()
+    assert relative_error([acc.main_grad(p) for p in model.parameters()], big_batch_grads(model, x, y)) < 1e-6
+
+
 class Alive:
     """Counts the bytes of weight gradients that are alive, and the most there ever were."""
 
