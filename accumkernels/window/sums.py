@@ -46,8 +46,8 @@ class Sums:
         """
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
         for buffer, taken in captured:
-            options = {"tag": tag, "weight_tensor": move(weight, buffer.device) if isinstance(weight, Tensor) else None}
-            check = functools.partial(buffer.ops.check_finite_, **options)
+            weight_tensor = move(weight, buffer.device) if isinstance(weight, Tensor) else None
+            check = functools.partial(buffer.ops.check_finite_, tag=tag, weight_tensor=weight_tensor)
             _run(check, (), buffer, taken, (buffer.rows(taken.segments), drops[buffer.device], buffer.flags))
         if len(drops) > 1 or self._ranks.judged_together:
             bad = self._ranks.maximum(worst(drops.values(), self._store.device))
