@@ -333,15 +333,16 @@ class End:
         self._store.agreed(agreement.state, agreement.touched)
 
         # Reduce, and look at each part when it is there.
-        measures = max_norm is not None or self._overflow is not None or agreement.squares is not None
-        by = verdict.divisor if divides else None
-        of_sum = self._reduce(by, measures)
+        checks = self._overflow is not None
+        measures = max_norm is not None or agreement.squares is not None
+        of_sum = self._reduce(verdict.divisor if divides else None, measures or (checks and not divides))
+        measures = measures or checks
         if agreement.error is not None:  # all ranks have one, and none waits for this one any more
             raise RuntimeError(agreement.error)
         if measures:
             of_sum = ranks.sum_over_shards(of_sum)
         self.check_sums(window, of_sum if measures else None)
-        if self._overflow is not None:  # each rank's sum was finite; theirs together may not be
+        if checks:  # each rank's sum was finite; theirs together may not be
             verdict = verdict.with_overflow((~torch.isfinite(of_sum)).double())
         if max_norm is not None:
             verdict = verdict.clipped(of_sum.sqrt(), max_norm)
@@ -381,19 +382,30 @@ class End:
             buffer.unchecked.clear()
 
     def _reduce(self, divisor: Tensor | None, measures: bool) -> Tensor:
-        """Reduce the flat buffers; the squared norm of the sums where it is measured, fp64 0-d, else 0."""
+        """Reduce the flat buffers, and look at each part when it is there.
+
+        Args:
+            divisor: Of the sums; None to leave them as they are.
+            measures: Whether to take their norm, before they are divided.
+
+        Returns:
+            The squared norm of the sums, fp64 0-d. Without `measures` the pass that divides tells what matters of it:
+            inf where a quotient is not finite, else 0.
+        """
         device = self._store.device
-        squares = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self._store.states}
-        divisors = {} if divisor is None else {b: move(divisor, b.device, b.dtype) for b in self._store.buffers}
+        seen = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self._store.states}
+        divisors = {} if divisor is None else {d: move(divisor, d) for d in self._store.states}
 
         def look(buffer: FlatBuffer, parts: list[Tensor]) -> None:
             if measures:
-                buffer.ops.norm_(squares[buffer.device], parts)
+                buffer.ops.norm_(seen[buffer.device], parts)
             if divisor is not None:
-                torch._foreach_div_(parts, divisors[buffer])
+                found_inf = None if measures else seen[buffer.device]
+                buffer.ops.scaled_copy_(parts, parts, divisor=divisors[buffer.device], found_inf=found_inf)
 
         self._ranks.reduce(look)
-        return sum((move(s, device) for s in squares.values()), torch.zeros(1, dtype=torch.float64, device=device))[0]
+        total = sum((move(s, device) for s in seen.values()), torch.zeros(1, dtype=torch.float64, device=device))[0]
+        return total if measures else torch.where(total > 0, torch.inf, 0.0).double()
 
     @with_graph  # as where the user's own hooks would find it
     def _step_optimizer(self, optimizer: Optimizer, skips_itself: bool, may_skip: bool) -> None:

@@ -34,6 +34,7 @@ from tests.support.rank_scenarios import (
     Heads,
     adamw,
     distributed_data_parallel,
+    divides,
     equals_one_process,
     long_form,
     micro_batches,
@@ -55,6 +56,7 @@ SCENARIOS = [
     autocast_route,
     fused_weights,
     failures,
+    divides,
     noise,
     last_is_last,
     unfreezing,
@@ -190,6 +192,15 @@ def test_overflow_in_step(any_size):
         for skipped, scale in result.values():
             assert skipped == [(False, False), (True, True), (True, True), (False, False)]
             assert scale == 0.25
+
+
+def test_divides(found):
+    """Averages are what torch's division makes of the sum, bit for bit; one that is not finite counts as overflow."""
+    for mode in ("window", None):
+        (first, mean, skipped), (second, other, _) = (result[mode] for result in of(found, divides))
+        assert torch.equal(mean, (first + 2 * second) / 3)
+        assert torch.equal(mean, other)
+        assert skipped is (mode == "window")
 
 
 def test_unused(any_size):

@@ -157,6 +157,27 @@ def unused(rank, size):
     return found
 
 
+def divides(rank, size):
+    """What ranks gave to the sum, and the mean that each has as `.grad`, with and without a check for overflow."""
+    found = {}
+    for mode in ("window", None):
+        param = nn.Parameter(torch.zeros(1000))
+        acc = ak.FusedAccumulator([param], process_group=torch.distributed.group.WORLD, overflow=mode)
+        given = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+        acc.backward((param * given).sum(), weight=1 + rank)
+        acc.finalize(sgd(acc.parameters()))
+        found[mode] = given, param.grad.clone()
+
+    acc.zero_()
+    for mode in ("window", None):
+        acc.remove()
+        acc = ak.FusedAccumulator([param], process_group=torch.distributed.group.WORLD, overflow=mode)
+        acc.backward((param * 1e38).sum())
+        acc.finalize(sgd(acc.parameters()), divisor=0.5)
+        found[mode] += (acc.step_was_skipped,)
+    return found
+
+
 def noise(rank, size):
     """The critical batch size after some windows."""
     model = mlp(torch.float64)
