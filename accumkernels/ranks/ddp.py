@@ -95,7 +95,8 @@ class Silence:
 
     def _be_silent(self, ddp: nn.Module, *_: Any) -> None:
         for name in self._FLAGS:
-            setattr(ddp, name, False)
+            if getattr(ddp, name):  # nearly never, and modules set attributes slowly
+                setattr(ddp, name, False)
 
     def check_end(self, caller: str) -> None:
         """Refuse to end a window in a state of the module in which that cannot be right.
