@@ -1,7 +1,9 @@
 """A slow link between ranks, and a device that computes, both of sleep: how much of a reduction a loop hides.
 
-Real all-reduces of gloo follow the wait for the link, so the results are right. What the host does between sleeps is
-the methods' own work, in chunks and buckets that are smaller than usual by one factor, as the model is.
+Real all-reduces of gloo follow the wait for the link, so the results are right. What the host does beside that is the
+methods' own work, in chunks and buckets that are smaller than usual by one factor, as the model is. Where it waits for
+the device, layer by layer, all of it adds to the time of a window; where it runs ahead, only what follows the last
+gradient does.
 """
 
 from __future__ import annotations
@@ -35,14 +37,43 @@ FORWARD, BACKWARD = 0.002, 0.004  # seconds in a layer
 Window = Callable[[int], None]  # of so many micro-batches
 
 
+class Device:
+    """Computes for given times.
+
+    Args:
+        ahead: Whether the host runs ahead of it, as of a GPU; else the host waits for each layer, as where it computes
+            itself.
+    """
+
+    def __init__(self, ahead: bool) -> None:
+        self._ahead = ahead
+        self._free = 0.0  # when all that it was given will be done
+
+    def compute(self, seconds: float) -> None:
+        """Give it something to do."""
+        self._free = self.done() + seconds
+        if not self._ahead:
+            time.sleep(seconds)
+
+    def done(self) -> float:
+        """When what it was given until now is done."""
+        return max(self._free, time.monotonic()) if self._ahead else time.monotonic()
+
+    def wait(self) -> None:
+        """Let the host wait until then."""
+        time.sleep(max(0.0, self.done() - time.monotonic()))
+
+
 class Link:
-    """Carries one tensor at a time.
+    """Carries one tensor at a time, once the device has computed it.
 
     Args:
         rate: Bytes of gradients per second.
+        device: Of the tensors.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, device: Device) -> None:
+        self.device = device
         self._rate = rate
         self._group = dist.new_group()
         self._all_reduce = dist.all_reduce  # what is patched below is not what the link does itself
@@ -61,37 +92,39 @@ class Link:
     def send(self, tensor: Tensor) -> Any:
         """Begin to sum a tensor over ranks."""
         sent: Any = torch.futures.Future()
-        self._waiting.put((tensor, sent, time.monotonic()))
+        self._waiting.put((tensor, sent, self.device.done()))
         return sent
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        time.sleep(FORWARD)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, device: Device) -> Tensor:
+        device.compute(FORWARD)
         ctx.save_for_backward(weight)
+        ctx.device = device
         return x * 1.0
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(BACKWARD)
-        return grad, torch.full_like(ctx.saved_tensors[0], 1e-3)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.device.compute(BACKWARD)
+        return grad, torch.full_like(ctx.saved_tensors[0], 1e-3), None
 
 
 class Layer(nn.Module):
-    """Takes its time, and has a gradient."""
+    """Takes its time on a device, and has a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(ELEMENTS))
+        self._device = device
 
     def forward(self, x: Tensor) -> Tensor:
         """As it is."""
-        return _Compute.apply(x, self.weight)
+        return _Compute.apply(x, self.weight, self._device)
 
 
-def _model() -> nn.Module:
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+def _model(link: Link) -> nn.Module:
+    return nn.Sequential(*(Layer(link.device) for _ in range(LAYERS)))
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:
@@ -117,7 +150,7 @@ def _send_buckets(ddp: Any, link: Link) -> None:
 
 def stock(link: Link) -> Window:
     """DistributedDataParallel, silent but in the last micro-batch."""
-    ddp = DistributedDataParallel(_model(), **_BUCKETS)
+    ddp = DistributedDataParallel(_model(link), **_BUCKETS)
     _send_buckets(ddp, link)
     optimizer = _sgd(ddp.parameters())
 
@@ -148,7 +181,7 @@ def chunks_over(link: Link) -> Iterator[None]:
 
 def fused(link: Link, looks_ahead: bool) -> Window:
     """FusedAccumulator, in a loop over `acc.window` or without it."""
-    model = _model()
+    model = _model(link)
     acc = ak.FusedAccumulator(model, bucket_bytes=BUCKET_BYTES, process_group=dist.group.WORLD)
     optimizer = _sgd(acc.parameters())
 
@@ -172,7 +205,7 @@ def accelerated(link: Link, ours: bool) -> Window:
     else:
         handler = accelerate.DistributedDataParallelKwargs(**_BUCKETS)
         accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[handler])
-    model = _model()
+    model = _model(link)
     model, optimizer = accelerator.prepare(model, _sgd(model.parameters()))
     if not ours:
         _send_buckets(model, link)

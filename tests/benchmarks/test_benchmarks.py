@@ -15,6 +15,7 @@ from benchmarks.commands.kernel_jobs import COLD, WRITTEN, Job, Measured, merge,
 from benchmarks.harness import machine, measure, results, shapes
 from benchmarks.harness.case import DTYPES, LOSS_SCALE, Case
 from benchmarks.methods import compute, host, limits, other_jobs, peers, window
+from benchmarks.methods import link as emulated
 from benchmarks.methods.training import METHODS, STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -371,12 +372,43 @@ if torch.cuda.is_available():
 def test_link(tmp_path):
     """On two gloo ranks, over an emulated link, a row for every method and number of micro-batches."""
     path = tmp_path / "link.csv"
-    assert link.main(["--micro-batches", "1,2", "--reduction", "0.5", "--windows", "2", "--csv", str(path)]) == 0
+    short = ["--host", "runs ahead", "--micro-batches", "1,2", "--reduction", "0.5", "--windows", "2"]
+    assert link.main([*short, "--csv", str(path)]) == 0
     with path.open() as lines:
         rows = list(csv.DictReader(lines))
-    assert [(row["method"], row["micro_batches"]) for row in rows] == [
-        (name, count) for count in ("1", "2") for name in link.METHODS
+    assert [(row["host"], row["micro_batches"], row["method"]) for row in rows] == [
+        ("runs ahead", count, name) for count in ("1", "2") for name in link.METHODS
     ]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_emulated_device(ahead, monkeypatch):
+    """It computes one thing after the other, from when it is asked; the host waits for each, or at the end."""
+    clock, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(emulated.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(emulated.time, "sleep", sleep)
+    device = emulated.Device(ahead)
+    device.compute(2.0)
+    device.compute(3.0)
+    assert device.done() == 5
+    assert slept == ([] if ahead else [2, 3])
+    device.wait()
+    assert clock == [5]
+    clock[0] = 10.0
+    device.compute(1.0)
+    assert device.done() == 11
+
+
+def test_link_refuses_hosts(capsys):
+    """By name, before anything runs."""
+    with pytest.raises(SystemExit):
+        link.main(["--host", "sleeps"])
+    assert "--host must be of waits, runs ahead, got 'sleeps'" in capsys.readouterr().err
 
 
 def test_ranks(tmp_path):
