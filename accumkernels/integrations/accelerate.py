@@ -251,6 +251,7 @@ class Accelerator(Stock):
         """
         for window in _ready(self._windows):
             window.open()
+            window.folds = not self.reads_gradients  # also where no backward follows on this rank
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:

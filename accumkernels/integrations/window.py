@@ -285,9 +285,11 @@ class TrainerWindow:
         with apart(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()
-                if fold and self.accumulator.micro_batches and not kwargs and not closure_needed:
+                ran = self.accumulator.micro_batches > 0
+                if fold and (ran or self.several_ranks) and not kwargs and not closure_needed:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
+                    self._idle = not ran and float(self.accumulator.metrics()["weight"]) == 0
                     return norm
                 self.finalize()
             self._idle = self._empty

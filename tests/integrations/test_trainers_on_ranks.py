@@ -47,6 +47,7 @@ BY_ANY = [
     trainer_bytes_scenarios.sent_in_backward,
 ]
 BY_TWO = [
+    accelerate_scenarios.accelerate_empty_rank,
     accelerate_scenarios.accelerate_overflow,
     accelerate_scenarios.accelerate_recipe,
     accelerate_scenarios.accelerate_refuses,
@@ -127,6 +128,17 @@ def test_accelerates_recipe_for_token_counts(found):
     for result in found["accelerate_recipe"]:
         for name in ("stock", "ours"):
             assert_close(result[name], expected, ROUNDING["fp32"])
+
+
+def test_a_rank_without_micro_batches_clips_alike(found):
+    """Whoever looks at `.grad`: it takes part in windows of others; one that none has had was not skipped."""
+    check(found, "accelerate_empty_rank")
+    results = found["accelerate_empty_rank"]
+    for result in results:
+        assert_close(result[False][0], result[True][0], ROUNDING["fp32"])
+        assert result[False][1] == pytest.approx(result[True][1], rel=1e-6)
+        assert result[False][2] == result[True][2] == [False] * 4
+        assert torch.equal(*(r[False][0]["0.weight"] for r in results))
 
 
 @pytest.mark.parametrize("kind", ["two optimizers", "two models"])

@@ -100,6 +100,31 @@ def accelerate_overflow(rank, size):
     return {kind: accelerate_loop(rank, size, kind, bad={(size - 1, 1)}) for kind in ("fp32", "fp16")}
 
 
+def accelerate_empty_rank(rank, size):
+    """Windows in which the last rank has no micro-batch, or none has; `.grad` left to the optimizer, and read."""
+    environment(rank, size)
+    found = {}
+    for reads in (False, True):
+        one = accelerator(steps=1)
+        one.reads_gradients = reads
+        model = mlp()
+        model, optimizer = one.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        norms, skipped = [], []
+        for window in range(4):
+            with one.accumulate(model):
+                if window in (1, 3) or (rank < size - 1 and window == 0):
+                    x, y = item(window + rank)
+                    one.backward(mse_loss(model(x), y))
+                norm = one.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                norms.append(float(norm))
+                skipped.append(one.optimizer_step_was_skipped)
+                optimizer.zero_grad()
+        found[reads] = parameters(model), norms, skipped
+        one.free_memory()
+    return found
+
+
 def accelerate_recipe(rank, size):
     """Their documented loop for token counts, by the import alone: sums, divided by the number over all ranks."""
     environment(rank, size)
