@@ -26,9 +26,17 @@ def agree_on_unit(weight: float | Tensor) -> float:
     """The unit of the job: that of the first rank that asks.
 
     Args:
-        weight: This rank's first weight; 0, or one that only the device knows, proposes 1.
+        weight: This rank's first weight that is not 0; one that only the device knows proposes 1.
     """
-    exponent = 0 if isinstance(weight, Tensor) or weight == 0 else math.frexp(weight)[1] - 1
-    store = torch.distributed.distributed_c10d._get_default_store()
-    agreed = store.compare_set(_KEY, "", str(exponent))
+    exponent = 0 if isinstance(weight, Tensor) else math.frexp(weight)[1] - 1
+    agreed = _store().compare_set(_KEY, "", str(exponent))
     return math.ldexp(1.0, int(agreed))
+
+
+def agreed_unit() -> float | None:
+    """The unit of the job; None while no rank has had a weight other than 0."""
+    return math.ldexp(1.0, int(_store().get(_KEY))) if _store().check([_KEY]) else None
+
+
+def _store() -> torch.distributed.Store:
+    return torch.distributed.distributed_c10d._get_default_store()

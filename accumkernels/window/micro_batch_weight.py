@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..buffers.devices import move
-from ..ranks.weight_unit import agree_on_unit
+from ..ranks.weight_unit import agree_on_unit, agreed_unit
 
 
 class Weight(NamedTuple):
@@ -17,12 +17,13 @@ class Weight(NamedTuple):
     Attributes:
         total: What the micro-batch counts in the window's sum of weights.
         in_loss: What its loss was multiplied by before backward.
-        unit: The unit of `in_loss`, which is `total / unit` but for rounding.
+        unit: The unit of `in_loss`, which is `total / unit` but for rounding; None where `in_loss` is 0, and no rank
+            had another weight when it was put there.
     """
 
     total: float | Tensor
     in_loss: float | Tensor = 1.0
-    unit: float = 1.0
+    unit: float | None = 1.0
 
     @property
     def plain(self) -> bool:
@@ -32,13 +33,15 @@ class Weight(NamedTuple):
     @property
     def multiplier(self) -> float | Tensor:
         """What its gradients, unscaled, are still to be multiplied by; some may be those of other ranks' losses."""
+        unit = (agreed_unit() or 1.0) if self.unit is None else self.unit
         if isinstance(self.in_loss, float):
-            return self.total / self.in_loss if self.in_loss else self.unit
-        return torch.where(self.in_loss == 0, self.unit, self.total / self.in_loss)
+            return self.total / self.in_loss if self.in_loss else unit
+        return torch.where(self.in_loss == 0, unit, self.total / self.in_loss)
 
     def plus(self, other: Weight) -> Weight:
         """The weight of both together, where their gradients were added up."""
-        return Weight(self.total + other.total, self.in_loss + other.in_loss, self.unit)
+        unit = other.unit if self.unit is None else self.unit
+        return Weight(self.total + other.total, self.in_loss + other.in_loss, unit)
 
 
 class Weigher:
@@ -57,6 +60,8 @@ class Weigher:
         Returns:
             The loss to run backward of, and the weight.
         """
+        if self._unit is None and not isinstance(weight, Tensor) and weight == 0:
+            return loss * 0.0, Weight(0.0, 0.0, agreed_unit())  # says nothing of how large weights are
         if self._unit is None:
             self._unit = agree_on_unit(weight)
         factor = weight / self._unit

@@ -68,6 +68,22 @@ def test_zero_keeps_the_unit(proposed, on_device):
     assert float(parts.multiplier) == 8
 
 
+@pytest.mark.parametrize("known_to_others", [False, True])
+def test_zero_proposes_nothing(proposed, known_to_others, monkeypatch):
+    """A first weight of 0 says nothing of how large weights are; gradients of others' losses have theirs."""
+    units = [8.0 if known_to_others else None]
+    monkeypatch.setattr(module, "agreed_unit", lambda: units[-1])
+    weigher = Weigher()
+    _, grad, parts = weighed(weigher, 0.0, torch.float64)
+    assert (grad, proposed) == (0, [])
+    assert parts.multiplier == (8 if known_to_others else 1)
+    units.append(8.0)  # another rank's weight came while this one's backward ran
+    assert parts.multiplier == 8
+    assert parts.plus(Weight(12.0, 1.5, 8.0)).multiplier == 8
+    weighed(weigher, 4096.0, torch.float64)
+    assert proposed == [4096.0]
+
+
 def test_sums_have_one_multiplier():
     """Gradients that were summed by FSDP2 are multiplied by what all were."""
     assert Weight(6.0, 1.5, 4.0).plus(Weight(4.0, 1.0, 4.0)).multiplier == 4
