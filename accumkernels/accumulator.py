@@ -741,8 +741,11 @@ class FusedAccumulator:
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
+        if reduced and self._window.phase is Phase.OPEN:  # another rank may have grown its layout by now
+            self._prepare_empty_window()
         self._end.check_sums(self._window)
-        loss = self._loss.sums()
+        ended = self._window.phase is Phase.FINALIZED
+        loss = self._end.loss_sums() if ended else self._loss.sums()
         saved = save(self._store, self._ranks, self._window, self._intake.serial, loss, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
@@ -767,6 +770,8 @@ class FusedAccumulator:
         expect(state_dict, Mapping, "state_dict", "a dict")
         self._intake.settle()
         self._store.check_drift()
+        if self.micro_batches == 0 and self._window.phase is Phase.OPEN:
+            self._intake.prepare_window()  # make room for what was unfrozen since
         state = share(self._ranks, check(self._store, self._ranks, state_dict))
         self.zero_()
         self._intake.prepare_window()

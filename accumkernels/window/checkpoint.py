@@ -60,6 +60,9 @@ def save(
         serial: Micro-batches ever accumulated.
         loss: See `WindowLoss.sums`.
         reduced: Whether the state is to be that of all ranks; it always is for DTensors. Collective then.
+
+    Raises:
+        RuntimeError: ranks accumulate different parameters, and the state is to be that of all.
     """
     masters = {} if store.masters is None else store.masters.values()
     of_all = reduced or ranks.sharded
@@ -69,9 +72,15 @@ def save(
     tensors = [buffer.tensor for buffer in store.buffers]
 
     if of_all:
+        placed = sum(len(buffer.segments) for buffer in store.buffers)
+        numbers = [of_window["micro_batches"], of_window["dropped"], serial, placed, -placed]
+        counts = ranks.joined(torch.tensor(numbers, device=store.device), largest=True)
+        done, dropped, serial, most, fewest = counts.tolist()
+        if most != -fewest:
+            raise RuntimeError(
+                f"parameters were unfrozen on some ranks only: by rank, from {-fewest} to {most} are accumulated"
+            )
         flags = [ranks.joined(tags, largest=True) for tags in flags]
-        counts = torch.tensor([of_window["micro_batches"], of_window["dropped"], serial], device=store.device)
-        done, dropped, serial = ranks.joined(counts, largest=True).tolist()
         of_window |= {"micro_batches": done, "dropped": bool(dropped)}
     if of_all and not of_window["averaged"]:
         state, losses = ranks.joined(state), ranks.joined(losses)

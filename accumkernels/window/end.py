@@ -445,6 +445,7 @@ class End:
         overflow = self._handout.round()
         if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(self._ranks.maximum(overflow))
+        averaged = window.phase is Phase.AVERAGED
         window.finalize(verdict)
         skip = verdict.skip
         self._skipped, self._captured = skip, _is_capturing(skip)
@@ -454,7 +455,8 @@ class End:
             window.handed_out = True
         for optimizer in optimizers:
             self._scaler.record(optimizer, skip, verdict.found_inf)
-        self._noise.end_window(self._store.state(), skip, self._noise_sums)
+        if not averaged:  # else it was counted before it was saved
+            self._noise.end_window(self._store.state(), skip, self._noise_sums)
         return verdict
 
     def _withhold(self, window: Window, optimizers: Sequence[Optimizer]) -> bool:
@@ -472,6 +474,10 @@ class End:
         return any(lacks_momentum(o, touched) for o in suspects) and self.was_skipped()
 
     # ---- checkpoints
+
+    def loss_sums(self) -> Tensor | None:
+        """Those of the window that was finalized, of all ranks; see `WindowLoss.sums`."""
+        return self._loss_sums()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; synchronises."""

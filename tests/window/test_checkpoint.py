@@ -238,6 +238,40 @@ def test_a_dropped_window_stays_dropped():
     assert all(map(torch.equal, resumed.model.parameters(), before))
 
 
+def test_a_window_saved_as_finalized_counts_once():
+    """In the noise scale, which had it when the state was saved."""
+    found = []
+    for reload in (False, True):
+        model = mlp(torch.float64)
+        acc = ak.FusedAccumulator(model, noise_scale=True)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for window in range(3):
+            for i in range(3):
+                x, y = batch(3 + i, torch.float64, seed=10 * window + i)
+                acc.backward(mse_loss(model(x), y), weight=len(x))
+            acc.finalize(optimizer)
+            if reload and window == 1:
+                acc.load_state_dict(acc.state_dict())
+                acc.finalize(optimizer)
+            optimizer.step()
+            acc.zero_()
+        found.append((float(acc.noise_scale()), acc.noise_scale().windows))
+    assert found[1] == found[0]
+    assert found[0][1] == 3
+
+
+def test_a_sum_of_what_was_unfrozen_has_a_place():
+    """Before the first micro-batch too, which would have made room for it."""
+    run = Run()
+    run.micro_batch(0, 0)
+    model = mlp()
+    model[0].requires_grad_(False)
+    acc = ak.FusedAccumulator(model)
+    model[0].requires_grad_(True)
+    acc.load_state_dict(run.acc.state_dict())
+    assert torch.equal(acc.main_grad(model[0].weight), run.acc.main_grad(run.model[0].weight))
+
+
 def test_a_sum_of_what_is_frozen_here_has_no_place():
     """It would be lost without a word."""
     run = Run()
