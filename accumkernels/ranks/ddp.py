@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks import Handles, Hook
+
+_log = logging.getLogger(__name__)
+_DELAYED = "_static_graph_delay_allreduce_enqueued"  # set by the first backward of a static graph
 
 
 def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
@@ -82,18 +86,18 @@ class Silence:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
+        self._ran = False  # whether it has had a forward
         self._before = {name: getattr(ddp, name) for name in self._FLAGS}
         # With static_graph=True the first backward would reduce after its end, whatever the flags say.
-        self._before["_static_graph_delay_allreduce_enqueued"] = getattr(
-            ddp, "_static_graph_delay_allreduce_enqueued", False
-        )
-        ddp._static_graph_delay_allreduce_enqueued = True
+        self._before[_DELAYED] = getattr(ddp, _DELAYED, False)
+        setattr(ddp, _DELAYED, True)
         self._handles = Handles(self)
         self._handles.add(ddp.register_forward_pre_hook(Hook(self, Silence._be_silent)))
         for name in self._FLAGS:
             setattr(ddp, name, False)
 
     def _be_silent(self, ddp: nn.Module, *_: Any) -> None:
+        self._ran = True
         for name in self._FLAGS:
             if getattr(ddp, name):  # nearly never, and modules set attributes slowly
                 setattr(ddp, name, False)
@@ -123,6 +127,11 @@ class Silence:
         """Let the module communicate as it did before."""
         self._handles.remove()
         ddp = self._ddp()
+        if ddp is not None and ddp.static_graph and self._ran and not self._before.get(_DELAYED, True):
+            _log.warning(
+                "remove(): DistributedDataParallel(static_graph=True) has learned from backwards in which it was "
+                "silent, and will not average gradients: wrap the module anew to train it without an accumulator"
+            )
         for name, value in self._before.items() if ddp is not None else ():
             setattr(ddp, name, value)
         self._before = {}
