@@ -201,7 +201,7 @@ class FusedAccumulator:
         self._watch = Watch(self._store, self._ranks, self._scaler, self._intake)
         self._ended = 0  # windows
         self._looked_for_stages = False
-        self._in_last = False  # whether `window` has handed out its last batch
+        self._in_last: object = None  # whose last batch is at hand: of what `window` returned
         self._open()
 
     # ---- what it holds
@@ -507,7 +507,14 @@ class FusedAccumulator:
                 "last=True needs release='auto' or 'backward', and overflow='window' or None: otherwise there is no "
                 "backward to send sums in"
             )
-        return sends and (last or self._in_last)
+        last = sends and (last or self._in_last is not None)
+        if last:
+            self._ranks.mark_last()
+        return last
+
+    @property
+    def _sends_in_backward(self) -> bool:
+        return self._ranks.reduces_sums and self._intake.hooks is not None
 
     def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Iterate over a window's batches, and know the last: its sums are reduced over ranks while its backward runs.
@@ -533,11 +540,14 @@ class FusedAccumulator:
         for following in iterator:
             yield batch
             batch = following
-        self._in_last = True
+        self._in_last = token = object()
+        if self._sends_in_backward:  # also where the batch fails, and is discarded
+            self._ranks.mark_last()
         try:
             yield batch
         finally:
-            self._in_last = False
+            if self._in_last is token:
+                self._in_last = None
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
@@ -805,6 +815,7 @@ class FusedAccumulator:
 
     def _open(self) -> None:
         self._window = Window(number=self._ended)
+        self._in_last = None
         self._end.open_window()
         self._noise.open_window()
         self._loss.open_window()

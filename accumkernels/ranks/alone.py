@@ -156,6 +156,9 @@ class Alone:
         """Segments whose gradients other ranks wait for, in a micro-batch that sends; None: all of them."""
         return frozenset()
 
+    def mark_last(self) -> None:
+        """The micro-batch that begins was said to be the last, whatever becomes of it."""
+
     def end_last(self) -> None:
         """The micro-batch that was said to be the last is complete: send everything that was not sent."""
 

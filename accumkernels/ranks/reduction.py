@@ -218,6 +218,10 @@ class Reduction(Alone):
         self._list_chunks()
         return None if not self._came and self._agreements < _LEARNING else self._awaited
 
+    def mark_last(self) -> None:
+        """See `Alone`."""
+        self._marked = True
+
     def end_last(self) -> None:
         """See `Alone`."""
         self._marked = True
