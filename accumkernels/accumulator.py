@@ -27,7 +27,6 @@ from .window.coupled import FirstPass, RandomState, call_with
 from .window.end import End
 from .window.loss import WindowLoss
 from .window.micro_batch import Intake
-from .window.micro_batch_weight import Weight
 from .window.misuse import Watch
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.scaling import LossScaler
@@ -419,10 +418,10 @@ class FusedAccumulator:
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        if isinstance(scalar, Tensor) or scalar != 1:
-            self._window.weighed_after = True
+        weighed = self._intake.weight_after_backward(scalar)
+        if self._window.weighed_after:
             self._warn_of_late_weights()
-        self._intake.accumulate(Weight(scalar), last, loss)
+        self._intake.accumulate(weighed, last, loss)
 
     @opaque
     def backward_coupled(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from .sums import Sums
 from .weight_gradients import Fusing
 
 _log = logging.getLogger(__name__)
+_intakes: weakref.WeakSet[Intake] = weakref.WeakSet()  # of all accumulators
 
 
 class Intake:
@@ -86,6 +88,8 @@ class Intake:
         self._warned = False
         self._counted_by_backward = False
         self._crosses_ranks: bool | None = None  # whether backward may, once the open window has had one
+        self._weighed_by_another: Weight | None = None  # in the loss that gradients here are of
+        _intakes.add(self)
         self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self._release = release
         if bucket_bytes is None:
@@ -122,7 +126,7 @@ class Intake:
         if self.fused is not None:
             self.fused.reset()
         self._leaves_ran.clear()
-        self._crosses_ranks = None
+        self._crosses_ranks = self._weighed_by_another = None
         self.listen(True)
 
     @property
@@ -189,6 +193,7 @@ class Intake:
 
     def discard(self) -> None:
         """Drop the gradients of the micro-batch that is under way; the window breaks where some were added."""
+        self._weighed_by_another = None
         if self.hooks is not None:
             if self.hooks.handed_over or self.hooks.interrupted:
                 self._window.phase = Phase.BROKEN
@@ -207,6 +212,7 @@ class Intake:
 
     def remove(self) -> None:
         """Take off every hook."""
+        _intakes.discard(self)
         for capture in (self.hooks, self.fused, self._autocast):
             if capture is not None:
                 capture.remove()
@@ -238,11 +244,30 @@ class Intake:
         if self._window.kept:
             self._window.check_kept(weighed)
         run = scaled_backward(loss, self._scaler.scaler, kwargs)
-        if self._autocast is None and not self._adds_in_backward:
-            run()
-        else:
-            self.run(run, loss, weighed, last)
+        others = () if weighed.plain else [o for o in _intakes if o is not self and not o._has_gradients()]
+        for other in others:
+            other._weighed_by_another = weighed
+        try:
+            if self._autocast is None and not self._adds_in_backward:
+                run()
+            else:
+                self.run(run, loss, weighed, last)
+        finally:
+            for other in others:
+                if not other._has_gradients():
+                    other._weighed_by_another = None
         return weighed
+
+    def weight_after_backward(self, weight: float | Tensor) -> Weight:
+        """The weight of gradients that a loop's own backward has left, or that of another accumulator.
+
+        The latter may have put a weight into the loss; the window remembers what was left to the accumulate pass.
+        """
+        if self._weighed_by_another is not None:
+            return Weight(weight, self._weighed_by_another.in_loss, self._weighed_by_another.unit)
+        if isinstance(weight, Tensor) or weight != 1:
+            self._window.weighed_after = True
+        return Weight(weight)
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
         """The loss to run backward of: with its weight, where backward may cross ranks."""
@@ -393,6 +418,7 @@ class Intake:
         if self.hooks is not None and added_in_backward:
             self.hooks.reset()
         self._counted_by_backward = after_backward
+        self._weighed_by_another = None
         if last:
             self._ranks.end_last()
 
@@ -419,7 +445,7 @@ class Intake:
     def _add_bucket_of_users(self, bucket: Bucket) -> None:
         """Add what a backward of the user's own has made, for which no window was prepared; its weight is 1."""
         self._store.allocate()
-        self._add_bucket(bucket, Weight(1.0))
+        self._add_bucket(bucket, self.weight_after_backward(1.0))
 
     def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.
