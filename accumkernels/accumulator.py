@@ -500,7 +500,7 @@ class FusedAccumulator:
 
     def _check_last(self, last: bool) -> bool:
         """Whether the micro-batch is the window's last, and what is complete may be sent."""
-        sends = self._ranks.reduces_sums and self._intake.hooks is not None
+        sends = self._sends_in_backward
         if last and self._ranks.reduces_sums and not sends:
             raise ValueError(
                 "last=True needs release='auto' or 'backward', and overflow='window' or None: otherwise there is no "

@@ -246,6 +246,29 @@ def test_sparse_gradient_is_named():
     assert acc.weight.item() == 0
 
 
+@pytest.mark.parametrize("release", ["auto", "microbatch"])
+@pytest.mark.parametrize("sparse_first", [False, True])
+def test_a_refused_micro_batch_leaves_no_trace(release, sparse_first):
+    """Of two flat buffers, none is added to where a gradient of either is refused; its loss is not in the mean."""
+    dtypes = [torch.float64, torch.float32][:: -1 if sparse_first else 1]
+    plain, table = nn.Parameter(torch.ones(4, dtype=dtypes[0])), nn.Parameter(torch.ones(5, 3, dtype=dtypes[1]))
+    acc = ak.FusedAccumulator([table, plain] if sparse_first else [plain, table], release=release)
+
+    def loss(sparse, factor):
+        rows = nn.functional.embedding(torch.tensor([1, 2]), table, sparse=sparse)
+        return (plain * factor).sum() + rows.sum().to(plain.dtype)
+
+    acc.backward(loss(False, 1.0))
+    with pytest.raises(RuntimeError, match="is sparse"):
+        acc.backward(loss(True, 100.0))
+    acc.discard()
+    assert acc.main_grad(plain).tolist() == [1, 1, 1, 1]
+    assert acc.weight.item() == acc.micro_batches == 1
+    acc.step(torch.optim.SGD(acc.parameters(), lr=1.0))
+    assert plain.tolist() == [0, 0, 0, 0]
+    assert acc.metrics()["loss"] == 10
+
+
 def test_a_model_with_an_accumulator_pickles_and_copies():
     """Copies and pickles of the model know nothing of the accumulator."""
     import copy

@@ -21,7 +21,7 @@ from ..capture.autocast_presence import AutocastPresence, may_route
 from ..capture.during_backward import DuringBackward, default_bucket_bytes
 from ..capture.fused.gemm import passes_are_cheap
 from ..capture.fused.weights import FusedWeights
-from ..capture.gradients import Bucket, Captured, drop, take
+from ..capture.gradients import Bucket, Captured, drop, in_memory_order, take
 from ..hooks import Handles, Hook
 from ..ranks.alone import Alone
 from ..ranks.weight_unit import backward_may_cross_ranks
@@ -294,8 +294,9 @@ class Intake:
         if self._adds_in_backward and self._window.micro_batches == 0:
             with torch.no_grad():
                 self.prepare_window()
-        # After an earlier backward of this micro-batch, gradients may be pending for what this one completes.
-        sends = last and self.hooks is not None and not self.hooks.has_taken
+        # What is left in `.grad`, by an earlier backward of this micro-batch too, `accumulate` adds after this one.
+        takes_all = self.hooks is not None and self.hooks.listens
+        sends = last and takes_all and not self._has_gradients()
         if self.hooks is not None and self.hooks.listens:
             run = functools.partial(self._run_adding, self.hooks, run, weight, sends)
         if self.fused is not None:
@@ -385,6 +386,8 @@ class Intake:
                 return
         if window.kept:
             window.check_kept(weight)
+        if self._ranks.begun or len(captured) > 1:
+            self._check_all(captured)
 
         # Check the whole micro-batch first, where it may be dropped.
         tag = self.serial + 1
@@ -408,19 +411,29 @@ class Intake:
                 self._take_turns(adds)
             for bucket in buckets:
                 self._add_bucket(bucket, weight)
+        joined = window.with_kept(weight) if window.kept else weight
+        self._sums.add(adds, joined, loss_scale, tag, drops=drops)
         self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
-        if window.kept:
-            weight = window.with_kept(weight)
-        self._sums.add(adds, weight, loss_scale, tag, drops=drops)
         self._drop_grads(captured)
         self.serial = tag
-        window.count(weight.total)
+        window.count(joined.total)
         if self.hooks is not None and added_in_backward:
             self.hooks.reset()
         self._counted_by_backward = after_backward
         self._weighed_by_another = None
         if last:
             self._ranks.end_last()
+
+    def _check_all(self, captured: Bucket) -> None:
+        """Refuse gradients that an op would, before any is added: ops look at one buffer each.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        if self._ranks.begun:
+            self._check_not_sent((buffer, taken.segments) for buffer, taken in captured)
+        for buffer, taken in captured[1:]:  # the op of the first has not added anything when it refuses
+            in_memory_order(buffer, taken)
 
     def _warn_of_nothing(self, after_backward: bool) -> None:
         if self._warned:

@@ -1,0 +1,85 @@
+"""Windows on two gloo ranks that few loops have, against float64 in one process, or what every rank must be told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.rank_corner_scenarios import (
+    discarded_last,
+    fused_and_in_grad,
+    grown_on_one_rank,
+    marks_end_with_windows,
+    one_loss_two_accumulators,
+    removed_from_a_static_graph,
+    saved_averaged,
+)
+from tests.support.ranks import check, run
+
+SCENARIOS = [
+    fused_and_in_grad,
+    one_loss_two_accumulators,
+    grown_on_one_rank,
+    discarded_last,
+    marks_end_with_windows,
+    removed_from_a_static_graph,
+    saved_averaged,
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Per scenario, what each of two ranks found."""
+    return run(2, tmp_path_factory.mktemp("corners"), SCENARIOS)
+
+
+def of(found, scenario):
+    """A scenario's results by rank."""
+    check(found, scenario.__name__)
+    return found[scenario.__name__]
+
+
+def test_fused_and_in_grad(found):
+    """Nothing is sent before the part in `.grad` is added: what is missing would be a tenth of the gradient."""
+    for errors in of(found, fused_and_in_grad):
+        assert max(errors) < 2e-6  # of fp32
+
+
+def test_one_loss_two_accumulators(found):
+    """What the first has put into the loss, the second leaves out."""
+    for errors in of(found, one_loss_two_accumulators):
+        assert max(errors) < 1e-14
+
+
+def test_grown_on_one_rank(found):
+    """The other makes room before sums are joined; where it will not, all ranks are told."""
+    for names, error in of(found, grown_on_one_rank):
+        assert names == [f"{i}.{name}" for i in (0, 2, 4) for name in ("bias", "weight")]
+        assert error == (
+            "RuntimeError",
+            "parameters were unfrozen on some ranks only: by rank, from 4 to 6 are accumulated",
+        )
+
+
+def test_discarded_last(found):
+    """The window goes on without that micro-batch, and steps."""
+    for results in of(found, discarded_last):
+        assert results == [(False, 15.0), (False, 15.0), (False, 15.0)]
+
+
+def test_marks_end_with_windows(found):
+    """Replicas train alike, and no micro-batch is taken for a last one that is not."""
+    first, second = of(found, marks_end_with_windows)
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+def test_removed_from_a_static_graph(found):
+    """Whoever trains it without an accumulator then would have replicas that diverge."""
+    for (warning,) in of(found, removed_from_a_static_graph):
+        assert "static_graph=True) has learned from backwards in which it was silent" in warning
+
+
+def test_saved_averaged(found):
+    """A window that was saved as finalized counts once, and its loss is that of all ranks."""
+    for untouched, *resumed in of(found, saved_averaged):
+        for result in resumed:
+            assert result == pytest.approx(untouched, rel=1e-12)

@@ -1,0 +1,188 @@
+"""Windows on ranks that few loops have: parts of a gradient, losses and marks that come another way than usual."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import unittest
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accumkernels as ak
+from tests.support.models import batch, grads_of, mlp, relative_error
+from tests.support.rank_scenarios import sgd
+from tests.support.ranks import message, parameters
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too, which is no module: half of its gradient can be fused."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(2000, 32)
+        self.body = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        """Logits."""
+        return nn.functional.linear(torch.tanh(self.body(self.embedding(tokens))), self.embedding.weight)
+
+
+def fused_and_in_grad(rank, size):
+    """The error of gradients that come in two parts, of which one is in `.grad` until backward has ended."""
+    torch.manual_seed(0)
+    model = Tied()
+    acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD, fuse_weight_gradients=True)
+    assert "whole micro-batches" in repr(acc)
+    found = []
+    for before in (False, True):  # whether each micro-batch has had a backward of the loop's own
+        for window in range(4):
+            generator = torch.Generator().manual_seed(window)
+            data = torch.randint(0, 2000, (size, 3, 2, 8), generator=generator)
+            twin = copy.deepcopy(model).double()
+            for x, y in data.flatten(0, 1):
+                (nn.functional.cross_entropy(twin(x), y) * (1 + before) / (3 * size)).backward()
+            for x, y in acc.window(data[rank]):
+                if before:
+                    nn.functional.cross_entropy(model(x), y).backward()
+                acc.backward(nn.functional.cross_entropy(model(x), y))
+            acc.finalize(sgd(acc.parameters()))
+            found.append(relative_error(grads_of(acc), [p.grad for p in twin.parameters()]))
+            acc.zero_()
+    return found
+
+
+def one_loss_two_accumulators(rank, size):
+    """Errors of both, where the first runs backward of a loss that reaches the second, which may add in buckets."""
+    found = []
+    for release in ("auto", "backward"):
+        models = [mlp(torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
+        group = torch.distributed.group.WORLD
+        first = ak.FusedAccumulator(models[0], process_group=group)
+        second = ak.FusedAccumulator(models[1], process_group=group, release=release)
+        weighted, counted = copy.deepcopy(models), copy.deepcopy(models)
+        totals = [0, 0]
+        for i, other in itertools.product(range(2), range(size)):
+            x, _ = batch(3 + i + 2 * other, torch.float64, seed=10 * i + other)
+            weights = [len(x), len(x) if release == "auto" else 1]  # in buckets it is 1
+            totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
+            for twins, weight in zip((weighted, counted), weights, strict=True):
+                (twins[1](twins[0](x)).square().mean() * weight).backward()
+            if other == rank:
+                first.backward(models[1](models[0](x)).square().mean(), weight=weights[0])
+                second.accumulate(weight=weights[1])
+        for acc, twin, total in ((first, weighted[0], totals[0]), (second, counted[1], totals[1])):
+            acc.finalize()
+            found.append(relative_error(grads_of(acc), [p.grad / total for p in twin.parameters()]))
+            acc.remove()
+    return found
+
+
+def grown_on_one_rank(rank, size):
+    """A joined state where one rank has had a micro-batch since a layer was unfrozen; and where only one unfroze it."""
+    found = []
+    for everywhere in (True, False):
+        model = mlp()
+        model[4].requires_grad_(False)
+        acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD)
+        acc.backward(model(batch(3)[0]).sum())
+        acc.step(sgd(acc.parameters()))
+        if everywhere or rank == 0:
+            model[4].requires_grad_(True)
+        if rank == 0:
+            acc.backward(model(batch(3)[0]).sum())
+        if everywhere:
+            found.append(sorted(acc.state_dict(reduced=True)["sums"]))
+        else:
+            found.append(message(acc.state_dict, reduced=True))
+        acc.remove()
+    return found
+
+
+def discarded_last(rank, size):
+    """The last batch of `acc.window` fails on the last rank: in forward, in backward, and without a word."""
+    found = []
+    for how in ("forward", "backward", "break"):
+        model = mlp()
+        acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD)
+        for i in acc.window(range(3)):
+            if rank != size - 1 or i < 2:
+                acc.backward(model(batch(3, seed=i)[0]).sum(), weight=3)
+                continue
+            if how == "break":
+                break
+            with contextlib.suppress(ValueError):
+                loss = model(batch(3, seed=i)[0]).sum()
+                if how == "forward":
+                    raise ValueError
+                loss.register_hook(_fail)
+                acc.backward(loss, weight=3)
+            acc.discard()
+        acc.step(sgd(acc.parameters()))
+        found.append((acc.step_was_skipped, float(acc.metrics()["weight"])))
+        acc.remove()
+    return found
+
+
+def _fail(grad):
+    raise ValueError("in backward")
+
+
+def marks_end_with_windows(rank, size):
+    """Batches of `acc.window` that are taken by `next`, and the loop of the next window without it."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD)
+    optimizer = sgd(acc.parameters())
+    kept = []
+    for window in range(4):
+        batches = acc.window(range(2)) if window % 2 == 0 else iter(range(2))
+        kept.append(batches)
+        for _ in range(2):
+            next(batches)
+            acc.backward(model(batch(3, seed=window)[0]).sum())
+        acc.step(optimizer)
+        if window == 2:  # what is closed later says nothing of the window that is open then
+            kept[0].close()
+    return parameters(model)
+
+
+def removed_from_a_static_graph(rank, size):
+    """What is said of a module whose first backwards were silent, and of one that had none."""
+    said = unittest.TestCase()
+    for trains in (True, False):
+        ddp = DistributedDataParallel(mlp(), static_graph=True)
+        acc = ak.FusedAccumulator(ddp)
+        if trains:
+            acc.backward(ddp(batch(3, seed=rank)[0]).sum())
+            acc.step(sgd(acc.parameters()))
+        with (said.assertLogs if trains else said.assertNoLogs)("accumkernels", "WARNING") as caught:
+            acc.remove()
+        if trains:
+            found = caught.output
+    return found
+
+
+def saved_averaged(rank, size):
+    """Noise scale and loss with, and without, a checkpoint between `finalize` and the step; of one rank, and joined."""
+    found = []
+    for reduced in (None, False, True):
+        model = mlp(torch.float64)
+        acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD, noise_scale=True)
+        optimizer = sgd(acc.parameters())
+        for window in range(3):
+            for i in range(2 + rank):
+                x, y = batch(3 + i, torch.float64, seed=100 * window + 10 * rank + i)
+                acc.backward(nn.functional.mse_loss(model(x), y), weight=len(x))
+            acc.finalize(optimizer)
+            if reduced is not None and window > 0:
+                acc.load_state_dict(acc.state_dict(reduced=reduced))
+                acc.finalize(optimizer)
+            optimizer.step()
+            loss = float(acc.metrics()["loss"])
+            acc.zero_()
+        scale = acc.noise_scale()
+        found.append((float(scale), scale.windows, loss))
+        acc.remove()
+    return found
