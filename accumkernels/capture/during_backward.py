@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,9 +166,7 @@ class DuringBackward:
 
     def collect(self, place: Place, grad: Tensor) -> None:
         """Take the gradient of a segment, in the backward that made it."""
-        if not self._ready and not _in_compiled_autograd():
-            self.interrupted = self._ready = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        self._begin()
         if grad.is_cuda:
             self._streams.see(grad.device)
         self._items.append((place, grad))
@@ -175,8 +174,19 @@ class DuringBackward:
         if self._bytes >= self._bucket_bytes or place in self._awaited:
             self.hand_over()
 
+    def _begin(self, *_: Any) -> None:
+        """Note that a backward runs, and be told of its end."""
+        if not self._ready and self.takes and not _in_compiled_autograd():
+            self.interrupted = self._ready = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
     def _ended(self) -> None:
+        """A backward has ended; of reentrant checkpointing, inside another, which may still raise."""
         self.interrupted = self._ready = False
+        outer = torch._C._current_autograd_node()
+        for function, _ in () if outer is None else outer.next_functions:
+            if function is not None and function.name() != "torch::autograd::AccumulateGrad":  # a gradient will tell
+                function.register_prehook(self._begin)
 
     def hand_over(self) -> None:
         """Hand over what is pending, if anything is."""

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
 from accumkernels.ops import native
 from tests.support.backends import BACKENDS
 from tests.support.buckets import BUCKETS, Boom, Checkpointed, Tied, hooks, train
-from tests.support.models import batch, big_batch_grads, mlp, relative_error
+from tests.support.models import batch, big_batch_grads, grads_of, mlp, relative_error
 
 
 @pytest.mark.parametrize("make", [mlp, Tied, lambda: Checkpointed(False)], ids=["mlp", "tied", "checkpointed"])
@@ -262,6 +263,34 @@ def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):
     acc.finalize(optimizer)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_inside_another(bucket_bytes, fails):
+    """That of reentrant checkpointing ends before the one around it, whose exception breaks the window all the same."""
+    first, second = nn.Linear(5, 5), nn.Linear(5, 3)
+    acc = ak.FusedAccumulator(nn.ModuleList([first, second]), release="backward", bucket_bytes=bucket_bytes)
+    x, y = batch(3)
+    between = first(x).tanh()
+    loss = mse_loss(checkpoint(second, Boom.apply(between) if fails else between, use_reentrant=True), y)
+    if fails:
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="this window is broken"):
+            acc.accumulate()
+        return
+    loss.backward(retain_graph=True)
+    acc.accumulate()
+    loss.backward()
+    acc.accumulate()
+    acc.finalize()
+    assert relative_error(grads_of(acc), big_batch_grads(nn.Sequential(first, nn.Tanh(), second), x, y)) < 1e-6
+    loss = mse_loss(second(first(x).tanh()), y)
+    loss.backward()  # torch's alone until the next window
+    acc.zero_()
+    acc.backward(mse_loss(second(first(x).tanh()), y))
+    acc.finalize()
 
 
 def test_a_backward_that_reaches_nothing_has_ended():
