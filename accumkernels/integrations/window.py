@@ -289,7 +289,7 @@ class TrainerWindow:
                 if fold and (ran or self.several_ranks) and not kwargs and not closure_needed:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
-                    self._idle = not ran and float(self.accumulator.metrics()["weight"]) == 0
+                    self._idle = not ran and not self.accumulator._end.reached
                     return norm
                 self.finalize()
             self._idle = self._empty

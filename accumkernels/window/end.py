@@ -51,6 +51,7 @@ class End:
 
     Attributes:
         last_norm: The last norm that was computed.
+        reached: Whether any rank had a gradient in the last window that ended.
         metrics: Of the last window that ended.
     """
 
@@ -64,6 +65,7 @@ class End:
         loss: WindowLoss,
     ) -> None:
         self.last_norm: Tensor | None = None
+        self.reached = False
         self.metrics = Metrics(store.device)
         self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
         self._captured = False  # whether `_skipped` belongs to a CUDA graph, and changes with every replay
@@ -446,6 +448,7 @@ class End:
         if overflow is not None and self._overflow is not None:
             verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged = window.phase is Phase.AVERAGED
+        self.reached = any(1 in buffer.touched for buffer in self._store.buffers)
         window.finalize(verdict)
         skip = verdict.skip
         self._skipped, self._captured = skip, _is_capturing(skip)
