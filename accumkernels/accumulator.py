@@ -710,10 +710,14 @@ class FusedAccumulator:
                 "will add them to those of its next reduction",
                 self._window.kept,
             )
+        if self._window.phase is Phase.FINALIZED:
+            self._in_last = None  # whatever becomes of the iterator
         self._scaler.forget()
         self._store.drop_grads()
         self._store.open_window()
         self._open()
+        if self._in_last is not None and self._sends_in_backward:
+            self._ranks.mark_last()
 
     # ---- checkpoints
 
@@ -750,8 +754,8 @@ class FusedAccumulator:
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
-        if reduced and self._window.phase is Phase.OPEN:  # another rank may have grown its layout by now
-            self._prepare_empty_window()
+        if reduced and self.micro_batches == 0 and self._window.phase is Phase.OPEN and self._store.unplaced():
+            self._intake.prepare_window()  # another rank may have grown its layout by now
         self._end.check_sums(self._window)
         ended = self._window.phase is Phase.FINALIZED
         loss = self._end.loss_sums() if ended else self._loss.sums()
@@ -779,7 +783,7 @@ class FusedAccumulator:
         expect(state_dict, Mapping, "state_dict", "a dict")
         self._intake.settle()
         self._store.check_drift()
-        if self.micro_batches == 0 and self._window.phase is Phase.OPEN:
+        if self.micro_batches == 0 and self._window.phase is Phase.OPEN and self._store.unplaced():
             self._intake.prepare_window()  # make room for what was unfrozen since
         state = share(self._ranks, check(self._store, self._ranks, state_dict))
         self.zero_()
@@ -814,7 +818,6 @@ class FusedAccumulator:
 
     def _open(self) -> None:
         self._window = Window(number=self._ended)
-        self._in_last = None
         self._end.open_window()
         self._noise.open_window()
         self._loss.open_window()
