@@ -249,7 +249,7 @@ def test_sparse_gradient_is_named():
 @pytest.mark.parametrize("release", ["auto", "microbatch"])
 @pytest.mark.parametrize("sparse_first", [False, True])
 def test_a_refused_micro_batch_leaves_no_trace(release, sparse_first):
-    """Of two flat buffers, none is added to where a gradient of either is refused; its loss is not in the mean."""
+    """Where the first of two flat buffers refuses it; what was added to the first alone breaks the window."""
     dtypes = [torch.float64, torch.float32][:: -1 if sparse_first else 1]
     plain, table = nn.Parameter(torch.ones(4, dtype=dtypes[0])), nn.Parameter(torch.ones(5, 3, dtype=dtypes[1]))
     acc = ak.FusedAccumulator([table, plain] if sparse_first else [plain, table], release=release)
@@ -262,6 +262,11 @@ def test_a_refused_micro_batch_leaves_no_trace(release, sparse_first):
     with pytest.raises(RuntimeError, match="is sparse"):
         acc.backward(loss(True, 100.0))
     acc.discard()
+    if not sparse_first:
+        with pytest.raises(RuntimeError, match="this window is broken"):
+            acc.step(torch.optim.SGD(acc.parameters(), lr=1.0))
+        acc.zero_()
+        acc.backward(loss(False, 1.0))
     assert acc.main_grad(plain).tolist() == [1, 1, 1, 1]
     assert acc.weight.item() == acc.micro_batches == 1
     acc.step(torch.optim.SGD(acc.parameters(), lr=1.0))

@@ -21,7 +21,7 @@ from ..capture.autocast_presence import AutocastPresence, may_route
 from ..capture.during_backward import DuringBackward, default_bucket_bytes
 from ..capture.fused.gemm import passes_are_cheap
 from ..capture.fused.weights import FusedWeights
-from ..capture.gradients import Bucket, Captured, drop, in_memory_order, take
+from ..capture.gradients import Bucket, Captured, drop, take
 from ..hooks import Handles, Hook
 from ..ranks.alone import Alone
 from ..ranks.weight_unit import backward_may_cross_ranks
@@ -386,8 +386,8 @@ class Intake:
                 return
         if window.kept:
             window.check_kept(weight)
-        if self._ranks.begun or len(captured) > 1:
-            self._check_all(captured)
+        if self._ranks.begun:
+            self._check_not_sent((buffer, taken.segments) for buffer, taken in captured)
 
         # Check the whole micro-batch first, where it may be dropped.
         tag = self.serial + 1
@@ -404,15 +404,20 @@ class Intake:
         # Add: what a backward has left pending, then what is in `.grad`s and on the route. Where that is nothing, the
         # op that adds the last bucket counts the micro-batch too.
         adds: Bucket = captured
-        if self.hooks is not None and added_in_backward:
-            buckets = self.hooks.take_rest()
-            if buckets and not has_grads and not window.kept:
-                adds, loss_scale = buckets.pop(), self._scaler.loss_scale()
-                self._take_turns(adds)
-            for bucket in buckets:
-                self._add_bucket(bucket, weight)
         joined = window.with_kept(weight) if window.kept else weight
-        self._sums.add(adds, joined, loss_scale, tag, drops=drops)
+        try:
+            if self.hooks is not None and added_in_backward:
+                buckets = self.hooks.take_rest()
+                if buckets and not has_grads and not window.kept:
+                    adds, loss_scale = buckets.pop(), self._scaler.loss_scale()
+                    self._take_turns(adds)
+                for bucket in buckets:
+                    self._add_bucket(bucket, weight)
+            self._sums.add(adds, joined, loss_scale, tag, drops=drops)
+        except BaseException:
+            if added_in_backward or self._sums.partial:  # an op refuses all of its gradients, others may have run
+                window.phase = Phase.BROKEN
+            raise
         self._loss.add(self._scaler.undivided(loss), weight.total, None if drops is None else drops[self._store.device])
         self._drop_grads(captured)
         self.serial = tag
@@ -423,17 +428,6 @@ class Intake:
         self._weighed_by_another = None
         if last:
             self._ranks.end_last()
-
-    def _check_all(self, captured: Bucket) -> None:
-        """Refuse gradients that an op would, before any is added: ops look at one buffer each.
-
-        Raises:
-            RuntimeError: names the parameter.
-        """
-        if self._ranks.begun:
-            self._check_not_sent((buffer, taken.segments) for buffer, taken in captured)
-        for buffer, taken in captured[1:]:  # the op of the first has not added anything when it refuses
-            in_memory_order(buffer, taken)
 
     def _warn_of_nothing(self, after_backward: bool) -> None:
         if self._warned:

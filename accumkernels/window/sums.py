@@ -29,6 +29,9 @@ class Sums:
         ranks: They drop a micro-batch together where its gradients are sharded.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
+
+    Attributes:
+        partial: Whether an op has run of an `add` that did not end: one refuses its own gradients before it adds any.
     """
 
     def __init__(self, store: Store, ranks: Alone, overflow: str | None, noise: NoiseMeter) -> None:
@@ -36,6 +39,7 @@ class Sums:
         self._ranks = ranks
         self._overflow = overflow
         self._noise = noise
+        self.partial = False
 
     def find_overflow(self, captured: Bucket, weight: float | Tensor, tag: int) -> dict[torch.device, Tensor]:
         """Check a micro-batch on every device before anything is added.
@@ -77,6 +81,7 @@ class Sums:
         plain = weight.plain
         multiplier = weight.total if plain else weight.multiplier
         first, measuring = self._store.buffers[0], self._noise.measuring
+        self.partial = False
         for buffer, taken in bucket:
             if not taken.grads:
                 continue
@@ -87,6 +92,7 @@ class Sums:
                 weighted = squares if plain or squares is None else torch.zeros_like(squares)
             counts = count and plain and buffer is first
             self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)
+            self.partial = True
             count = count and not counts
             if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, weight)
@@ -95,6 +101,7 @@ class Sums:
         # Only now: an op that refused its arguments has changed nothing.
         for buffer, (segments, _) in bucket:
             buffer.touch(segments)
+        self.partial = False
 
     def _accumulate(
         self,
