@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..hooks import Handles, Hook
 from ..ranks.alone import Alone
 from ..ranks.weight_unit import backward_may_cross_ranks
 from .loss import WindowLoss
-from .micro_batch_weight import Weigher, Weight
+from .micro_batch_weight import Told, Weigher, Weight
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaled_backward import scaled_backward
@@ -88,7 +89,8 @@ class Intake:
         self._warned = False
         self._counted_by_backward = False
         self._crosses_ranks: bool | None = None  # whether backward may, once the open window has had one
-        self._weighed_by_another: Weight | None = None  # in the loss that gradients here are of
+        self._told: Told | None = None  # of gradients here that are of a loss of another accumulator
+        self._while_another: Weight | None = None  # runs a backward
         _intakes.add(self)
         self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self._release = release
@@ -126,7 +128,7 @@ class Intake:
         if self.fused is not None:
             self.fused.reset()
         self._leaves_ran.clear()
-        self._crosses_ranks = self._weighed_by_another = None
+        self._crosses_ranks = self._told = None
         self.listen(True)
 
     @property
@@ -193,7 +195,7 @@ class Intake:
 
     def discard(self) -> None:
         """Drop the gradients of the micro-batch that is under way; the window breaks where some were added."""
-        self._weighed_by_another = None
+        self._told = None
         if self.hooks is not None:
             if self.hooks.handed_over or self.hooks.interrupted:
                 self._window.phase = Phase.BROKEN
@@ -236,35 +238,59 @@ class Intake:
             )
         if self._crosses_ranks is None:  # torch.distributed takes its time to say so
             self._crosses_ranks = backward_may_cross_ranks()
-        # Gradients of an earlier backward of this micro-batch do not have the weight yet.
-        if self._crosses_ranks and not self._has_gradients():
+        # Gradients of an earlier backward of this micro-batch do not have the weight yet, unless it was another's.
+        told = None if self._told is None else self._told.weight_of(self._store)
+        if told is not None and told.total != weight:
+            raise RuntimeError(
+                f"backward(weight={weight}) on gradients that acc.backward of another accumulator has left here with "
+                f"weight {told.total}: give both the same weight, or call acc.accumulate() in between"
+            )
+        if self._crosses_ranks and (told is not None or not self._has_gradients()):
             loss, weighed = self._weigher.weigh(loss, weight)
         else:
             weighed = Weight(weight)
         if self._window.kept:
             self._window.check_kept(weighed)
         run = scaled_backward(loss, self._scaler.scaler, kwargs)
-        others = () if weighed.plain else [o for o in _intakes if o is not self and not o._has_gradients()]
-        for other in others:
-            other._weighed_by_another = weighed
-        try:
+        with self._telling(weighed):
             if self._autocast is None and not self._adds_in_backward:
                 run()
             else:
                 self.run(run, loss, weighed, last)
+        return weighed
+
+    @contextlib.contextmanager
+    def _telling(self, weight: Weight) -> Iterator[None]:
+        """Tell other accumulators whose parameters a backward reaches of the weight that is in the loss."""
+        if weight.plain:
+            yield
+            return
+        others = [
+            other
+            for other in tuple(_intakes)
+            if other is not self
+            and (not other._has_gradients() or (other._told is not None and other._told.goes_on(other._store, weight)))
+        ]
+        for other in others:
+            other._while_another = weight
+        try:
+            yield
+            for other in others:
+                if other.hooks is not None:
+                    other.hooks.hand_over()
         finally:
             for other in others:
-                if not other._has_gradients():
-                    other._weighed_by_another = None
-        return weighed
+                other._while_another = None
+                other._told = Told.of(other._store, weight)
 
     def weight_after_backward(self, weight: float | Tensor) -> Weight:
         """The weight of gradients that a loop's own backward has left, or that of another accumulator.
 
         The latter may have put a weight into the loss; the window remembers what was left to the accumulate pass.
         """
-        if self._weighed_by_another is not None:
-            return Weight(weight, self._weighed_by_another.in_loss, self._weighed_by_another.unit)
+        told = None if self._told is None else self._told.weight_of(self._store)
+        if told is not None:
+            return Weight(weight, told.in_loss, told.unit)
         if isinstance(weight, Tensor) or weight != 1:
             self._window.weighed_after = True
         return Weight(weight)
@@ -280,10 +306,11 @@ class Intake:
         every part would be kept.
         """
         run = functools.partial(torch.autograd.backward, tensors, grads)
-        if self._adds_in_backward:
-            self.run(run, tensors[0], weight, last)
-        else:
-            run()
+        with self._telling(weight):
+            if self._adds_in_backward:
+                self.run(run, tensors[0], weight, last)
+            else:
+                run()
 
     @property
     def _adds_in_backward(self) -> bool:
@@ -299,7 +326,7 @@ class Intake:
         sends = last and takes_all and not self._has_gradients()
         if self.hooks is not None and self.hooks.listens:
             run = functools.partial(self._run_adding, self.hooks, run, weight, sends)
-        if self.fused is not None:
+        if self.fused is not None and weight.unit is not None:  # else the multiplier is known only in backward
             run = functools.partial(self._run_fused, self.fused, run, weight, sends)
         if self._autocast is None:
             run()
@@ -425,7 +452,7 @@ class Intake:
         if self.hooks is not None and added_in_backward:
             self.hooks.reset()
         self._counted_by_backward = after_backward
-        self._weighed_by_another = None
+        self._told = None
         if last:
             self._ranks.end_last()
 
@@ -452,7 +479,8 @@ class Intake:
     def _add_bucket_of_users(self, bucket: Bucket) -> None:
         """Add what a backward of the user's own has made, for which no window was prepared; its weight is 1."""
         self._store.allocate()
-        self._add_bucket(bucket, self.weight_after_backward(1.0))
+        another = self._while_another
+        self._add_bucket(bucket, Weight(1.0) if another is None else Weight(1.0, another.in_loss, another.unit))
 
     def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..buffers.devices import move
+from ..buffers.store import Store
 from ..ranks.weight_unit import agree_on_unit, agreed_unit
 
 
@@ -42,6 +43,53 @@ class Weight(NamedTuple):
         """The weight of both together, where their gradients were added up."""
         unit = other.unit if self.unit is None else self.unit
         return Weight(self.total + other.total, self.in_loss + other.in_loss, unit)
+
+
+class Told(NamedTuple):
+    """What another accumulator's backward, of a loss with a weight in it, has left in `.grad`.
+
+    Attributes:
+        weight: The other's.
+        grads: By id of the parameter, the gradient and its version.
+    """
+
+    weight: Weight
+    grads: dict[int, tuple[Tensor, int]]
+
+    @classmethod
+    def of(cls, store: Store, weight: Weight) -> Told | None:
+        """After the backward; None where it has left nothing."""
+        grads = {id(e.param): (e.param.grad, e.param.grad._version) for e in store.named if e.param.grad is not None}
+        return cls(weight, grads) if grads else None
+
+    def goes_on(self, store: Store, weight: Weight) -> bool:
+        """Whether a further backward, of a loss with this weight in it, adds to the same sum."""
+        ours, theirs = self.weight.in_loss, weight.in_loss
+        alike = isinstance(ours, float) and isinstance(theirs, float) and ours == theirs
+        return (alike or self.weight is weight) and self._left(store) == "all"
+
+    def weight_of(self, store: Store) -> Weight | None:
+        """The other's weight, where its gradients are there as they were; None where all of them were dropped.
+
+        Raises:
+            RuntimeError: something was added to them, or beside them.
+        """
+        left = self._left(store)
+        if left == "some":
+            raise RuntimeError(
+                "acc.backward of another accumulator has left gradients here of a loss with a weight in it, and others "
+                "were added to them: call acc.accumulate() after each of the backwards, or drop the first with "
+                "optimizer.zero_grad()"
+            )
+        return self.weight if left == "all" else None
+
+    def _left(self, store: Store) -> str:
+        """What of the gradients is there as it was, and nothing else: "all", "none" or "some"."""
+        now = {id(e.param): e.param.grad for e in store.named if e.param.grad is not None}
+        if not any(now.get(key) is grad for key, (grad, _) in self.grads.items()):
+            return "none"
+        same = all(now.get(key) is grad and grad._version == version for key, (grad, version) in self.grads.items())
+        return "all" if same and len(now) == len(self.grads) else "some"
 
 
 class Weigher:

@@ -12,6 +12,7 @@ from tests.support.rank_corner_scenarios import (
     one_loss_two_accumulators,
     removed_from_a_static_graph,
     saved_averaged,
+    two_losses_two_accumulators,
 )
 from tests.support.ranks import check, run
 
@@ -23,6 +24,7 @@ SCENARIOS = [
     marks_end_with_windows,
     removed_from_a_static_graph,
     saved_averaged,
+    two_losses_two_accumulators,
 ]
 
 
@@ -48,6 +50,14 @@ def test_one_loss_two_accumulators(found):
     """What the first has put into the loss, the second leaves out."""
     for errors in of(found, one_loss_two_accumulators):
         assert max(errors) < 1e-14
+
+
+def test_two_losses_two_accumulators(found):
+    """What was dropped has no say, one weight is one sum, chunks are told of too; anything else is an error."""
+    for dropped, on_top, other_weight, added, coupled in of(found, two_losses_two_accumulators):
+        assert max(dropped, on_top, coupled) < 1e-14
+        assert "has left here with weight" in other_weight[1]
+        assert "and others were added to them" in added[1]
 
 
 def test_grown_on_one_rank(found):

@@ -80,6 +80,55 @@ def one_loss_two_accumulators(rank, size):
     return found
 
 
+def two_losses_two_accumulators(rank, size):
+    """The second's error: a loss of the first was dropped (a GAN), had one of its own on top, or came in chunks."""
+    group = torch.distributed.group.WORLD
+    found = []
+    for how in ("dropped", "on top", "coupled"):
+        models = [mlp(torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
+        twin = copy.deepcopy(models)
+        first, second = (ak.FusedAccumulator(model, process_group=group) for model in models)
+        total = 0
+        for other in range(size):
+            x, y = batch(4 + other, torch.float64, seed=other)
+            weight, total = 3.0 + 2 * other, total + 3.0 + 2 * other
+
+            def losses(pair, x=x, y=y):
+                return pair[1](pair[0](x)).square().mean(), pair[1](y).square().mean()
+
+            through, own = losses(twin)
+            expected = {"dropped": own, "on top": through + own, "coupled": through}[how]
+            (expected * weight).backward()
+            if other != rank:
+                continue
+            through, own = losses(models)
+            if how == "coupled":
+                chunks, encode = x.split(2), nn.Sequential(*models)
+                first.backward_coupled(chunks, encode, lambda rows: rows.square().mean(), weight=weight)
+                second.accumulate(weight=weight)
+            elif how == "on top":
+                first.backward(through, weight=weight)
+                second.backward(own, weight=weight)
+            else:
+                first.backward(through, weight=weight)
+                models[1].zero_grad()
+                own.backward()
+                second.accumulate(weight=weight)
+        second.finalize()
+        found.append(relative_error(grads_of(second), [p.grad / total for p in twin[1].parameters()]))
+        if how == "on top":  # of two different weights there is no one sum
+            second.zero_()
+            first.zero_()
+            first.backward(losses(models)[0], weight=weight)
+            found.append(message(second.backward, losses(models)[1], weight=weight + 1))
+            losses(models)[1].backward()
+            found.append(message(second.accumulate))
+            second.discard()
+        first.remove()
+        second.remove()
+    return found
+
+
 def grown_on_one_rank(rank, size):
     """A joined state where one rank has had a micro-batch since a layer was unfrozen; and where only one unfroze it."""
     found = []
@@ -139,8 +188,10 @@ def marks_end_with_windows(rank, size):
     for window in range(4):
         batches = acc.window(range(2)) if window % 2 == 0 else iter(range(2))
         kept.append(batches)
-        for _ in range(2):
+        for i in range(2):
             next(batches)
+            if i == 1 - rank and window == 0:  # the habit of zero_grad(); what it drops is that rank's
+                acc.zero_()
             acc.backward(model(batch(3, seed=window)[0]).sum())
         acc.step(optimizer)
         if window == 2:  # what is closed later says nothing of the window that is open then
