@@ -44,11 +44,13 @@ class Parts(NamedTuple):
     ranks: Alone
     intake: Intake
     scaler: LossScaler
+    end: End
 
 
 def parts_of(accumulator: FusedAccumulator) -> Parts:
     """What an accumulator is made of; not for users."""
-    return Parts(accumulator._store, accumulator._ranks, accumulator._intake, accumulator._scaler)
+    parts = accumulator._store, accumulator._ranks, accumulator._intake, accumulator._scaler, accumulator._end
+    return Parts(*parts)
 
 
 class FusedAccumulator:

@@ -183,8 +183,8 @@ class TrainerWindow:
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
         """The loss to run backward of, with its weight where backward may cross ranks; and the weight."""
-        store, _, intake, _ = self.parts
-        return intake.weigh(loss, as_scalar(1.0 if self.sums else weight, "weight", store.device))
+        weight = as_scalar(1.0 if self.sums else weight, "weight", self.parts.store.device)
+        return self.parts.intake.weigh(loss, weight)
 
     def take(self, loss: Tensor | None = None) -> None:
         """Count the micro-batch under way, whose loss, not scaled, was this."""
@@ -289,7 +289,7 @@ class TrainerWindow:
                 if fold and (ran or self.several_ranks) and not kwargs and not closure_needed:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
-                    self._idle = not ran and not self.accumulator._end.reached
+                    self._idle = not ran and not self.parts.end.reached
                     return norm
                 self.finalize()
             self._idle = self._empty
