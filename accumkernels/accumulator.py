@@ -756,8 +756,8 @@ class FusedAccumulator:
                 "acc.accumulate() before, or acc.zero_()"
             )
         self._require_reduced("state_dict()")
-        if reduced and self.micro_batches == 0 and self._window.phase is Phase.OPEN and self._store.unplaced():
-            self._intake.prepare_window()  # another rank may have grown its layout by now
+        if reduced:
+            self._make_room()  # as another rank may have
         self._end.check_sums(self._window)
         ended = self._window.phase is Phase.FINALIZED
         loss = self._end.loss_sums() if ended else self._loss.sums()
@@ -785,8 +785,7 @@ class FusedAccumulator:
         expect(state_dict, Mapping, "state_dict", "a dict")
         self._intake.settle()
         self._store.check_drift()
-        if self.micro_batches == 0 and self._window.phase is Phase.OPEN and self._store.unplaced():
-            self._intake.prepare_window()  # make room for what was unfrozen since
+        self._make_room()
         state = share(self._ranks, check(self._store, self._ranks, state_dict))
         self.zero_()
         self._intake.prepare_window()
@@ -830,6 +829,11 @@ class FusedAccumulator:
     def _prepare_empty_window(self) -> None:
         """Do what the first micro-batch would have done: there was none here, but other ranks may have had one."""
         if self._ranks.ends_together and self.micro_batches == 0:
+            self._intake.prepare_window()
+
+    def _make_room(self) -> None:
+        """Before a window's first micro-batch: do what that would do for parameters that were unfrozen."""
+        if self.micro_batches == 0 and self._window.phase is Phase.OPEN and self._store.unplaced():
             self._intake.prepare_window()
 
     def _require_accumulating(self, caller: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -252,19 +251,16 @@ class Intake:
         if self._window.kept:
             self._window.check_kept(weighed)
         run = scaled_backward(loss, self._scaler.scaler, kwargs)
-        with self._telling(weighed):
-            if self._autocast is None and not self._adds_in_backward:
-                run()
-            else:
-                self.run(run, loss, weighed, last)
+        if not weighed.plain:
+            run = functools.partial(self._run_telling, run, weighed)
+        if self._autocast is None and not self._adds_in_backward:
+            run()
+        else:
+            self.run(run, loss, weighed, last)
         return weighed
 
-    @contextlib.contextmanager
-    def _telling(self, weight: Weight) -> Iterator[None]:
-        """Tell other accumulators whose parameters a backward reaches of the weight that is in the loss."""
-        if weight.plain:
-            yield
-            return
+    def _run_telling(self, run: Callable[[], None], weight: Weight) -> None:
+        """Run a backward, and tell other accumulators that it reaches of the weight that is in its loss."""
         others = [
             other
             for other in tuple(_intakes)
@@ -274,7 +270,7 @@ class Intake:
         for other in others:
             other._while_another = weight
         try:
-            yield
+            run()
             for other in others:
                 if other.hooks is not None:
                     other.hooks.hand_over()
@@ -306,11 +302,12 @@ class Intake:
         every part would be kept.
         """
         run = functools.partial(torch.autograd.backward, tensors, grads)
-        with self._telling(weight):
-            if self._adds_in_backward:
-                self.run(run, tensors[0], weight, last)
-            else:
-                run()
+        if not weight.plain:
+            run = functools.partial(self._run_telling, run, weight)
+        if self._adds_in_backward:
+            self.run(run, tensors[0], weight, last)
+        else:
+            run()
 
     @property
     def _adds_in_backward(self) -> bool:
