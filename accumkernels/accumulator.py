@@ -718,8 +718,6 @@ class FusedAccumulator:
         self._store.drop_grads()
         self._store.open_window()
         self._open()
-        if self._in_last is not None and self._sends_in_backward:
-            self._ranks.mark_last()
 
     # ---- checkpoints
 

@@ -265,6 +265,20 @@ def test_an_exception_in_backward_breaks_the_window(bucket_bytes, form):
         assert torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("form", ["backward", "bare"])
+def test_a_gradient_refused_after_buckets(form):
+    """What was added before it breaks the window, also where nobody discards the micro-batch."""
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 100))
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1000)
+    loss = model(torch.tensor([0, 2])).sum()
+    if form == "bare":
+        loss.backward()
+    with pytest.raises(RuntimeError, match="gradient of '0.weight' is sparse"):
+        acc.backward(loss) if form == "backward" else acc.accumulate()
+    with pytest.raises(RuntimeError, match="this window is broken"):
+        acc.accumulate()
+
+
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_backward_inside_another(bucket_bytes, fails):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.rank_corner_scenarios import (
     discarded_last,
+    first_weight_is_zero,
     fused_and_in_grad,
     grown_on_one_rank,
     marks_end_with_windows,
@@ -17,6 +18,7 @@ from tests.support.rank_corner_scenarios import (
 from tests.support.ranks import check, run
 
 SCENARIOS = [
+    first_weight_is_zero,  # before any has a weight
     fused_and_in_grad,
     one_loss_two_accumulators,
     grown_on_one_rank,
@@ -38,6 +40,11 @@ def of(found, scenario):
     """A scenario's results by rank."""
     check(found, scenario.__name__)
     return found[scenario.__name__]
+
+
+def test_first_weight_is_zero(found):
+    """What comes from other ranks' losses has their unit, though nobody knew it when backward began."""
+    assert max(of(found, first_weight_is_zero)) < 1e-6
 
 
 def test_fused_and_in_grad(found):

@@ -54,6 +54,38 @@ def fused_and_in_grad(rank, size):
     return found
 
 
+class _OfAllRanks(torch.autograd.Function):
+    """As it is; its gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        torch.distributed.all_reduce(grad)
+        return grad
+
+
+def first_weight_is_zero(rank, size):
+    """The error where others agree on a unit while the backward of a weight of 0 runs; the first of its job."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    model = nn.Linear(4, 3)
+    group = torch.distributed.group.WORLD
+    acc = ak.FusedAccumulator(model, process_group=group, fuse_weight_gradients=True, release="backward")
+    xs = [batch(2, seed=other)[0][:, :4] for other in range(size)]
+    loss = _OfAllRanks.apply(model(xs[rank])).sum() * (1 + rank)
+    if rank == 0:
+        loss.register_hook(lambda grad: store.set("backward runs", ""))
+    else:
+        store.wait(["backward runs"])
+    acc.backward(loss, weight=0.0 if rank == 0 else 512.0)
+    acc.finalize()
+    expected = sum(range(2, size + 1)) / (size - 1) * torch.cat(xs).sum(0).expand(3, 4)
+    return relative_error([model.weight.grad], [expected])
+
+
 def one_loss_two_accumulators(rank, size):
     """Errors of both, where the first runs backward of a loss that reaches the second, which may add in buckets."""
     found = []
@@ -192,10 +224,12 @@ def marks_end_with_windows(rank, size):
             next(batches)
             if i == 1 - rank and window == 0:  # the habit of zero_grad(); what it drops is that rank's
                 acc.zero_()
+            if i == 1 and window == 2:  # of a window that is over, it says nothing of the one that is open
+                kept[0].close()
             acc.backward(model(batch(3, seed=window)[0]).sum())
+            begun = acc._ranks.begun
+        assert begun is (window % 2 == 0)
         acc.step(optimizer)
-        if window == 2:  # what is closed later says nothing of the window that is open then
-            kept[0].close()
     return parameters(model)
 
 
