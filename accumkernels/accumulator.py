@@ -18,7 +18,7 @@ from .buffers.store import Store
 from .errors import expect, expect_iterable, wrong_type
 from .hooks import unfollow
 from .ops.schema import State
-from .ranks.alone import Alone
+from .ranks.base import Ranks
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import refuse_late_stages
 from .ranks.weight_unit import backward_may_cross_ranks
@@ -26,8 +26,8 @@ from .window.checkpoint import check, load, save, share
 from .window.coupled import FirstPass, RandomState, call_with
 from .window.end import End
 from .window.loss import WindowLoss
-from .window.micro_batch import Intake
-from .window.misuse import Watch
+from .window.micro_batch import MicroBatchRunner
+from .window.misuse import MisuseDetector
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.scaling import LossScaler
 from .window.selection import read_parts, select
@@ -41,15 +41,15 @@ class Parts(NamedTuple):
     """The rooms behind an accumulator, for the trainers' adapters: they run windows between a trainer's calls."""
 
     store: Store
-    ranks: Alone
-    intake: Intake
+    ranks: Ranks
+    runner: MicroBatchRunner
     scaler: LossScaler
     end: End
 
 
 def parts_of(accumulator: FusedAccumulator) -> Parts:
     """What an accumulator is made of; not for users."""
-    parts = accumulator._store, accumulator._ranks, accumulator._intake, accumulator._scaler, accumulator._end
+    parts = accumulator._store, accumulator._ranks, accumulator._runner, accumulator._scaler, accumulator._end
     return Parts(*parts)
 
 
@@ -185,7 +185,7 @@ class FusedAccumulator:
         self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
         self._loss = WindowLoss(self._store.device)
         self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
-        self._intake = Intake(
+        self._runner = MicroBatchRunner(
             None if self._ranks.only_in_grad else self._module,
             self._store,
             self._ranks,
@@ -199,7 +199,7 @@ class FusedAccumulator:
             fuse_weight_gradients=fuse_weight_gradients,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise, self._loss)
-        self._watch = Watch(self._store, self._ranks, self._scaler, self._intake)
+        self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner)
         self._ended = 0  # windows
         self._looked_for_stages = False
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
@@ -270,7 +270,7 @@ class FusedAccumulator:
         Raises:
             RuntimeError: inside a window.
         """
-        taken = self._intake.added_in_backward
+        taken = self._runner.added_in_backward
         if self.micro_batches or self._window.phase is not Phase.OPEN or taken:
             raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
         self._store.release()
@@ -357,13 +357,13 @@ class FusedAccumulator:
         finalized = self._window.phase is Phase.FINALIZED
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._end.last_norm is None else f"{self._end.last_norm.item():.6g}"
-        route = self._intake.route
+        route = self._runner.route
         routed = f", autocast route for {len(route.parameters)} parameters" if route is not None else ""
-        ways = ", ".join(f"{count:,} {way}" for way, count in self._intake.ways().items())
+        ways = ", ".join(f"{count:,} {way}" for way, count in self._runner.ways().items())
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
             f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, "
-            f"release={self._intake.chosen}, {position}, last norm {norm})"
+            f"release={self._runner.chosen}, {position}, last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -383,10 +383,10 @@ class FusedAccumulator:
         """
         self._require_accumulating("backward()")
         last = self._ranks.reduces_sums and self._check_last(last)
-        self._watch.see_loss(loss)
+        self._misuse.see_loss(loss)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        weighed = self._intake.backward(loss, weight, last, kwargs)
-        self._intake.accumulate(weighed, last, loss, after_backward=True)
+        weighed = self._runner.backward(loss, weight, last, kwargs)
+        self._runner.accumulate(weighed, last, loss, after_backward=True)
 
     @opaque
     def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
@@ -415,15 +415,15 @@ class FusedAccumulator:
         scalar = as_scalar(weight, "weight", self._store.device)
         if loss is not None and expect(loss, Tensor, "loss", "a tensor").numel() != 1:
             raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}")
-        if self._intake.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
+        if self._runner.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        weighed = self._intake.weight_after_backward(scalar)
+        weighed = self._runner.weight_after_backward(scalar)
         if self._window.weighed_after:
             self._warn_of_late_weights()
-        self._intake.accumulate(weighed, last, loss)
+        self._runner.accumulate(weighed, last, loss)
 
     @opaque
     def backward_coupled(
@@ -474,20 +474,20 @@ class FusedAccumulator:
         try:
             first = FirstPass(parts, encode, devices)
             loss = expect(call_with(loss_fn, first.encodings), Tensor, "what loss_fn returns", "a tensor")
-            self._watch.see_loss(loss)
-            weighed = self._intake.backward(loss, scalar, False, {})
+            self._misuse.see_loss(loss)
+            weighed = self._runner.backward(loss, scalar, False, {})
             after = RandomState(devices)
             for index, chunk in enumerate(parts):
                 pairs = first.encode_again(index, chunk, encode)
                 if pairs:
                     tensors, grads = zip(*pairs, strict=True)
-                    self._intake.backward_part(tensors, grads, weighed, last and index == len(parts) - 1)
+                    self._runner.backward_part(tensors, grads, weighed, last and index == len(parts) - 1)
                 torch.clear_autocast_cache()
             after.restore()
         except BaseException:
-            self._intake.discard()
+            self._runner.discard()
             raise
-        self._intake.accumulate(weighed, last, loss, after_backward=True)
+        self._runner.accumulate(weighed, last, loss, after_backward=True)
         return loss.detach()
 
     def _warn_of_late_weights(self) -> None:
@@ -515,7 +515,7 @@ class FusedAccumulator:
 
     @property
     def _sends_in_backward(self) -> bool:
-        return self._ranks.reduces_sums and self._intake.hooks is not None
+        return self._ranks.reduces_sums and self._runner.hooks is not None
 
     def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Iterate over a window's batches, and know the last: its sums are reduced over ranks while its backward runs.
@@ -561,7 +561,7 @@ class FusedAccumulator:
             window: Drop the whole window, on all ranks: nothing is communicated now, but `finalize` and `step`, which
                 all ranks go on to, then skip the step and leave the loss scale alone. More micro-batches may come.
         """
-        self._intake.discard()
+        self._runner.discard()
         self._window.discard(window, together=self._ranks.ends_together)
 
     # ---- the end of a window
@@ -600,7 +600,7 @@ class FusedAccumulator:
         self._check_end("finalize()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
         self._prepare_empty_window()
-        self._intake.listen(False)  # a backward from here on adds to what was handed out
+        self._runner.listen(False)  # a backward from here on adds to what was handed out
         self._end.finalize(self._window, optimizers, given)
         self._ended = self._window.number + 1
 
@@ -640,7 +640,7 @@ class FusedAccumulator:
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
         self._end.clip(norm, limit)
-        self._watch.see_clip()
+        self._misuse.see_clip()
         return self._end.result(norm)
 
     @opaque
@@ -684,7 +684,7 @@ class FusedAccumulator:
             self._end.skip_empty()
         else:
             self._prepare_empty_window()
-            self._intake.listen(False)
+            self._runner.listen(False)
             norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
         self._ended = self._window.number + 1
         self.zero_()
@@ -706,11 +706,11 @@ class FusedAccumulator:
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
             )
-        if self._window.kept:
+        if self._window.unsynced:
             _log.warning(
                 "zero_(): FSDP2 still keeps the gradients of %d micro-batches (set_requires_gradient_sync(False)) and "
                 "will add them to those of its next reduction",
-                self._window.kept,
+                self._window.unsynced,
             )
         if self._window.phase is Phase.FINALIZED:
             self._in_last = None  # whatever becomes of the iterator
@@ -748,7 +748,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )
-        if self._window.phase is Phase.BROKEN or self._intake.interrupted or self._intake.added_in_backward:
+        if self._window.phase is Phase.BROKEN or self._runner.interrupted or self._runner.added_in_backward:
             raise RuntimeError(
                 f"state_dict() with gradients of a backward that was not counted (release={self._release!r}): call "
                 "acc.accumulate() before, or acc.zero_()"
@@ -759,7 +759,7 @@ class FusedAccumulator:
         self._end.check_sums(self._window)
         ended = self._window.phase is Phase.FINALIZED
         loss = self._end.loss_sums() if ended else self._loss.sums()
-        saved = save(self._store, self._ranks, self._window, self._intake.serial, loss, reduced=reduced)
+        saved = save(self._store, self._ranks, self._window, self._runner.serial, loss, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
             **saved,
@@ -781,24 +781,24 @@ class FusedAccumulator:
                 nothing is changed then.
         """
         expect(state_dict, Mapping, "state_dict", "a dict")
-        self._intake.settle()
+        self._runner.restore_slots()
         self._store.check_drift()
         self._make_room()
         state = share(self._ranks, check(self._store, self._ranks, state_dict))
         self.zero_()
-        self._intake.prepare_window()
+        self._runner.prepare_window()
         load(self._store, state)
         self._window.load_state_dict(state["window"])
         self._ended = self._window.number
-        self._intake.resume(state["serial"])
+        self._runner.resume(state["serial"])
         self._end.load_state_dict(state)
         self._loss.resume(state["loss"])
         self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
-        self._intake.remove()
-        unfollow(self._watch)
+        self._runner.remove()
+        unfollow(self._misuse)
         if self._silence is not None:
             self._silence.remove()
         self._store.release_claim()
@@ -821,24 +821,24 @@ class FusedAccumulator:
         self._noise.open_window()
         self._loss.open_window()
         self._ranks.open_window()
-        self._intake.open_window(self._window)
-        self._watch.open_window(self._window)
+        self._runner.open_window(self._window)
+        self._misuse.open_window(self._window)
 
     def _prepare_empty_window(self) -> None:
         """Do what the first micro-batch would have done: there was none here, but other ranks may have had one."""
         if self._ranks.ends_together and self.micro_batches == 0:
-            self._intake.prepare_window()
+            self._runner.prepare_window()
 
     def _make_room(self) -> None:
         """Before a window's first micro-batch: do what that would do for parameters that were unfrozen."""
         if self.micro_batches == 0 and self._window.phase is Phase.OPEN and self._store.unplaced():
-            self._intake.prepare_window()
+            self._runner.prepare_window()
 
     def _require_accumulating(self, caller: str) -> None:
-        intake = self._intake
-        intake.settle()
+        runner = self._runner
+        runner.restore_slots()
         good = self._window.phase is Phase.OPEN and self._store.has_claim and not self._ranks.begun
-        if not good or intake.interrupted:
+        if not good or runner.interrupted:
             self._refuse_phase(caller)
 
     def _refuse_phase(self, caller: str) -> None:
@@ -858,7 +858,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
             )
-        if phase is Phase.BROKEN or self._intake.interrupted:
+        if phase is Phase.BROKEN or self._runner.interrupted:
             together = self._ranks.ends_together
             out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
@@ -877,16 +877,16 @@ class FusedAccumulator:
         self._require_reduced(caller)
         nothing = isinstance(ignore, tuple) and not ignore
         self._end.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
-        if self._intake.uncounted:
+        if self._runner.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
-        self._watch.see_end(caller, divisor)
+        self._misuse.see_end(caller, divisor)
 
     def _require_reduced(self, caller: str) -> None:
-        if self._window.kept:
+        if self._window.unsynced:
             raise RuntimeError(
-                f"{caller}: the last {self._window.kept} micro-batches left no gradient, FSDP2 keeps them: call "
+                f"{caller}: the last {self._window.unsynced} micro-batches left no gradient, FSDP2 keeps them: call "
                 "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
             )

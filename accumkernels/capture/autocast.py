@@ -31,7 +31,7 @@ from ..buffers.layout import Segment, aligned
 from ..buffers.pages import zeros
 from ..buffers.store import Store
 from ..hooks import Handles, Hook
-from .autocast_watch import Watch
+from .cast_recorder import CastRecorder
 from .compiled import casting_modules, hook_around, is_compiled, split
 from .during_backward import DuringBackward
 from .fused.functions import plain_of
@@ -91,7 +91,7 @@ class _Slots:
         self.module = weakref.ref(module)
         self.shadows: dict[str, _Shadow] | None = None  # by slot; None until learned
         self.learned_in = -1  # the generation; shadows are used from the next one on
-        self.watch: Watch | None = None
+        self.recorder: CastRecorder | None = None
         self.unwatched: set[int] | None = None  # its parameters, while it runs without gradients inside a watched one
         self.swapped: list[tuple[str, Tensor, Tensor]] = []
 
@@ -149,7 +149,7 @@ class AutocastRoute:
         self._casts: dict[tuple[int, torch.Size], int] = {}
         self._at_home: list[set[int]] = []  # of the modules that run, while any is watched
         self._swapped: list[_Slots] = []  # modules with a shadow in a slot: those that run
-        self._watches: list[Watch] = []  # of modules that run, the innermost last
+        self._recorders: list[CastRecorder] = []  # of modules that run, the innermost last
         self._generation = 0  # micro-batches begun
         self._root = id(module)
         self._modules: dict[int, _Slots] = {}
@@ -171,8 +171,8 @@ class AutocastRoute:
                 self._modules[id(part)] = _Slots(part)
                 self._handles.add(part.register_forward_pre_hook(Hook(self, AutocastRoute._enter)))
                 self._handles.add(part.register_forward_hook(Hook(self, AutocastRoute._leave), always_call=True))
-                self._handles.add(part.register_state_dict_pre_hook(Hook(self, AutocastRoute._settle_module)))
-        weakref.finalize(self, _stop, self._watches).atexit = False
+                self._handles.add(part.register_state_dict_pre_hook(Hook(self, AutocastRoute._restore_module)))
+        weakref.finalize(self, _stop, self._recorders).atexit = False
 
     @property
     def parameters(self) -> set[int]:
@@ -207,7 +207,7 @@ class AutocastRoute:
         if not self._listening:
             return  # the optimizer may have stepped by now, and torch's fused ones do not count as in-place changes
         slots = self._modules.get(id(module))
-        if slots is None or slots.module() is not module or slots.watch is not None:
+        if slots is None or slots.module() is not module or slots.recorder is not None:
             return  # a copy, or a module that calls itself
         self._put_back(slots)
         if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
@@ -297,10 +297,10 @@ class AutocastRoute:
         others: set[int] = set()
         if id(module) == self._root:
             others = {id(e.param) for e in self._store.named if e.param.dtype == torch.float32}
-        slots.watch = Watch(own, others, self._at_home, self._casts, dtype)
+        slots.recorder = CastRecorder(own, others, self._at_home, self._casts, dtype)
         self._at_home.append(own)
-        slots.watch.__enter__()
-        self._watches.append(slots.watch)
+        slots.recorder.__enter__()
+        self._recorders.append(slots.recorder)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         slots = self._modules.get(id(module))
@@ -310,10 +310,10 @@ class AutocastRoute:
         if slots.unwatched is not None:
             self._at_home.remove(slots.unwatched)
             slots.unwatched = None
-        watch, slots.watch = slots.watch, None
+        watch, slots.recorder = slots.recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)
-            self._watches.remove(watch)
+            self._recorders.remove(watch)
             self._at_home.remove(watch.own)
             self._learn(slots, watch)
 
@@ -355,13 +355,13 @@ class AutocastRoute:
         for slots in self._inside[id(part)]:
             self._put_back(slots)
 
-    def _settle_module(self, module: nn.Module, *_: Any) -> None:
+    def _restore_module(self, module: nn.Module, *_: Any) -> None:
         """Before its state_dict is made, which may be in its forward."""
         slots = self._modules.get(id(module))
         if slots is not None and slots.module() is module:
             self._put_back(slots)
 
-    def settle(self) -> None:
+    def restore_slots(self) -> None:
         """Put back every parameter: forward hooks do not run after a Ctrl-C."""
         for slots in list(self._swapped):
             self._put_back(slots)
@@ -376,7 +376,7 @@ class AutocastRoute:
         after = param._post_accumulate_grad_hooks
         return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
 
-    def _learn(self, slots: _Slots, watch: Watch) -> None:
+    def _learn(self, slots: _Slots, watch: CastRecorder) -> None:
         module = slots.module()
         assert module is not None
         self._elsewhere |= watch.elsewhere
@@ -457,7 +457,7 @@ class AutocastRoute:
 
     def clear(self) -> None:
         """Forget what was taken, at the end of a micro-batch; what was learned in it is used from now on."""
-        self.settle()
+        self.restore_slots()
         self.stash.clear()
         self._streams.forget()
         self._casts.clear()
@@ -469,12 +469,12 @@ class AutocastRoute:
     def remove(self) -> None:
         """Take off every hook; graphs that are left give their gradients to `.grad`."""
         self._listening = False
-        self.settle()
-        _stop(self._watches)
+        self.restore_slots()
+        _stop(self._recorders)
         self._handles.remove()
 
 
-def _stop(watches: list[Watch]) -> None:
+def _stop(recorders: list[CastRecorder]) -> None:
     """End what a Ctrl-C in a module's first forward left on: every op of the thread would go on passing through it."""
-    while watches and _get_current_dispatch_mode() is watches[-1]:
-        watches.pop().__exit__(None, None, None)
+    while recorders and _get_current_dispatch_mode() is recorders[-1]:
+        recorders.pop().__exit__(None, None, None)

@@ -37,7 +37,7 @@ class Streams:
         self.seen.clear()
 
 
-class Turns:
+class StreamOrder:
     """The streams that write something on CUDA devices in one backward, each after the one before it."""
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Window:
+class BatchWindow:
     """The samples of one optimizer step."""
 
     samples: Sequence[bytes]
@@ -133,12 +133,12 @@ class Corpus:
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
         return [samples[index] for index in order.tolist()]
 
-    def window(self, index: int, partial: bool = False) -> Window:
+    def window(self, index: int, partial: bool = False) -> BatchWindow:
         """The window number `index` (the text repeats when it ends); a partial one has only 5/16 of the samples."""
         size = self.window_size * 5 // 16 if partial else self.window_size
         first = index * self.window_size
         samples = [self._training[(first + i) % len(self._training)] for i in range(size)]
-        return Window(samples, self.micro_batch_size, self.device)
+        return BatchWindow(samples, self.micro_batch_size, self.device)
 
     def validation_batches(self) -> Iterator[Batch]:
         """256 held-out samples, in batches of a window's size."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..planning.live_bytes import LiveBytes
-from .data import Window
+from .data import BatchWindow
 from .methods import Method
 
 
@@ -23,7 +23,7 @@ def _gradient(model: nn.Module) -> Tensor:
 
 
 def gradient_errors(
-    methods: Sequence[type[Method]], model: nn.Module, window: Window, amp_dtypes: Sequence[torch.dtype | None]
+    methods: Sequence[type[Method]], model: nn.Module, window: BatchWindow, amp_dtypes: Sequence[torch.dtype | None]
 ) -> list[list[float]]:
     """Distance of each method's gradient of `window` to the exact one, relative to the exact one's length (L2).
 
@@ -71,7 +71,7 @@ def _clock_running(method: Method) -> Iterator[None]:
         del optimizer.step
 
 
-def gradient_seconds(methods: Sequence[Method], windows: Sequence[Window]) -> list[float]:
+def gradient_seconds(methods: Sequence[Method], windows: Sequence[BatchWindow]) -> list[float]:
     """Median seconds per window that each method spends on gradients; the methods take turns.
 
     Counted is all that happens to gradients once the layers' backward has made them: autocast's casts to fp32 or the
@@ -90,7 +90,7 @@ def gradient_seconds(methods: Sequence[Method], windows: Sequence[Window]) -> li
     return [statistics.median(found) for found in seconds]
 
 
-def peak_bytes(cls: type[Method], model: nn.Module, window: Window, amp_dtype: torch.dtype | None) -> int:
+def peak_bytes(cls: type[Method], model: nn.Module, window: BatchWindow, amp_dtype: torch.dtype | None) -> int:
     """Peak bytes of tensors while `cls` trains a copy of `model` for two windows; the batches themselves do not count.
 
     Weights, gradients, accumulators, optimizer state and activations are included. On CUDA the allocator keeps

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import accumkernels as ak
 
 from .clock import Clock
-from .data import Batch, Window
+from .data import Batch, BatchWindow
 
 ACCUMULATION_STEPS = 8
 MAX_NORM = 1.0
@@ -44,7 +44,7 @@ class Method(abc.ABC):
             return self.model(batch.inputs, batch.targets)
 
     @abc.abstractmethod
-    def backward(self, window: Window) -> Tensor:
+    def backward(self, window: BatchWindow) -> Tensor:
         """Run a window's forward and backward passes; the answer is its mean loss per byte (0-d tensor)."""
 
     def unscale(self) -> None:
@@ -60,7 +60,7 @@ class Method(abc.ABC):
             self.scaler.update()
             self.optimizer.zero_grad()
 
-    def train(self, window: Window, learning_rate: float) -> Tensor:
+    def train(self, window: BatchWindow, learning_rate: float) -> Tensor:
         """Take one optimizer step; the answer is as in `backward`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -74,7 +74,7 @@ class BigBatch(Method):
 
     name = "big batch"
 
-    def backward(self, window: Window) -> Tensor:
+    def backward(self, window: BatchWindow) -> Tensor:
         """One pass."""
         loss = self.loss(window.big_batch)
         with self.clock.during_backward(loss):
@@ -91,7 +91,7 @@ class StockAccumulation(Method):
 
     name = "stock accumulation"
 
-    def backward(self, window: Window) -> Tensor:
+    def backward(self, window: BatchWindow) -> Tensor:
         """As many passes as micro-batches."""
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
@@ -111,7 +111,7 @@ class Fused(Method):
         super().__init__(model, amp_dtype)
         self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler)
 
-    def backward(self, window: Window) -> Tensor:
+    def backward(self, window: BatchWindow) -> Tensor:
         """As many passes as micro-batches."""
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:

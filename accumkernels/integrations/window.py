@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator, Parts
 from ..arguments import as_scalar
-from ..window.micro_batch_weight import Weight
-from .fitted import Fitted
-from .shown import Shown
+from ..window.loss_weighting import Weight
+from .optimizer_accumulator import OptimizerAccumulator
 from .stepping import apart, check_optimizer_once, needs_closure, once
+from .visible_grads import VisibleGrads
 
 
 class TrainerWindow:
@@ -67,28 +67,28 @@ class TrainerWindow:
         self.micro_batch: int | None = None
         self.folds = False
         self._promised: tuple[float | Tensor, Tensor] | None = None
-        self._shown = Shown()
+        self._visible = VisibleGrads()
         self._idle = False
         self.under_way: Weight | None = None
         self._last = False
-        self._fitted = Fitted(self.modules, optimizer, self._scaler, alone=alone, **options)
+        self._current = OptimizerAccumulator(self.modules, optimizer, self._scaler, alone=alone, **options)
 
     # ---- the accumulator
 
     @property
     def accumulator(self) -> FusedAccumulator:
         """Made anew where the optimizer gets other parameters."""
-        return self._fitted.accumulator
+        return self._current.accumulator
 
     @property
     def parts(self) -> Parts:
         """The accumulator's."""
-        return self._fitted.parts
+        return self._current.parts
 
     def release(self) -> None:
         """Give the model and the optimizer back as they were, but trained."""
         self._drop()
-        self._fitted.remove()
+        self._current.remove()
 
     def _drop(self) -> None:
         if self.parts.ranks.begun and not self.finalized:  # an exception came: nobody sums the rest
@@ -105,7 +105,7 @@ class TrainerWindow:
     @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `no_sync` of a DistributedDataParallel module."""
-        return self._fitted.inside_no_sync
+        return self._current.inside_no_sync
 
     @property
     def several_ranks(self) -> bool:
@@ -133,9 +133,9 @@ class TrainerWindow:
                     "the last backward of a window)"
                 )
             self.close()
-        if self.accumulator.micro_batches == 0 and not self._shown and self._fitted.outgrown:
+        if self.accumulator.micro_batches == 0 and not self._visible and self._current.outgrown:
             self._drop()
-            self._fitted.renew()
+            self._current.renew()
 
     def begin(self, sums: bool = False) -> None:
         """Before a backward: what its gradients are multiplied by while they are added.
@@ -163,7 +163,7 @@ class TrainerWindow:
             last: Whether it ends the window on this rank; others may end theirs otherwise.
             **kwargs: Of `Tensor.backward`.
         """
-        last = last and self._fitted.sends_in_backward
+        last = last and self._current.sends_in_backward
         self.accumulator.backward(loss, 1.0 if self.sums else weight, last=last, **kwargs)
 
     def run(
@@ -177,36 +177,36 @@ class TrainerWindow:
             weight: What it counts.
             last: As of `backward`.
         """
-        self._last = last and self._fitted.sends_in_backward
+        self._last = last and self._current.sends_in_backward
         loss, self.under_way = self.weigh(loss, weight)
-        self.parts.intake.run(functools.partial(backward, loss), loss, self.under_way, self._last)
+        self.parts.runner.run(functools.partial(backward, loss), loss, self.under_way, self._last)
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
         """The loss to run backward of, with its weight where backward may cross ranks; and the weight."""
         weight = as_scalar(1.0 if self.sums else weight, "weight", self.parts.store.device)
-        return self.parts.intake.weigh(loss, weight)
+        return self.parts.runner.weigh(loss, weight)
 
     def take(self, loss: Tensor | None = None) -> None:
         """Count the micro-batch under way, whose loss, not scaled, was this."""
         weight, self.under_way = self.under_way or Weight(1.0), None
         last, self._last = self._last, False
         with torch.no_grad():
-            self.parts.intake.accumulate(weight, last, loss)
+            self.parts.runner.accumulate(weight, last, loss)
 
     @property
     def reached(self) -> bool:
         """Whether a backward has left gradients that were not counted."""
-        return self.parts.intake.uncounted or any(entry.param.grad is not None for entry in self.parts.store.named)
+        return self.parts.runner.uncounted or any(entry.param.grad is not None for entry in self.parts.store.named)
 
     # ---- gradients to look at inside a window of sums, as autograd leaves them
 
     def show(self) -> None:
         """Let `.grad` be the sum so far."""
-        self._shown.show(self.parts.store)
+        self._visible.show(self.parts.store)
 
     def take_back(self) -> None:
         """Take `.grad` in again, as it was left; where all of it was dropped, so is the window."""
-        if self._shown and self._shown.take_back():
+        if self._visible and self._visible.take_back():
             self.close()
 
     # ---- the end of a window
@@ -231,7 +231,7 @@ class TrainerWindow:
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
             self.parts.scaler.make_up_for(1)
             self.take()
-        if self._fitted.sends_in_backward and self.accumulator.micro_batches:
+        if self._current.sends_in_backward and self.accumulator.micro_batches:
             self.parts.ranks.end_last()
 
     def _divisor(self) -> float | None:
@@ -336,7 +336,7 @@ class TrainerWindow:
         """Drop the window, stepped or not, and open the next; collective where sums are on their way to other ranks."""
         if self.parts.ranks.begun:
             self.finalize()
-        self._shown.forget()
+        self._visible.forget()
         self.accumulator.zero_()
         self._reset()
 

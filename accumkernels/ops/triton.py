@@ -24,7 +24,7 @@ from ..ops import triton_table
 from .keep_alive import keep_until_done
 from .schema import Judged, State
 from .triton_checks import check_array, check_layout, check_length, check_list, check_scalar, check_segments
-from .triton_table import BLOCK, NUM_WARPS, Group, Kind, Plan
+from .triton_table import BLOCK, NUM_WARPS, Kind, LaunchGroup, Plan
 
 TOTAL_BLOCK = 1024  # partial results that the last launch takes in at a time
 
@@ -267,12 +267,12 @@ def _plan(
     return plan
 
 
-def _launch(kernel: Any, group: Group, *args: object, **constants: object) -> None:
+def _launch(kernel: Any, group: LaunchGroup, *args: object, **constants: object) -> None:
     # Without fusion a product is rounded before it is added, as in the other backends.
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     kernel[(len(group.blocks),)](*args, ALIGNED=group.aligned, BLOCK=BLOCK, **constants, **options)
 
 
-def _dtypes(group: Group, *names: str) -> dict[str, object]:
+def _dtypes(group: LaunchGroup, *names: str) -> dict[str, object]:
     language = _kernels().tl
     return {name: getattr(language, _DTYPES[dtype]) for name, dtype in zip(names, group.dtypes, strict=True)}

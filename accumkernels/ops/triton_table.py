@@ -29,7 +29,7 @@ NUM_WARPS = 8
 Kind = tuple[tuple[torch.dtype, ...], bool]
 
 
-class Group(NamedTuple):
+class LaunchGroup(NamedTuple):
     """The tensors of a list that one launch works on."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     """What calls with the same sizes, offsets, segments and kinds share."""
 
     rows: Tensor  # int64 [n, 4]: numel, offset, segment, first program; on the device, as all tables
-    groups: list[Group]
+    groups: list[LaunchGroup]
     num_programs: int
     ready: torch.cuda.Event | None  # the tables have arrived; None on the CPU
 
@@ -73,7 +73,7 @@ def plan(
         first[members] = counts.cumsum(0) - counts
         blocks = members.repeat_interleave(counts).int()
         if len(blocks):
-            groups.append(Group(*kind, _send(blocks, device), num_programs))
+            groups.append(LaunchGroup(*kind, _send(blocks, device), num_programs))
         num_programs += len(blocks)
     rows = torch.stack(
         [numel, torch.tensor(offsets, device="cpu").long(), torch.tensor(segments, device="cpu").long(), first], dim=1

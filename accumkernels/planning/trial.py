@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
 from .batches import Source, training_loss
-from .garbage import Garbage
+from .gc_guard import GcGuard
 from .interrupts import interrupts_later
 from .live_bytes import format_bytes
 from .meters import Meter
@@ -69,7 +69,7 @@ class Training:
     iterations: int
     accumulate: int | None
     meter: Meter
-    garbage: Garbage
+    garbage: GcGuard
     on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
     steps_in_parts: int = 1  # after the trial, to time parts; the fastest of each counts
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from .batches import Source, dummy_batches, loaded_batches, made_batches
 from .checks import amp_dtype_or_none, as_device, fraction, is_callable, is_module, positive_int
-from .garbage import Garbage
+from .gc_guard import GcGuard
 from .meters import meter_for
 from .trial import Training
 
@@ -65,7 +65,7 @@ def training_for(
         iterations=max(2, positive_int(num_iterations, "num_iterations")),
         accumulate=None if accumulate is None else positive_int(accumulate, "accumulate"),
         meter=meter_for(usable, limit, fraction(margin, "margin")),
-        garbage=Garbage(),
+        garbage=GcGuard(),
     )
 
 

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..buffers.parameters import NamedParameter
 from ..errors import wrong_type
-from .alone import Alone
+from .base import Ranks, SingleProcess
+from .data_parallel import DataParallel
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
 from .fsdp2 import mesh_of
 from .group import Group
-from .pipeline import Stages, group_of_stages, is_group_of, stages_of
-from .reduction import Reduction
+from .pipeline import Pipeline, group_of_stages, is_group_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Choice:
         noise_scale: Any,
         scaled: bool,
         **options: Any,
-    ) -> Alone:
+    ) -> Ranks:
         """Meet the other ranks. With a group this is collective: parameters become those of its rank 0.
 
         Args:
@@ -67,13 +67,13 @@ class Choice:
         given = self.process_group if self.group is None else self.group
         group = group_of_stages(stages, options["release"], autocast_route, given)
         if given and is_group_of(group, given):  # no replicas, but what the parameters themselves say
-            replicas: Alone = mesh_of(self.params, named, None, autocast_route, noise_scale) or Alone()
+            replicas: Ranks = mesh_of(self.params, named, None, autocast_route, noise_scale) or SingleProcess()
             replicas.check_trainable(named)
         else:
             # A schedule's backwards are over before anything could be sent.
             options["release"] = "microbatch"
             replicas = self._replicas(named, comm_dtype, autocast_route, noise_scale, **options)
-        joined = Stages(replicas, group)
+        joined = Pipeline(replicas, group)
         joined.check_alike(overflow=options["overflow"], scaler=scaled, noise_scale=noise_scale, ranks=replicas.size)
         return joined
 
@@ -84,7 +84,7 @@ class Choice:
         autocast_route: Any,
         noise_scale: Any,
         **options: Any,
-    ) -> Alone:
+    ) -> Ranks:
         """Meet the ranks that have the same parameters."""
         given = self.process_group if self.group is None else self.group
         mesh = mesh_of(self.params, named, given, autocast_route, noise_scale)
@@ -93,7 +93,7 @@ class Choice:
             return mesh
         if self.group is None:
             _check_said(self.process_group)
-            return Alone()
+            return SingleProcess()
         if self.ddp is None:
             refuse_wrapped([(entry.name, entry.param) for entry in named])
         group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
@@ -104,7 +104,7 @@ class Choice:
         early = options["release"] != "microbatch"
         if early:
             group.separate(named[0].param.device)
-        return Reduction(group, len(named), early)
+        return DataParallel(group, len(named), early)
 
     def silence(self) -> Silence | None:
         """Keep the DistributedDataParallel module from communicating, where there is one."""

@@ -22,11 +22,11 @@ from ..buffers.dtensors import is_dtensor, local
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report, different_limits, different_windows
+from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
 from .own_group import own_group
 
 
-class Mesh(Alone):
+class Sharded(Ranks):
     """The meshes under the DTensors of one accumulator, whose gradients FSDP2 reduces inside backward.
 
     Args:
@@ -95,11 +95,11 @@ class Mesh(Alone):
     # ---- agreement
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """See `Alone`; the host does not wait."""
+        """See `Ranks`; the host does not wait."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
         return tensor
 
-    def agree(self, report: Report) -> Agreement:
+    def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective: where one skips, all do.
 
         FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights.
@@ -132,7 +132,7 @@ class Mesh(Alone):
         together[State.WEIGHT] = weights.mean()
         for flag in (State.FOUND_INF, State.POISONED):
             together[flag] = ((summed[flag] > 0) | wrong).double()
-        agreement = Agreement(
+        agreement = GlobalStats(
             state=torch.where(dropped > 0, 0.0, together),
             divisor=report.divisor,
             squares=report.squares,
@@ -216,7 +216,7 @@ class Mesh(Alone):
     # ---- checkpoints
 
     def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
-        """See `Alone`; collective."""
+        """See `Ranks`; collective."""
         if largest:
             return self.maximum(tensor)
         dist.all_reduce(tensor, group=self._group)
@@ -233,12 +233,12 @@ class Mesh(Alone):
 
     @property
     def shards(self) -> int:
-        """See `Alone`."""
+        """See `Ranks`."""
         return math.prod(group.size() for group in self._rows)
 
     @property
     def shard(self) -> int:
-        """See `Alone`."""
+        """See `Ranks`."""
         index = 0
         for group in self._rows:
             index = index * group.size() + group.rank()
@@ -324,7 +324,7 @@ def _has_fsdp(params: Any) -> bool:
 
 def mesh_of(
     params: Any, named: Sequence[NamedParameter], process_group: Any, autocast_route: Any, noise_scale: Any
-) -> Mesh | None:
+) -> Sharded | None:
     """The meshes under the parameters; None where none is a DTensor.
 
     Args:
@@ -356,7 +356,7 @@ def mesh_of(
             f"autocast_route=True is not for DTensors, as {first.name!r}: FSDP2 casts parameters itself "
             "(MixedPrecisionPolicy); use 'auto' or False"
         )
-    mesh = Mesh(named, _has_fsdp(params))
+    mesh = Sharded(named, _has_fsdp(params))
     if noise_scale is not False:
         mesh.check_noise_scale()
     return mesh

@@ -23,10 +23,10 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report, different_limits, different_windows
+from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
 
 
-class Stages(Alone):
+class Pipeline(Ranks):
     """The ranks of one pipeline, which step or skip together and are clipped by one norm.
 
     Args:
@@ -38,7 +38,7 @@ class Stages(Alone):
     judged_together = True
     only_in_grad = True
 
-    def __init__(self, replicas: Alone, group: Any) -> None:
+    def __init__(self, replicas: Ranks, group: Any) -> None:
         self._replicas = replicas
         self._group = group
         self._compared: int | None = None  # for how many norms the host has looked at what all stages say
@@ -68,13 +68,13 @@ class Stages(Alone):
 
     # ---- agreement
 
-    def agree(self, report: Report) -> Agreement:
+    def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective: over replicas, then over stages.
 
         The host reads the result on the CPU; elsewhere in the first window, in those with a divisor, and where the
         clipping changes.
         """
-        agreement = self._replicas.agree(report)
+        agreement = self._replicas.all_reduce_stats(report)
         device = report.state.device
 
         # One row for each stage, in one vector that is summed.
@@ -124,13 +124,13 @@ class Stages(Alone):
         )
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """See `Alone`; collective."""
+        """See `Ranks`; collective."""
         tensor = self._replicas.maximum(tensor)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tensor
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """See `Alone`; collective."""
+        """See `Ranks`; collective."""
         tensor = self._replicas.sum_over_shards(tensor)
         dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -138,7 +138,7 @@ class Stages(Alone):
     def total_norm(
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
-        """See `Alone`; not of orders 0 and less, which torch defines by whole tensors."""
+        """See `Ranks`; not of orders 0 and less, which torch defines by whole tensors."""
         if norm_type <= 0:
             raise ValueError(f"norm_type must be positive over the stages of a pipeline, got {norm_type}")
         norm = self._replicas.total_norm(buffers, norm_type, device, only)
@@ -152,49 +152,49 @@ class Stages(Alone):
     # ---- what ranks of the same stage do among themselves
 
     def check_trainable(self, named: Sequence[NamedParameter]) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._replicas.check_trainable(named)
 
     def check_noise_scale(self) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._replicas.check_noise_scale()
 
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._replicas.follow(buffers)
 
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._replicas.share_from(shared)
 
     def open_window(self) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._replicas.open_window()
 
     def end_last(self) -> None:
-        """See `Alone`; nothing is sent before the window ends, since a schedule's backwards are over by then."""
+        """See `Ranks`; nothing is sent before the window ends, since a schedule's backwards are over by then."""
         self._replicas.end_last()
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """See `Alone`; over replicas."""
+        """See `Ranks`; over replicas."""
         self._replicas.reduce(look)
 
     def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
-        """See `Alone`; over replicas."""
+        """See `Ranks`; over replicas."""
         return self._replicas.joined(tensor, largest=largest)
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """See `Alone`; over replicas."""
+        """See `Ranks`; over replicas."""
         return self._replicas.gather_rows(row)
 
     @property
     def shards(self) -> int:
-        """See `Alone`."""
+        """See `Ranks`."""
         return self._replicas.shards
 
     @property
     def shard(self) -> int:
-        """See `Alone`."""
+        """See `Ranks`."""
         return self._replicas.shard
 
 
@@ -312,13 +312,13 @@ def is_group_of(group: Any, other: Any) -> bool:
     return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
 
 
-def refuse_late_stages(named: Iterable[NamedParameter], ranks: Alone) -> None:
+def refuse_late_stages(named: Iterable[NamedParameter], ranks: Ranks) -> None:
     """Refuse stages that were built after their accumulator, which does not know of them.
 
     Raises:
         RuntimeError: says in which order to build them.
     """
-    if not isinstance(ranks, Stages) and stages_of(named):
+    if not isinstance(ranks, Pipeline) and stages_of(named):
         raise RuntimeError(
             "the accumulator was built before the PipelineStage of its parameters: build the stage first, then the "
             "accumulator with process_group= the group that the stages were built with"

@@ -20,7 +20,7 @@ from ..buffers.layout import Segment
 from ..buffers.parameters import strip_prefixes
 from ..buffers.store import Store
 from ..ops.schema import State
-from ..ranks.alone import Alone
+from ..ranks.base import Ranks
 from .state import Window
 
 VERSION = 2
@@ -49,7 +49,7 @@ _FORM: dict[str, Any] = {
 
 
 def save(
-    store: Store, ranks: Alone, window: Window, serial: int, loss: Tensor | None, *, reduced: bool
+    store: Store, ranks: Ranks, window: Window, serial: int, loss: Tensor | None, *, reduced: bool
 ) -> dict[str, Any]:
     """The window, its sums, the masters, and which gradients were not finite; synchronises.
 
@@ -122,7 +122,7 @@ def save(
     }
 
 
-def _joined(store: Store, ranks: Alone) -> tuple[list[Tensor], list[bytearray]]:
+def _joined(store: Store, ranks: Ranks) -> tuple[list[Tensor], list[bytearray]]:
     """The flat buffers, summed over ranks, and what any rank has touched; copies."""
     tensors, touched = [], []
     for buffer in store.buffers:
@@ -144,7 +144,7 @@ def _sum(buffer: FlatBuffer, segment: Segment, tensor: Tensor, touched: int) -> 
     return shaped_like(part, segment.param)
 
 
-def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any]:
+def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any]:
     """Check everything before anything is changed.
 
     Returns:
@@ -213,7 +213,7 @@ def check(store: Store, ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any
     return checked
 
 
-def _of_other_ranks(store: Store, ranks: Alone, state: Mapping[str, Any]) -> str:
+def _of_other_ranks(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> str:
     """Why this rank cannot have the part of the window that the state holds, in words; empty where it can."""
     stage = state.get("stage", 0)
     if stage != ranks.stage:
@@ -245,7 +245,7 @@ def _of_other_ranks(store: Store, ranks: Alone, state: Mapping[str, Any]) -> str
     )
 
 
-def share(ranks: Alone, state: Mapping[str, Any]) -> dict[str, Any]:
+def share(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's share of a checked state: of that of all ranks, such a part that all parts make up the window."""
     if state["rank"] != ALL_RANKS or state["window"]["averaged"]:
         return dict(state)

@@ -17,7 +17,7 @@ from ..buffers.norms import clip_coefficient
 from ..buffers.parameters import NamedParameter
 from ..buffers.store import Store, has_accumulator
 from ..ops.schema import Judged, State
-from ..ranks.alone import Alone, Report
+from ..ranks.base import LocalStats, Ranks, SingleProcess
 from .handout import Handout
 from .loss import WindowLoss
 from .metrics import Metrics
@@ -58,7 +58,7 @@ class End:
     def __init__(
         self,
         store: Store,
-        ranks: Alone,
+        ranks: Ranks,
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
@@ -127,7 +127,7 @@ class End:
             if entry.param.grad is not None:
                 self._refuse_uncounted(caller, entry)
         self._ignored = ignored
-        for p in self._plan_step(optimizers).strangers:
+        for p in self._plan_step(optimizers).foreign_params:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
                     f"{caller}: an optimizer owns a parameter of shape {tuple(p.shape)} with a .grad of its own and "
@@ -291,7 +291,7 @@ class End:
             The verdict, and whether sums were divided.
         """
         # The averages of a window that was loaded as finalized are those of all ranks already.
-        ranks = Alone() if window.phase is Phase.AVERAGED and self._ranks.reduces_sums else self._ranks
+        ranks = SingleProcess() if window.phase is Phase.AVERAGED and self._ranks.reduces_sums else self._ranks
         if ranks.reduces_sums:
             window.phase = Phase.REDUCING
 
@@ -304,7 +304,7 @@ class End:
         sums = self._noise.sums(self._store.device)
         touched = self._store.touched_bytes()
         squares = None if sums is None else sums[0]
-        report = Report(
+        report = LocalStats(
             state=self._store.state(),
             touched=touched,
             dropped=window.dropped,
@@ -317,7 +317,7 @@ class End:
             norms=1 + len(parts) if parts else int(max_norm is not None),
             limit=self.limit(sum(part.max_norm for part in parts)) if parts else max_norm,
         )
-        agreement = ranks.agree(report)
+        agreement = ranks.all_reduce_stats(report)
         shared = agreement.loss
         self._loss_sums = report.loss if shared is None else lambda: shared
         if not ranks.reduces_sums:
@@ -454,7 +454,7 @@ class End:
         self._skipped, self._captured = skip, _is_capturing(skip)
         self.metrics.end_window(window.micro_batches, verdict.exact, self._loss_sums)
         if not self._withhold(window, optimizers):
-            self._handout.give()
+            self._handout.assign_grads()
             window.handed_out = True
         for optimizer in optimizers:
             self._scaler.record(optimizer, skip, verdict.found_inf)

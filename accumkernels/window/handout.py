@@ -75,7 +75,7 @@ class Handout:
             buffer.ops.scaled_copy_(outputs, [buffer.views[s.index] for s in segments], found_inf=overflow)
         return overflow
 
-    def give(self) -> None:
+    def assign_grads(self) -> None:
         """Set `.grad` of every parameter that got a gradient in the window."""
         for buffer in self._store.buffers:
             segments, views = buffer.touched_segments(), buffer.touched_views()

@@ -31,7 +31,7 @@ class WindowLoss:
         self._undecided = 0  # of the last ones, whose gradients are kept and may still be dropped
 
     def add(
-        self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, kept: bool = False
+        self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, unsynced: bool = False
     ) -> None:
         """Take in a micro-batch.
 
@@ -39,13 +39,14 @@ class WindowLoss:
             loss: One element, as the user computed it, on any device; None or larger ones do not count.
             weight: Of the micro-batch; fp64 0-d where a tensor.
             drop: fp64 `[1]`, not 0 where the micro-batch is dropped, with those kept before it; None where it is not.
-            kept: Whether its gradients will come with those of a later micro-batch, and be used or dropped with them.
+            unsynced: Whether its gradients will come with those of a later micro-batch, and be used or dropped with
+                them.
         """
         if loss is not None and loss.numel() == 1:
-            self._losses.append(self._kept(loss))
+            self._losses.append(self._value_now(loss))
             self._weights.append(weight)
             self._undecided += 1
-        if kept:
+        if unsynced:
             return
         if drop is not None:
             decided = len(self._weights) - self._undecided
@@ -53,7 +54,7 @@ class WindowLoss:
             self._weights[decided:] = [torch.where(dropped, 0.0, self._scalar(w)) for w in self._weights[decided:]]
         self._undecided = 0
 
-    def _kept(self, loss: Tensor) -> float | Tensor:
+    def _value_now(self, loss: Tensor) -> float | Tensor:
         """Its value now: loops like to change a loss in place afterwards, and it may be a view of much more."""
         if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor
             value = loss.tolist()
@@ -62,7 +63,7 @@ class WindowLoss:
             return float(value)
         return loss.detach().reshape(()).to(self._device, torch.float64, copy=True)
 
-    def drop_kept(self) -> None:
+    def drop_unsynced(self) -> None:
         """Forget micro-batches whose gradients were kept and will not be used."""
         decided = len(self._losses) - self._undecided
         del self._losses[decided:], self._weights[decided:]

@@ -19,27 +19,27 @@ from ..buffers.store import Store
 from ..capture.autocast import AutocastRoute
 from ..capture.autocast_presence import AutocastPresence, may_route
 from ..capture.during_backward import DuringBackward, default_bucket_bytes
-from ..capture.fused.gemm import passes_are_cheap
+from ..capture.fused.gemm import sums_fit_in_cache
 from ..capture.fused.weights import FusedWeights
 from ..capture.gradients import Bucket, Captured, drop, take
 from ..hooks import Handles, Hook
-from ..ranks.alone import Alone
+from ..ranks.base import Ranks
 from ..ranks.weight_unit import backward_may_cross_ranks
+from .fusion_policy import FusionPolicy
 from .loss import WindowLoss
-from .micro_batch_weight import Told, Weigher, Weight
+from .loss_weighting import LossWeighting, Told, Weight
 from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaled_backward import scaled_backward
 from .scaling import LossScaler
 from .state import Phase, Window
 from .sums import Sums
-from .weight_gradients import Fusing
 
 _log = logging.getLogger(__name__)
-_intakes: weakref.WeakSet[Intake] = weakref.WeakSet()  # of all accumulators
+_runners: weakref.WeakSet[MicroBatchRunner] = weakref.WeakSet()  # of all accumulators
 
 
-class Intake:
+class MicroBatchRunner:
     """Takes the micro-batches of one accumulator.
 
     Args:
@@ -64,7 +64,7 @@ class Intake:
         self,
         module: nn.Module | None,
         store: Store,
-        ranks: Alone,
+        ranks: Ranks,
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
@@ -83,14 +83,14 @@ class Intake:
         self._noise = noise
         self._loss = loss
         self._sums = Sums(store, ranks, overflow, noise)
-        self._weigher = Weigher()
+        self._weighting = LossWeighting()
         self._window = Window()
         self._warned = False
         self._counted_by_backward = False
         self._crosses_ranks: bool | None = None  # whether backward may, once the open window has had one
         self._told: Told | None = None  # of gradients here that are of a loss of another accumulator
         self._while_another: Weight | None = None  # runs a backward
-        _intakes.add(self)
+        _runners.add(self)
         self._leaves_ran: set[tuple[int, int]] = set()  # of fused weights, while the window's last backward runs
         self._release = release
         if bucket_bytes is None:
@@ -100,17 +100,17 @@ class Intake:
         self._bucket_bytes = bucket_bytes
         self.hooks: DuringBackward | None = None
         if release != "microbatch":
-            sink = Hook(self, Intake._add_bucket_of_users, in_graphs=True)
+            sink = Hook(self, MicroBatchRunner._add_bucket_of_users, in_graphs=True)
             self.hooks = DuringBackward(self._bucket_bytes, sink, release == "backward", Handles(self))
             self._listen_to(store.buffers)
         in_buckets = self.hooks is not None and self.hooks.listens
-        cheap = store.device.type == "cpu" and passes_are_cheap(sum(buffer.tensor.nbytes for buffer in store.buffers))
-        self._fusing = Fusing(scaler, noise, fuse_weight_gradients, overflow, in_buckets, cheap)
+        cheap = store.device.type == "cpu" and sums_fit_in_cache(sum(buffer.tensor.nbytes for buffer in store.buffers))
+        self._fusion = FusionPolicy(scaler, noise, fuse_weight_gradients, overflow, in_buckets, cheap)
         self.fused: FusedWeights | None = None
-        smallest = self._fusing.smallest
+        smallest = self._fusion.min_numel
         if module is not None and smallest is not None and any(p.numel() >= smallest for p in module.parameters()):
-            check = Hook(self, Intake._check_segment_not_sent)
-            self.fused = FusedWeights(module, store, self.hooks, check, smallest, self._fusing.linear)
+            check = Hook(self, MicroBatchRunner._check_segment_not_sent)
+            self.fused = FusedWeights(module, store, self.hooks, check, smallest, self._fusion.linear)
         self._autocast: AutocastPresence | None = None
         if module is not None and may_route(module, autocast_route):
             self._autocast = AutocastPresence(module, store, self.hooks, autocast_route is True, self.fused)
@@ -169,12 +169,12 @@ class Intake:
             if capture is not None:
                 capture.set_listening(listening)
 
-    def settle(self) -> None:
+    def restore_slots(self) -> None:
         """Put back what an interrupted forward has left in modules."""
         if self.fused is not None:
-            self.fused.settle()
+            self.fused.restore_slots()
         if self._autocast is not None and self._autocast.route is not None:
-            self._autocast.route.settle()
+            self._autocast.route.restore_slots()
 
     @property
     def interrupted(self) -> bool:
@@ -213,7 +213,7 @@ class Intake:
 
     def remove(self) -> None:
         """Take off every hook."""
-        _intakes.discard(self)
+        _runners.discard(self)
         for capture in (self.hooks, self.fused, self._autocast):
             if capture is not None:
                 capture.remove()
@@ -245,11 +245,11 @@ class Intake:
                 f"weight {told.total}: give both the same weight, or call acc.accumulate() in between"
             )
         if self._crosses_ranks and (told is not None or not self._has_gradients()):
-            loss, weighed = self._weigher.weigh(loss, weight)
+            loss, weighed = self._weighting.weigh(loss, weight)
         else:
             weighed = Weight(weight)
-        if self._window.kept:
-            self._window.check_kept(weighed)
+        if self._window.unsynced:
+            self._window.check_unsynced(weighed)
         run = scaled_backward(loss, self._scaler.scaler, kwargs)
         if not weighed.plain:
             run = functools.partial(self._run_telling, run, weighed)
@@ -263,7 +263,7 @@ class Intake:
         """Run a backward, and tell other accumulators that it reaches of the weight that is in its loss."""
         others = [
             other
-            for other in tuple(_intakes)
+            for other in tuple(_runners)
             if other is not self
             and (not other._has_gradients() or (other._told is not None and other._told.goes_on(other._store, weight)))
         ]
@@ -286,14 +286,14 @@ class Intake:
         """
         told = None if self._told is None else self._told.weight_of(self._store)
         if told is not None:
-            return Weight(weight, told.in_loss, told.unit)
+            return Weight(weight, told.loss_weight, told.unit)
         if isinstance(weight, Tensor) or weight != 1:
             self._window.weighed_after = True
         return Weight(weight)
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
         """The loss to run backward of: with its weight, where backward may cross ranks."""
-        return self._weigher.weigh(loss, weight) if backward_may_cross_ranks() else (loss, Weight(weight))
+        return self._weighting.weigh(loss, weight) if backward_may_cross_ranks() else (loss, Weight(weight))
 
     def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], weight: Weight, last: bool) -> None:
         """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part.
@@ -323,7 +323,7 @@ class Intake:
         sends = last and takes_all and not self._has_gradients()
         if self.hooks is not None and self.hooks.listens:
             run = functools.partial(self._run_adding, self.hooks, run, weight, sends)
-        if self.fused is not None and weight.unit is not None:  # else the multiplier is known only in backward
+        if self.fused is not None and weight.unit is not None:  # else the grad_weight is known only in backward
             run = functools.partial(self._run_fused, self.fused, run, weight, sends)
         if self._autocast is None:
             run()
@@ -337,7 +337,7 @@ class Intake:
         """Run a backward that adds gradients of weights itself."""
         complete = self._send_leaf if sends and self._ranks.reduces_sums else None
         try:
-            with fused.adding(self._fusing.permission(weight.multiplier, self.serial + 1), complete):
+            with fused.adding(self._fusion.permission(weight.grad_weight, self.serial + 1), complete):
                 run()
         except BaseException:
             if fused.taken:
@@ -399,8 +399,8 @@ class Intake:
         added_in_backward = self.added_in_backward
         if not has_grads and not added_in_backward:
             if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
-                window.keep(weight)
-                self._loss.add(self._scaler.undivided(loss), weight.total, kept=True)
+                window.add_unsynced(weight)
+                self._loss.add(self._scaler.undivided(loss), weight.total, unsynced=True)
                 return
             self._warn_of_nothing(after_backward)
             if not after_backward:
@@ -408,8 +408,8 @@ class Intake:
                 if last:
                     self._ranks.end_last()
                 return
-        if window.kept:
-            window.check_kept(weight)
+        if window.unsynced:
+            window.check_unsynced(weight)
         if self._ranks.begun:
             self._check_not_sent((buffer, taken.segments) for buffer, taken in captured)
 
@@ -421,18 +421,18 @@ class Intake:
         if self._overflow == "raise" and drops[self._store.device].item() != 0:  # type: ignore[index]
             self._drop_grads(captured)
             self.serial = tag
-            window.drop_kept()
-            self._loss.drop_kept()
+            window.drop_unsynced()
+            self._loss.drop_unsynced()
             self._raise_overflow()
 
         # Add: what a backward has left pending, then what is in `.grad`s and on the route. Where that is nothing, the
         # op that adds the last bucket counts the micro-batch too.
         adds: Bucket = captured
-        joined = window.with_kept(weight) if window.kept else weight
+        joined = window.with_unsynced(weight) if window.unsynced else weight
         try:
             if self.hooks is not None and added_in_backward:
                 buckets = self.hooks.take_rest()
-                if buckets and not has_grads and not window.kept:
+                if buckets and not has_grads and not window.unsynced:
                     adds, loss_scale = buckets.pop(), self._scaler.loss_scale()
                     self._take_turns(adds)
                 for bucket in buckets:
@@ -477,7 +477,7 @@ class Intake:
         """Add what a backward of the user's own has made, for which no window was prepared; its weight is 1."""
         self._store.allocate()
         another = self._while_another
-        self._add_bucket(bucket, Weight(1.0) if another is None else Weight(1.0, another.in_loss, another.unit))
+        self._add_bucket(bucket, Weight(1.0) if another is None else Weight(1.0, another.loss_weight, another.unit))
 
     def _add_bucket(self, bucket: Bucket, weight: Weight, sends: bool = False) -> None:
         """Add what backward has made so far; `accumulate` counts the micro-batch.

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ..buffers.store import Store
 from ..errors import wrong_type
 from ..hooks import Follower, follow
-from ..ranks.alone import Alone
-from .micro_batch import Intake
+from ..ranks.base import Ranks
+from .micro_batch import MicroBatchRunner
 from .optimizers import owned
 from .scaling import LossScaler
 from .state import Phase, Window
@@ -24,21 +24,21 @@ from .state import Phase, Window
 _log = logging.getLogger(__name__)
 
 
-class Watch(Follower):
+class MisuseDetector(Follower):
     """Looks at what a loop does beside its calls of one accumulator. Nothing here reads from a device in every window.
 
     Args:
         store: Whose parameters.
         ranks: Where other ranks take part in a window, only all of them together know that it is empty.
         scaler: The one that the accumulator was built with.
-        intake: Knows of gradients that were taken and not counted.
+        runner: Knows of gradients that were taken and not counted.
     """
 
-    def __init__(self, store: Store, ranks: Alone, scaler: LossScaler, intake: Intake) -> None:
+    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, runner: MicroBatchRunner) -> None:
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
-        self._intake = intake
+        self._runner = runner
         self._warned: set[str] = set()
         self._looked_for_scalers = False
         self._looked_for_unscaling = False
@@ -194,7 +194,7 @@ class Watch(Follower):
 
     def _check_closed(self, optimizer: Optimizer) -> None:
         count = self._window.micro_batches
-        if (count or self._intake.uncounted) and self._holds(owned((optimizer,))):
+        if (count or self._runner.uncounted) and self._holds(owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside a window: the gradients of {count} micro-batches are in the "
                 "accumulator, and this step would not see them. Call acc.step(optimizer) instead, or, in the long "
@@ -227,7 +227,7 @@ class Watch(Follower):
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping where every gradient is in the accumulator."""
-        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._intake.uncounted):
+        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._runner.uncounted):
             return
         if all(p.grad is None for p in params) and self._holds(params):
             raise RuntimeError(
@@ -238,7 +238,7 @@ class Watch(Follower):
 
     def _holds(self, params: list[Tensor]) -> bool:
         """Whether a sum of this window is of one of these parameters or masters."""
-        if self._intake.uncounted:  # the autocast route has gradients of parameters that are not touched yet
+        if self._runner.uncounted:  # the autocast route has gradients of parameters that are not touched yet
             return any(self._store.place(p) is not None for p in params)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
         return any(id(p) in touched for p in params)

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from ..ranks.alone import Alone
+from ..ranks.base import Ranks
 
 
 class _Sums(enum.IntEnum):
@@ -105,7 +105,7 @@ class NoiseMeter:
         on: Whether windows are measured, from the next `open_window` on.
     """
 
-    def __init__(self, half_life: float | None, on: bool, ranks: Alone) -> None:
+    def __init__(self, half_life: float | None, on: bool, ranks: Ranks) -> None:
         self.on = on
         self._ranks = ranks
         self._keep = 1.0 if half_life is None else 0.5 ** (1 / half_life)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ranks.alone import Agreement
-from .micro_batch_weight import Weight
+from ..ranks.base import GlobalStats
+from .loss_weighting import Weight
 from .verdict import Verdict
 
 
@@ -38,8 +38,8 @@ class Window:
         number: How many windows ended before.
         phase: See `Phase`.
         micro_batches: `accumulate` calls, dropped micro-batches too.
-        kept: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
-        kept_weight: Of all of them together; None where there are none.
+        unsynced: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
+        unsynced_weight: Of all of them together; None where there are none.
         host_weight: Sum of the weights that were numbers.
         weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
@@ -52,8 +52,8 @@ class Window:
     number: int = 0
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
-    kept: int = 0
-    kept_weight: Weight | None = None
+    unsynced: int = 0
+    unsynced_weight: Weight | None = None
     host_weight: float = 0.0
     weighed_after: bool = False
     decided_on_device: bool = False
@@ -73,10 +73,10 @@ class Window:
         return self.dropped or (not self.decided_on_device and self.host_weight == 0)
 
     def count(self, weight: float | Tensor) -> None:
-        """Count a micro-batch that was added, and with it those that were kept."""
+        """Count a micro-batch that was added, and with it the unsynced ones."""
         self.micro_batches += 1
-        if self.kept:
-            self.drop_kept()
+        if self.unsynced:
+            self.drop_unsynced()
         if isinstance(weight, float):
             self.host_weight += weight
         else:
@@ -89,7 +89,7 @@ class Window:
             if self.phase is Phase.BROKEN:
                 self.phase = Phase.OPEN
 
-    def agreed(self, agreement: Agreement) -> None:
+    def agreed(self, agreement: GlobalStats) -> None:
         """Take over what all ranks know together; where the host did not look, only the device knows."""
         if agreement.dropped is None or agreement.weight is None:
             self.decided_on_device = True
@@ -102,44 +102,44 @@ class Window:
 
     # ---- micro-batches whose gradients FSDP2 keeps
 
-    def check_kept(self, weight: Weight) -> None:
+    def check_unsynced(self, weight: Weight) -> None:
         """Refuse a weight that does not go with those of kept micro-batches, whose gradients are one sum by now.
 
         Raises:
             RuntimeError: gradients of the sum would have to be multiplied differently, or only the device knows.
         """
-        if self.kept_weight is None or isinstance(weight.in_loss, Tensor) or weight.in_loss == 0:
+        if self.unsynced_weight is None or isinstance(weight.loss_weight, Tensor) or weight.loss_weight == 0:
             return
-        given, kept = weight.multiplier, self.kept_weight.multiplier
-        if isinstance(kept, Tensor) and not isinstance(given, Tensor):
+        given, before = weight.grad_weight, self.unsynced_weight.grad_weight
+        if isinstance(before, Tensor) and not isinstance(given, Tensor):
             return  # both went into their losses
         # What a 16-bit loss loses of its weight is less than 1 part in 128.
-        if isinstance(given, Tensor) or isinstance(kept, Tensor) or abs(given / kept - 1) > 1 / 128:
+        if isinstance(given, Tensor) or isinstance(before, Tensor) or abs(given / before - 1) > 1 / 128:
             raise RuntimeError(
-                f"accumulate(weight={given}) after {self.kept} micro-batches that were multiplied by {kept}, whose "
-                "gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
+                f"accumulate(weight={given}) after {self.unsynced} micro-batches that were multiplied by {before}, "
+                f"whose gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
                 "acc.backward(loss, weight), which puts weights into losses (docs/fsdp2.md)"
             )
 
-    def keep(self, weight: Weight) -> None:
+    def add_unsynced(self, weight: Weight) -> None:
         """Count a micro-batch whose gradients will come with those of a later one."""
-        if isinstance(weight.total, Tensor) and not isinstance(weight.in_loss, Tensor):
+        if isinstance(weight.total, Tensor) and not isinstance(weight.loss_weight, Tensor):
             raise RuntimeError(
                 "accumulate() found no gradient: FSDP2 keeps it (set_requires_gradient_sync(False)), and then a weight "
                 "on the device goes into the loss: call acc.backward(loss, weight)"
             )
-        self.check_kept(weight)
+        self.check_unsynced(weight)
         self.micro_batches += 1
-        self.kept += 1
-        self.kept_weight = weight if self.kept_weight is None else self.kept_weight.plus(weight)
+        self.unsynced += 1
+        self.unsynced_weight = weight if self.unsynced_weight is None else self.unsynced_weight.plus(weight)
 
-    def with_kept(self, weight: Weight) -> Weight:
+    def with_unsynced(self, weight: Weight) -> Weight:
         """The weight of gradients that hold those of kept micro-batches as well as this one's."""
-        return weight if self.kept_weight is None else self.kept_weight.plus(weight)
+        return weight if self.unsynced_weight is None else self.unsynced_weight.plus(weight)
 
-    def drop_kept(self) -> None:
+    def drop_unsynced(self) -> None:
         """The gradients that were kept came, or will not be used."""
-        self.kept, self.kept_weight = 0, None
+        self.unsynced, self.unsynced_weight = 0, None
 
     # ---- checkpoints
 

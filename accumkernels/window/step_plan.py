@@ -21,7 +21,7 @@ class StepPlan:
         ignored: `id`s of parameters that need no optimizer.
 
     Attributes:
-        strangers: Tensors of the optimizers that are not accumulated here.
+        foreign_params: Tensors of the optimizers that are not accumulated here.
 
     Raises:
         RuntimeError: names the first parameter that was accumulated and that none of them, or more than one, owns.
@@ -36,11 +36,11 @@ class StepPlan:
             touched = {id(s.param) for _, s in store.touched()}
             named = ((e.name, store.target(e.param)) for e in store.named if id(e.param) in touched)
             check_ownership(optimizers, named, ignored)
-        self.strangers = [p for p in self._owned if store.place(p) is None]
+        self.foreign_params = [p for p in self._owned if store.place(p) is None]
         self._narrow = {
             id(o) for o in optimizers if any(p.dtype != torch.float32 for p in owned((o,)) if store.place(p))
         }
-        self._strangers_of = {id(o): [p for p in owned((o,)) if store.place(p) is None] for o in optimizers}
+        self._foreign_params_of = {id(o): [p for p in owned((o,)) if store.place(p) is None] for o in optimizers}
 
     def fits(self, store: Store, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> bool:
         """Whether the same optimizers own the same tensors, and the same segments hold sums."""
@@ -56,5 +56,5 @@ class StepPlan:
 
     def all_sums(self, optimizer: Optimizer) -> bool:
         """Whether every gradient that the optimizer will find is an fp32 sum of this window."""
-        strangers = self._strangers_of[id(optimizer)]
-        return id(optimizer) not in self._narrow and all(p.grad is None for p in strangers)
+        foreign_params = self._foreign_params_of[id(optimizer)]
+        return id(optimizer) not in self._narrow and all(p.grad is None for p in foreign_params)

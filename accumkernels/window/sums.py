@@ -14,8 +14,8 @@ from ..buffers.devices import move, worst
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.gradients import Bucket, Captured, in_memory_order
-from ..ranks.alone import Alone
-from .micro_batch_weight import Weight
+from ..ranks.base import Ranks
+from .loss_weighting import Weight
 from .noise_scale import NoiseMeter
 
 _NOTHING = Captured([], [])
@@ -34,7 +34,7 @@ class Sums:
         partial: Whether an op has run of an `add` that did not end: one refuses its own gradients before it adds any.
     """
 
-    def __init__(self, store: Store, ranks: Alone, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(self, store: Store, ranks: Ranks, overflow: str | None, noise: NoiseMeter) -> None:
         self._store = store
         self._ranks = ranks
         self._overflow = overflow
@@ -79,7 +79,7 @@ class Sums:
             count: Whether the weight enters the window's; once per micro-batch.
         """
         plain = weight.plain
-        multiplier = weight.total if plain else weight.multiplier
+        grad_weight = weight.total if plain else weight.grad_weight
         first, measuring = self._store.buffers[0], self._noise.measuring
         self.partial = False
         for buffer, taken in bucket:
@@ -91,7 +91,7 @@ class Sums:
                 squares = self._noise.squares(buffer.device)
                 weighted = squares if plain or squares is None else torch.zeros_like(squares)
             counts = count and plain and buffer is first
-            self._accumulate(buffer, taken, multiplier, loss_scale, tag, drops, weighted, counts)
+            self._accumulate(buffer, taken, grad_weight, loss_scale, tag, drops, weighted, counts)
             self.partial = True
             count = count and not counts
             if squares is not None and weighted is not None and weighted is not squares:
@@ -127,8 +127,8 @@ class Sums:
         _run(buffer.ops.accumulate_, first, buffer, captured, (*rest, *options))
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, weight: Weight) -> None:
-        """Add `sum w_i |g_i|^2` where the gradients are those of a loss times `in_loss`, and that squared is in it."""
-        factor = weight.in_loss
+        """Add `sum w_i |g_i|^2` where the gradients of a loss times `loss_weight` have that squared."""
+        factor = weight.loss_weight
         if isinstance(factor, Tensor):
             factor = move(torch.where(factor == 0, 1.0, factor), squares.device)
         weighted[0] /= 1.0 if isinstance(factor, float) and factor == 0 else factor

@@ -189,7 +189,7 @@ def test_buckets_are_as_large_as_they_may_be(monkeypatch):
         assert len(sizes) == 2 and sizes[0] >= 300
         smaller = []
         backward = mse_loss(model(x), y).backward
-        acc._intake.hooks.run(backward, smaller.append, awaited=None)  # as in the last micro-batch over ranks
+        acc._runner.hooks.run(backward, smaller.append, awaited=None)  # as in the last micro-batch over ranks
         assert len(smaller) > 2
         acc.zero_()
 

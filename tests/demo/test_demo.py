@@ -21,7 +21,17 @@ from rich.console import Console
 import accumkernels
 from accumkernels.__main__ import main
 from accumkernels.demo import clock, command, measure, methods, train
-from accumkernels.demo.data import CONTEXT, IGNORE, PADDING_STEP, SHORTEST, START, Batch, Corpus, Window, read_samples
+from accumkernels.demo.data import (
+    CONTEXT,
+    IGNORE,
+    PADDING_STEP,
+    SHORTEST,
+    START,
+    Batch,
+    BatchWindow,
+    Corpus,
+    read_samples,
+)
 from accumkernels.demo.display import Display
 from accumkernels.demo.model import GPT
 
@@ -259,7 +269,7 @@ class TestTraining:
 
     def test_stock_is_right_on_equal_micro_batches(self, model):
         """The usual recipe's error is its weighting: with micro-batches of one size it is the big batch's gradient."""
-        window = Window([bytes(range(32 + i, 64 + i)) for i in range(16)], 2, CPU)
+        window = BatchWindow([bytes(range(32 + i, 64 + i)) for i in range(16)], 2, CPU)
         for (error,) in measure.gradient_errors(methods.METHODS, model, window, (None,)):
             assert error < FP32_ERROR
 

@@ -16,7 +16,7 @@ import accumkernels as ak
 from accumkernels.buffers.store import has_accumulator
 from accumkernels.planning.averaging import Averaging
 from accumkernels.planning.costs import measure_step_costs
-from accumkernels.ranks import reduction
+from accumkernels.ranks import data_parallel
 from tests.support import ranks
 from tests.support.ranks import message, parameters
 
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 def _measure(model, **arguments):
     wanted = {"input_shape": 2, "output_shape": 2, "num_iterations": 2, "duration": 1e-3}
-    with unittest.mock.patch.object(reduction, "CHUNK_BYTES", 2**18):
+    with unittest.mock.patch.object(data_parallel, "CHUNK_BYTES", 2**18):
         return measure_step_costs(model, "cpu", 2, **{**wanted, **arguments})
 
 
@@ -138,7 +138,7 @@ def costs(rank, size):
             spend(4.0)
             return super().step(closure)
 
-    agree, run = reduction.Reduction.agree, Averaging.run
+    agree, run = data_parallel.DataParallel.all_reduce_stats, Averaging.run
 
     def slow_agree(*args):
         spend(8.0)
@@ -150,7 +150,7 @@ def costs(rank, size):
 
     with (
         unittest.mock.patch.object(time, "perf_counter", lambda: now),
-        unittest.mock.patch.object(reduction.Reduction, "agree", slow_agree),
+        unittest.mock.patch.object(data_parallel.DataParallel, "all_reduce_stats", slow_agree),
         unittest.mock.patch.object(Averaging, "run", slow_run),
     ):
         found = _measure(Slow(2, 2), optimizer_fn=lambda params: Optimizer(params, lr=0.1))

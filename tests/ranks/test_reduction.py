@@ -9,7 +9,7 @@ import torch
 
 import accumkernels as ak
 from accumkernels.accumulator import parts_of
-from accumkernels.ranks import reduction
+from accumkernels.ranks import data_parallel
 from tests.support import coupled_scenarios as coupled
 from tests.support import data_parallel_metrics_scenarios as metrics
 from tests.support import data_parallel_scenarios as training
@@ -30,7 +30,7 @@ def test_four_ranks(four, scenario):
     check(four, scenario)
 
 
-class Alone:
+class OneRank:
     """A group of one rank: what is sent is there when somebody waits for it."""
 
     size, rank, own = 1, 0, False
@@ -50,12 +50,12 @@ class Alone:
 
 def looks_at_the_end(layers, comm_dtype, monkeypatch):
     """The number of chunks; for each look, how many were sent and had come, and offset and size of what it got."""
-    monkeypatch.setattr(reduction, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(data_parallel, "CHUNK_BYTES", 512)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(layers)))
     acc = ak.FusedAccumulator(model, process_group=False)
     acc.backward(model(torch.ones(2, 16)).sum())
-    group, looks = Alone(comm_dtype), []
-    ranks = reduction.Reduction(group, 2 * layers, early=False)
+    group, looks = OneRank(comm_dtype), []
+    ranks = data_parallel.DataParallel(group, 2 * layers, early=False)
     ranks.follow(parts_of(acc).store.buffers)
     ranks._list_chunks()
 
@@ -87,4 +87,4 @@ def test_narrower_chunks_are_looked_at_one_by_one(layers, monkeypatch):
     """With as many as may be alive on their way meanwhile."""
     chunks, looks = looks_at_the_end(layers, torch.bfloat16, monkeypatch)
     assert [come for _, come, _ in looks] == list(range(1, chunks + 1))
-    assert all(sent == min(come - 1 + reduction._IN_FLIGHT, chunks) for sent, come, _ in looks)
+    assert all(sent == min(come - 1 + data_parallel._IN_FLIGHT, chunks) for sent, come, _ in looks)

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
-from accumkernels.ranks.alone import Report
+from accumkernels.ranks.base import LocalStats
 from tests.support.models import batch, mlp
 from tests.support.ranks import message, parameters
 
@@ -146,7 +146,7 @@ def units_change_no_bits(rank, size):
     def grads(weights, dtype, unit=None):
         model = mlp(dtype)
         acc = ak.FusedAccumulator(model, process_group=group())
-        acc._intake._weigher._unit = unit
+        acc._runner._weighting._unit = unit
         for (x, y), weight in zip(data(rank, [3, 3], dtype), weights, strict=True):
             acc.backward(mse_loss(model(x), y), weight)
         acc.finalize(sgd(acc))
@@ -326,7 +326,7 @@ def chunks_wait_for_no_bucket(rank, size):
         x = torch.ones(4, 16, requires_grad=True)
         x.register_hook(lambda grad: sent.append(len(reduction._chunks) - reduction._sent))
         acc.backward(model(x).square().mean(), last=True)
-        assert len(acc._intake.fused.parameters) == 8
+        assert len(acc._runner.fused.parameters) == 8
         acc.step(optimizer)
     assert max(sent[1:]) <= 6, sent  # of the first layer, or cut with it
 
@@ -494,11 +494,13 @@ def what_devices_conclude(rank, size):
         given = {"dropped": False, "squares": None, "divisor": None, **options}
         tensor = torch.tensor(state, dtype=torch.float64)
         loss = torch.tensor([6.0, 2.0], dtype=torch.float64)
-        agreement = acc._ranks.agree(Report(state=tensor, touched=bytes(segments), loss=lambda v=loss: v, **given))
+        stats = acc._ranks.all_reduce_stats(
+            LocalStats(state=tensor, touched=bytes(segments), loss=lambda v=loss: v, **given)
+        )
         acc._ranks.reduce(lambda buffer, parts: None)
         acc._ranks.open_window()
-        assert agreement.state.tolist() == expected
-        assert agreement.loss.tolist() == ([0.0, 0.0] if "dropped" in options else [12.0, 4.0])
+        assert stats.state.tolist() == expected
+        assert stats.loss.tolist() == ([0.0, 0.0] if "dropped" in options else [12.0, 4.0])
 
 
 def parts_are_clipped(rank, size):

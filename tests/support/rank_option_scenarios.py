@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
-from accumkernels.ranks import reduction
+from accumkernels.ranks import data_parallel
 from tests.support.models import mlp
 from tests.support.rank_scenarios import MAX_NORM, WINDOWS, adamw, micro_batches, sgd
 from tests.support.ranks import parameters
@@ -134,7 +134,7 @@ def fused_weights(rank, size):
 
     Returns, by (autocast, fused, with DistributedDataParallel), the parameters, and whether sums were sent in backward.
     """
-    usual, reduction.CHUNK_BYTES = reduction.CHUNK_BYTES, 256
+    usual, data_parallel.CHUNK_BYTES = data_parallel.CHUNK_BYTES, 256
     found = {}
     for autocast, fused, wrapped in itertools.product((False, True), (False, True), (False, True)):
         inner = Language(rank)
@@ -160,5 +160,5 @@ def fused_weights(rank, size):
             acc.step(optimizer, max_norm=MAX_NORM)
         found[autocast, fused, wrapped] = parameters(inner), seen
         acc.remove()
-    reduction.CHUNK_BYTES = usual
+    data_parallel.CHUNK_BYTES = usual
     return found

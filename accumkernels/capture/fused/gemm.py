@@ -58,7 +58,7 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
     return mkl if fast or tokens <= _FEW_TOKENS else None
 
 
-def passes_are_cheap(nbytes: int) -> bool:
+def sums_fit_in_cache(nbytes: int) -> bool:
     """Whether 16-bit gradients are added to so many bytes of sums, on the CPU, faster than a GEMM adds its product.
 
     With AMX oneDNN makes a gradient in half the time of MKL's product, and where the sums stay in a cache, the pass

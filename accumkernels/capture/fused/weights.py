@@ -17,7 +17,7 @@ from ...hooks import Handles, Hook
 from ..compiled import split
 from ..during_backward import DuringBackward
 from ..gradients import fills_grad
-from ..streams import Turns
+from ..streams import StreamOrder
 from . import gemm
 from .functions import SlotWeight, in_slot, without_modes
 from .rows import add_rows
@@ -25,17 +25,17 @@ from .rows import add_rows
 Check = Callable[[FlatBuffer, int], None]
 
 
-class Permission(NamedTuple):
+class FusionGrant(NamedTuple):
     """What a backward may add to the buffers.
 
     Attributes:
-        multiplier: Of every gradient, its weight over the loss scale: a number, or fp64 0-d on the first device.
+        grad_weight: Of every gradient, its weight over the loss scale: a number, or fp64 0-d on the first device.
         tag: The serial number of the micro-batch.
         linear: The dtypes of linear weights, as they are multiplied, that may be fused.
         embedding: The dtypes of embeddings that may be fused.
     """
 
-    multiplier: float | Tensor
+    grad_weight: float | Tensor
     tag: int
     linear: frozenset[torch.dtype]
     embedding: frozenset[torch.dtype]
@@ -55,39 +55,39 @@ class _Place:
 
     def add_linear(self, grad: Tensor, input: Tensor) -> bool:
         """See `functions.Target`."""
-        permission = self._permission()
-        if permission is None or grad.dtype not in permission.linear or isinstance(permission.multiplier, Tensor):
+        grant = self._grant()
+        if grant is None or grad.dtype not in grant.linear or isinstance(grant.grad_weight, Tensor):
             return False
         view = self.buffer.views[self.index]
         add = gemm.choose(view, grad.dtype, grad.shape[0])
         if add is None:
             return False
-        with self._adding(permission.tag) as first:
-            add(view, grad, input, permission.multiplier, 0.0 if first else 1.0)
+        with self._adding(grant.tag) as first:
+            add(view, grad, input, grant.grad_weight, 0.0 if first else 1.0)
         return True
 
     def add_embedding(self, grad: Tensor, indices: Tensor, padding_idx: int, by_frequency: bool) -> bool:
         """See `functions.Target`."""
-        permission = self._permission()
-        if permission is None or self.param.dtype not in permission.embedding:
+        grant = self._grant()
+        if grant is None or self.param.dtype not in grant.embedding:
             return False
-        view, multiplier = self.buffer.views[self.index], permission.multiplier
-        if isinstance(multiplier, Tensor):
-            multiplier = multiplier.to(view.device)
-        with self._adding(permission.tag) as first:
+        view, grad_weight = self.buffer.views[self.index], grant.grad_weight
+        if isinstance(grad_weight, Tensor):
+            grad_weight = grad_weight.to(view.device)
+        with self._adding(grant.tag) as first:
             if first:
                 view.zero_()
-            add_rows(view, grad, indices, padding_idx, by_frequency, multiplier)
+            add_rows(view, grad, indices, padding_idx, by_frequency, grad_weight)
         return True
 
-    def _permission(self) -> Permission | None:
+    def _grant(self) -> FusionGrant | None:
         """What the backward that runs allows, where it would put the gradient into `.grad` and nobody else sees it."""
         owner = self._owner()
-        if owner is None or owner.permission is None or self.buffer.released:
+        if owner is None or owner.grant is None or self.buffer.released:
             return None
         if not owner.is_ours_alone(self.param) or not fills_grad(self.leaf):
             return None
-        return owner.permission
+        return owner.grant
 
     @contextlib.contextmanager
     def _adding(self, tag: int) -> Iterator[bool]:
@@ -110,11 +110,11 @@ class FusedWeights:
         store: Where its parameters have their segments.
         hooks: Of the accumulator's own, which wait for the gradient of each parameter.
         check: Called with a buffer and a segment before that is added to; may raise.
-        min_elements: Smaller weights are left alone.
+        min_numel: Smaller weights are left alone.
         linear: The dtypes of linear weights, as they are multiplied, that a backward may ever fuse; others are left.
 
     Attributes:
-        permission: What the backward that runs may add; None while none does.
+        grant: What the backward that runs may add; None while none does.
         taken: ids of the parameters whose gradients were added since the last `reset`.
         parameters: ids of the parameters that were ever fused.
     """
@@ -125,22 +125,22 @@ class FusedWeights:
         store: Store,
         hooks: DuringBackward | None,
         check: Check,
-        min_elements: int,
+        min_numel: int,
         linear: frozenset[torch.dtype],
     ) -> None:
-        self.permission: Permission | None = None
+        self.grant: FusionGrant | None = None
         self.taken: set[int] = set()
         self.parameters: set[int] = set()
         self._listening = True
         self._store = store
         self._check = check
         self._complete: Check | None = None
-        self._min_elements = min_elements
+        self._min_numel = min_numel
         self._linear = linear
         self._hooks = hooks
         self._places: dict[int, _Place] = {}  # by id of the parameter
         self._in_slots: dict[int, tuple[weakref.ref[nn.Module], Tensor, SlotWeight]] = {}  # by id of a module that runs
-        self._turns = Turns()
+        self._turns = StreamOrder()
         self._handles = Handles(self)
         eager, _ = split(module)
         for part in eager:
@@ -190,7 +190,7 @@ class FusedWeights:
 
     def may_fuse(self, param: Tensor) -> bool:
         """Whether a weight is large enough."""
-        return param.numel() >= self._min_elements
+        return param.numel() >= self._min_numel
 
     def is_ours_alone(self, param: Tensor) -> bool:
         """Whether nobody else waits for the gradient: hooks would not see what never gets there."""
@@ -206,7 +206,7 @@ class FusedWeights:
         if owner() is module and module._parameters.get("weight") is weight:
             module._parameters["weight"] = plain  # type: ignore[assignment]
 
-    def settle(self) -> None:
+    def restore_slots(self) -> None:
         """Put back every parameter: forward hooks do not run after a Ctrl-C."""
         for owner, _, _ in list(self._in_slots.values()):
             module = owner()
@@ -217,21 +217,21 @@ class FusedWeights:
     # ---- a backward
 
     @contextlib.contextmanager
-    def adding(self, permission: Permission | None, complete: Check | None = None) -> Iterator[None]:
+    def adding(self, grant: FusionGrant | None, complete: Check | None = None) -> Iterator[None]:
         """Let the backward that runs inside add to the buffers.
 
         Args:
-            permission: None: it may not.
+            grant: None: it may not.
             complete: Called with a buffer and a segment that this backward will not add to any more.
         """
-        self.permission = permission if self._listening else None
+        self.grant = grant if self._listening else None
         self._complete = complete
         for buffer in self._store.buffers:
             self._turns.take(buffer.device)
         try:
             yield
         finally:
-            self.permission = self._complete = None
+            self.grant = self._complete = None
             self._turns.end()
 
     def begin_adding(self, buffer: FlatBuffer, index: int) -> None:
@@ -259,13 +259,13 @@ class FusedWeights:
 
     def reset(self) -> None:
         """A micro-batch has ended."""
-        self.settle()
+        self.restore_slots()
         self.taken.clear()
 
     def remove(self) -> None:
         """Take off every hook; graphs that are left give their gradients to `.grad`."""
         self._listening = False
-        self.settle()
+        self.restore_slots()
         self._handles.remove()
 
 

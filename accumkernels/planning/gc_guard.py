@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-class Garbage:
+class GcGuard:
     """Collects often at little cost, inside a `with` block.
 
     A full collection looks at every object of the process, which takes 0.1 s and more with torch and a few libraries
@@ -23,7 +23,7 @@ class Garbage:
             gc.freeze()
             self._frozen = True
 
-    def __enter__(self) -> Garbage:
+    def __enter__(self) -> GcGuard:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,4 +1,4 @@
-"""One process alone, and with it the interface that every kind of ranks has."""
+"""What every kind of ranks can do for a window, and what they exchange at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..buffers.norms import total_norm
 from ..buffers.parameters import NamedParameter
 
 
-class Report(NamedTuple):
+class LocalStats(NamedTuple):
     """What one rank knows of its window when it ends; tensors are on the first device.
 
     Attributes:
@@ -50,18 +50,18 @@ class Report(NamedTuple):
         return torch.zeros_like(self.state[:2]) if loss is None else loss
 
 
-class Agreement(NamedTuple):
+class GlobalStats(NamedTuple):
     """What all ranks know of the window together; tensors are on the first device.
 
     Attributes:
         state: fp64 `[4]`, zeros where any rank dropped the window.
         divisor: fp64 0-d, or None.
         squares: fp64 0-d, nan where not every rank measured it; None where this one did not.
-        touched: As in `Report`, by any rank; None where the host did not look and this rank's own is right.
+        touched: As in `LocalStats`, by any rank; None where the host did not look and this rank's own is right.
         dropped: Whether any rank dropped it; None where only the device knows.
         weight: The sum of weights; None where only the device knows.
         error: What ranks disagree about; to be raised once nobody waits for this rank any more.
-        loss: As `Report.loss` makes it, summed over ranks; None where this rank's own is right.
+        loss: As `LocalStats.loss` makes it, summed over ranks; None where this rank's own is right.
     """
 
     state: Tensor
@@ -85,7 +85,7 @@ def different_windows(numbers: Sequence[float]) -> str | None:
 
 
 def different_limits(norms: Sequence[float], limits: Sequence[float], place: str = "rank") -> str | None:
-    """That ranks do not clip alike, as their `Report`s say, in words.
+    """That ranks do not clip alike, as their `LocalStats`s say, in words.
 
     Each norm is a collective where parameters are sharded or on several stages, and elsewhere replicas would diverge.
     """
@@ -98,8 +98,8 @@ def different_limits(norms: Sequence[float], limits: Sequence[float], place: str
     return f"max_norm must be the same on all ranks; by {place} it is {', '.join(given)}"
 
 
-class Alone:
-    """A process that ends its windows alone: nothing is communicated.
+class Ranks:
+    """The ranks that share windows. As it stands: one process, which communicates nothing.
 
     Attributes:
         size: How many ranks share a window.
@@ -164,10 +164,10 @@ class Alone:
 
     # ---- at its end
 
-    def agree(self, report: Report) -> Agreement:
+    def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective."""
         state = torch.zeros_like(report.state) if report.dropped else report.state
-        return Agreement(state, report.divisor, report.squares, None, None, None)
+        return GlobalStats(state, report.divisor, report.squares, None, None, None)
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Reduce what was not reduced, and hand every part of a touched segment to `look` when it is there."""
@@ -210,3 +210,7 @@ class Alone:
     def shard(self) -> int:
         """This rank's row in `gather_rows`."""
         return 0
+
+
+class SingleProcess(Ranks):
+    """A process that ends its windows by itself."""

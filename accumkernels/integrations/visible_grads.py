@@ -11,7 +11,7 @@ from ..buffers.layout import Segment
 from ..buffers.store import Store
 
 
-class Shown:
+class VisibleGrads:
     """What of a window is shown. On one rank, and where sums are not to be divided: it is what stock has."""
 
     def __init__(self) -> None:

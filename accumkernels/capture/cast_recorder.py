@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 _to_copy = torch.ops.aten._to_copy.default
 
 
-class Watch(TorchDispatchMode):
+class CastRecorder(TorchDispatchMode):
     """Sees which parameters a forward reads, and which of them only through a cast to 16 bit.
 
     Args:

@@ -17,32 +17,32 @@ class Weight(NamedTuple):
 
     Attributes:
         total: What the micro-batch counts in the window's sum of weights.
-        in_loss: What its loss was multiplied by before backward.
-        unit: The unit of `in_loss`, which is `total / unit` but for rounding; None where `in_loss` is 0, and no rank
-            had another weight when it was put there.
+        loss_weight: What its loss was multiplied by before backward.
+        unit: The unit of `loss_weight`, which is `total / unit` but for rounding; None where `loss_weight` is 0, and no
+            rank had another weight when it was put there.
     """
 
     total: float | Tensor
-    in_loss: float | Tensor = 1.0
+    loss_weight: float | Tensor = 1.0
     unit: float | None = 1.0
 
     @property
     def plain(self) -> bool:
         """Whether the loss was left as it is."""
-        return isinstance(self.in_loss, float) and self.in_loss == 1
+        return isinstance(self.loss_weight, float) and self.loss_weight == 1
 
     @property
-    def multiplier(self) -> float | Tensor:
+    def grad_weight(self) -> float | Tensor:
         """What its gradients, unscaled, are still to be multiplied by; some may be those of other ranks' losses."""
         unit = (agreed_unit() or 1.0) if self.unit is None else self.unit
-        if isinstance(self.in_loss, float):
-            return self.total / self.in_loss if self.in_loss else unit
-        return torch.where(self.in_loss == 0, unit, self.total / self.in_loss)
+        if isinstance(self.loss_weight, float):
+            return self.total / self.loss_weight if self.loss_weight else unit
+        return torch.where(self.loss_weight == 0, unit, self.total / self.loss_weight)
 
     def plus(self, other: Weight) -> Weight:
         """The weight of both together, where their gradients were added up."""
         unit = other.unit if self.unit is None else self.unit
-        return Weight(self.total + other.total, self.in_loss + other.in_loss, unit)
+        return Weight(self.total + other.total, self.loss_weight + other.loss_weight, unit)
 
 
 class Told(NamedTuple):
@@ -64,7 +64,7 @@ class Told(NamedTuple):
 
     def goes_on(self, store: Store, weight: Weight) -> bool:
         """Whether a further backward, of a loss with this weight in it, adds to the same sum."""
-        ours, theirs = self.weight.in_loss, weight.in_loss
+        ours, theirs = self.weight.loss_weight, weight.loss_weight
         alike = isinstance(ours, float) and isinstance(theirs, float) and ours == theirs
         return (alike or self.weight is weight) and self._left(store) == "all"
 
@@ -92,7 +92,7 @@ class Told(NamedTuple):
         return "all" if same and len(now) == len(self.grads) else "some"
 
 
-class Weigher:
+class LossWeighting:
     """Puts weights into losses, for where backward may cross ranks; elsewhere they wait for the accumulate pass."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Weigher:
         factor = weight / self._unit
         if not isinstance(factor, Tensor) and factor == 1:
             return loss, Weight(weight)
-        # As the loss's dtype rounds it: what is lost there, the multiplier makes up for.
+        # As the loss's dtype rounds it: what is lost there, the grad_weight makes up for.
         if isinstance(factor, Tensor):
             rounded = factor.to(loss.dtype)
             return loss * move(rounded, loss.device), Weight(weight, rounded.double(), self._unit)

@@ -2,8 +2,8 @@
 
 What a window costs in communication is independent of its micro-batches. At its end every rank
 
-* puts its sum of weights, flags and touched segments in one fp64 vector, which is summed (`agree`): all ranks then
-  divide by the same number, and all step or all skip;
+* puts its sum of weights, flags and touched segments in one fp64 vector, which is summed
+  (`all_reduce_stats`): all ranks then divide by the same number, and all step or all skip;
 * sums the flat buffers, chunk by chunk, several in flight, so that looking at one chunk (norm, overflow, division)
   overlaps with the communication of the next (`reduce`).
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from .alone import Agreement, Alone, Report, different_limits, different_windows
+from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
 from .group import Group
 
 # Of a flat buffer: long enough for bandwidth, and short, since a link waits until backward has completed a whole one.
@@ -141,7 +141,7 @@ def _quarters(chunk: _Chunk) -> Iterator[_Chunk]:
             start = end
 
 
-class Reduction(Alone):
+class DataParallel(Ranks):
     """Ranks that each hold all parameters, and reduce their flat buffers once per window.
 
     Chunks are sent in one order, which is the same on every rank: with `early`, each as soon as the last micro-batch
@@ -179,16 +179,16 @@ class Reduction(Alone):
     # ---- while a window is open
 
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._buffers = buffers
         self._known = len(buffers)  # of the buffers, the first ones: ranks have compared their parameters
 
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._group.share_from(shared)
 
     def open_window(self) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self.begun = False
         self._sent = 0
         self._waited = 0
@@ -198,11 +198,11 @@ class Reduction(Alone):
         self._marked = False  # whether the last micro-batch was said to be
 
     def already_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
-        """See `Alone`."""
+        """See `Ranks`."""
         return next((buffer.segments[index].name for index in segments if (buffer, index) in self._gone), None)
 
     def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
-        """See `Alone`; sends all chunks that are complete up to the first that is not."""
+        """See `Ranks`; sends all chunks that are complete up to the first that is not."""
         self._list_chunks()
         for index in segments:
             self._complete.setdefault((buffer, index), len(self._complete) + 1)
@@ -212,18 +212,18 @@ class Reduction(Alone):
 
     @property
     def awaited(self) -> Set[_Place] | None:
-        """See `Alone`; all until it is known which come last, so that rank 0 learns in which order they do."""
+        """See `Ranks`; all until it is known which come last, so that rank 0 learns in which order they do."""
         if not self._group.own:
             return frozenset()
         self._list_chunks()
         return None if not self._came and self._agreements < _LEARNING else self._awaited
 
     def mark_last(self) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._marked = True
 
     def end_last(self) -> None:
-        """See `Alone`."""
+        """See `Ranks`."""
         self._marked = True
         if self._group.own:
             self._send_all()
@@ -253,7 +253,7 @@ class Reduction(Alone):
 
     # ---- at its end
 
-    def agree(self, report: Report) -> Agreement:
+    def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective.
 
         The host reads the result where it does not wait for a device (on the CPU), or where it cannot know without: a
@@ -299,7 +299,7 @@ class Reduction(Alone):
         flags = state[State.FOUND_INF :: State.POISONED - State.FOUND_INF]  # these two
         flags.copy_((flags > 0) | differs)
         state, loss = torch.where(dropped > 0, 0.0, torch.cat([state, loss])).split([len(State), 2])
-        agreement = Agreement(
+        agreement = GlobalStats(
             state=state,
             divisor=None if report.divisor is None else alike[2, 0],
             squares=None if report.squares is None else torch.where(measuring[0] == self.size, squares[0], torch.nan),
@@ -334,7 +334,7 @@ class Reduction(Alone):
         )
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """See `Alone`; `look` works on chunks while the next are on their way. Then module buffers are shared.
+        """See `Ranks`; `look` works on chunks while the next are on their way. Then module buffers are shared.
 
         It gets half of those that are left at a time: few calls, the last of which has one chunk. Narrower copies are
         few, so that their chunks are looked at one by one: the link would wait for a look at many.
@@ -362,7 +362,7 @@ class Reduction(Alone):
     # ---- checkpoints
 
     def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
-        """See `Alone`; collective."""
+        """See `Ranks`; collective."""
         self._group.sum(tensor, largest)
         return tensor
 

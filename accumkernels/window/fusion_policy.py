@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..capture.fused.weights import Permission
+from ..capture.fused.weights import FusionGrant
 from .noise_scale import NoiseMeter
 from .scaling import LossScaler
 
@@ -16,7 +16,7 @@ _WIDE_RANGE = frozenset({torch.bfloat16, torch.float32})
 _ALL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-class Fusing:
+class FusionPolicy:
     """Decides for one accumulator.
 
     A GradScaler decides by what overflows. A sum over tokens that overflows where autograd makes it in fp16, or of
@@ -31,7 +31,7 @@ class Fusing:
         wanted: FusedAccumulator's `fuse_weight_gradients`.
         overflow: As FusedAccumulator's argument.
         adds_in_backward: Whether gradients are added while backward runs in any case.
-        passes_are_cheap: Whether 16-bit gradients of linear weights are made and added faster than they are fused.
+        sums_fit_in_cache: Whether 16-bit gradients of linear weights are made and added faster than they are fused.
 
     Attributes:
         smallest: Weights of fewer elements are not fused; None: none is.
@@ -45,20 +45,20 @@ class Fusing:
         wanted: str | bool,
         overflow: str | None,
         adds_in_backward: bool,
-        passes_are_cheap: bool,
+        sums_fit_in_cache: bool,
     ) -> None:
         on_demand = wanted is True
-        self.smallest: int | None = None
+        self.min_numel: int | None = None
         if wanted is not False and overflow in (None, "window") and (on_demand or adds_in_backward):
-            self.smallest = 0 if on_demand else _SMALLEST
+            self.min_numel = 0 if on_demand else _SMALLEST
         self._scaler = scaler
         self._noise = noise
         scaled = scaler.scaler is not None
-        by_default = _WIDE_RANGE - {torch.bfloat16} if passes_are_cheap else _WIDE_RANGE
+        by_default = _WIDE_RANGE - {torch.bfloat16} if sums_fit_in_cache else _WIDE_RANGE
         self.linear = _ALL if on_demand else frozenset() if scaled else by_default
         self._embedding = _ALL if on_demand or not scaled else _ALL - {torch.float16}
 
-    def permission(self, weight: float | Tensor, tag: int) -> Permission | None:
+    def permission(self, weight: float | Tensor, tag: int) -> FusionGrant | None:
         """For the backward of a micro-batch; None where it needs gradients of its own.
 
         Args:
@@ -67,10 +67,10 @@ class Fusing:
         """
         if self._noise.on:
             return None
-        multiplier = _over(weight, self._scaler.loss_scale())
-        if isinstance(multiplier, float) and (multiplier == 0 or not math.isfinite(multiplier)):
+        grad_weight = _over(weight, self._scaler.loss_scale())
+        if isinstance(grad_weight, float) and (grad_weight == 0 or not math.isfinite(grad_weight)):
             return None  # BLAS would not look for an overflow in what it multiplies by zero
-        return Permission(multiplier, tag, self.linear, self._embedding)
+        return FusionGrant(grad_weight, tag, self.linear, self._embedding)
 
 
 def _over(weight: float | Tensor, loss_scale: Tensor | None) -> float | Tensor:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from accumkernels.window import micro_batch_weight as module
-from accumkernels.window.micro_batch_weight import Weigher, Weight
+from accumkernels.window import loss_weighting as module
+from accumkernels.window.loss_weighting import LossWeighting, Weight
 
 
 @pytest.fixture
@@ -25,47 +25,47 @@ def proposed(monkeypatch):
     return asked
 
 
-def weighed(weigher, weight, dtype):
+def weighed(weighting, weight, dtype):
     """The gradient of `3 x`, weighted by both parts, and what the loss's was."""
     x = torch.ones((), dtype=dtype, requires_grad=True)
-    loss, parts = weigher.weigh(3 * x, weight)
+    loss, parts = weighting.weigh(3 * x, weight)
     loss.backward()
-    multiplier = parts.multiplier
-    return float(multiplier) * x.grad.double().item(), x.grad.item(), parts
+    grad_weight = parts.grad_weight
+    return float(grad_weight) * x.grad.double().item(), x.grad.item(), parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
 def test_parts_are_the_weight(proposed, dtype, on_device):
     """Exactly, whatever the loss's dtype rounds; the unit is agreed on once."""
-    weigher = Weigher()
+    weighting = LossWeighting()
     for weight in (1001.0, 0.3, 7.0, 1e-3):
         given = torch.tensor(weight, dtype=torch.float64) if on_device else weight
-        together, _, parts = weighed(weigher, given, dtype)
+        together, _, parts = weighed(weighting, given, dtype)
         # A product of three and a 16-bit factor is rounded once more.
         assert together == pytest.approx(3 * weight, rel=4 * torch.finfo(dtype).eps)
         assert float(parts.total) == weight
-        assert float(parts.multiplier * parts.in_loss) == pytest.approx(weight, rel=1e-15)
+        assert float(parts.grad_weight * parts.loss_weight) == pytest.approx(weight, rel=1e-15)
     assert len(proposed) == 1
 
 
 def test_the_loss_stays_as_large_as_it_is(proposed):
     """Weighted by the unit's multiple between 1 and 2; a weight that is a power of two leaves it alone."""
     for weight in (1.0, 4096.0, 0.25, 1000.0, 0.3):
-        _, grad, parts = weighed(Weigher(), weight, torch.float32)
+        _, grad, parts = weighed(LossWeighting(), weight, torch.float32)
         assert 3 <= grad < 6.0001
-        assert (parts.in_loss == 1) is (math.frexp(weight)[0] == 0.5)
+        assert (parts.loss_weight == 1) is (math.frexp(weight)[0] == 0.5)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
 def test_zero_keeps_the_unit(proposed, on_device):
     """What comes from other ranks' losses is still multiplied by the unit."""
-    weigher = Weigher()
-    weighed(weigher, 12.0, torch.float64)
+    weighting = LossWeighting()
+    weighed(weighting, 12.0, torch.float64)
     zero = torch.zeros((), dtype=torch.float64) if on_device else 0.0
-    _, grad, parts = weighed(weigher, zero, torch.float64)
+    _, grad, parts = weighed(weighting, zero, torch.float64)
     assert grad == 0
-    assert float(parts.multiplier) == 8
+    assert float(parts.grad_weight) == 8
 
 
 @pytest.mark.parametrize("known_to_others", [False, True])
@@ -73,17 +73,17 @@ def test_zero_proposes_nothing(proposed, known_to_others, monkeypatch):
     """A first weight of 0 says nothing of how large weights are; gradients of others' losses have theirs."""
     units = [8.0 if known_to_others else None]
     monkeypatch.setattr(module, "agreed_unit", lambda: units[-1])
-    weigher = Weigher()
-    _, grad, parts = weighed(weigher, 0.0, torch.float64)
+    weighting = LossWeighting()
+    _, grad, parts = weighed(weighting, 0.0, torch.float64)
     assert (grad, proposed) == (0, [])
-    assert parts.multiplier == (8 if known_to_others else 1)
+    assert parts.grad_weight == (8 if known_to_others else 1)
     units.append(8.0)  # another rank's weight came while this one's backward ran
-    assert parts.multiplier == 8
-    assert parts.plus(Weight(12.0, 1.5, 8.0)).multiplier == 8
-    weighed(weigher, 4096.0, torch.float64)
+    assert parts.grad_weight == 8
+    assert parts.plus(Weight(12.0, 1.5, 8.0)).grad_weight == 8
+    weighed(weighting, 4096.0, torch.float64)
     assert proposed == [4096.0]
 
 
 def test_sums_have_one_multiplier():
     """Gradients that were summed by FSDP2 are multiplied by what all were."""
-    assert Weight(6.0, 1.5, 4.0).plus(Weight(4.0, 1.0, 4.0)).multiplier == 4
+    assert Weight(6.0, 1.5, 4.0).plus(Weight(4.0, 1.0, 4.0)).grad_weight == 4

@@ -21,7 +21,7 @@ from .ddp import counting, silent, unwrapped
 _log = logging.getLogger(__name__)
 
 
-class Fitted:
+class OptimizerAccumulator:
     """The accumulator of the parameters that an optimizer steps, and the optimizer of their masters if there are any.
 
     Args:
@@ -86,7 +86,7 @@ class Fitted:
         self._no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
         # In a static graph a parameter may get several gradients in a backward, and nothing tells which is the last.
         static = any(ddp.static_graph for ddp in wrapped)
-        self.sends_in_backward = self.parts.ranks.reduces_sums and self.parts.intake.hooks is not None and not static
+        self.sends_in_backward = self.parts.ranks.reduces_sums and self.parts.runner.hooks is not None and not static
         if self.parts.ranks.sharded and self._options.get("master_weights"):
             raise ValueError(
                 "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
