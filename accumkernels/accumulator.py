@@ -25,13 +25,12 @@ from .ranks.weight_unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
 from .window.coupled import FirstPass, RandomState, call_with
 from .window.end import End
-from .window.loss import WindowLoss
 from .window.micro_batch import MicroBatchRunner
 from .window.misuse import MisuseDetector
 from .window.noise_scale import NoiseMeter, NoiseScale
 from .window.scaling import LossScaler
 from .window.selection import read_parts, select
-from .window.state import Phase, Window
+from .window.state import Phase, Window, WindowLoss
 
 _log = logging.getLogger(__name__)
 _Batch = TypeVar("_Batch")
@@ -199,7 +198,7 @@ class FusedAccumulator:
             fuse_weight_gradients=fuse_weight_gradients,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise, self._loss)
-        self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner)
+        self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.captures)
         self._ended = 0  # windows
         self._looked_for_stages = False
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
@@ -270,8 +269,7 @@ class FusedAccumulator:
         Raises:
             RuntimeError: inside a window.
         """
-        taken = self._runner.added_in_backward
-        if self.micro_batches or self._window.phase is not Phase.OPEN or taken:
+        if self.micro_batches or self._window.phase is not Phase.OPEN or self._runner.captures.added:
             raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
         self._store.release()
 
@@ -357,13 +355,13 @@ class FusedAccumulator:
         finalized = self._window.phase is Phase.FINALIZED
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._end.last_norm is None else f"{self._end.last_norm.item():.6g}"
-        route = self._runner.route
-        routed = f", autocast route for {len(route.parameters)} parameters" if route is not None else ""
-        ways = ", ".join(f"{count:,} {way}" for way, count in self._runner.ways().items())
+        captures = self._runner.captures
+        routed = "" if captures.routed is None else f", autocast route for {len(captures.routed)} parameters"
+        ways = ", ".join(f"{count:,} {way}" for way, count in captures.ways().items())
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         return (
             f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, "
-            f"release={self._runner.chosen}, {position}, last norm {norm})"
+            f"release={captures}, {position}, last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -385,8 +383,7 @@ class FusedAccumulator:
         last = self._ranks.reduces_sums and self._check_last(last)
         self._misuse.see_loss(loss)
         weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        weighed = self._runner.backward(loss, weight, last, kwargs)
-        self._runner.accumulate(weighed, last, loss, after_backward=True)
+        self._runner.accumulate(self._runner.backward(loss, weight, last, kwargs))
 
     @opaque
     def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
@@ -415,15 +412,17 @@ class FusedAccumulator:
         scalar = as_scalar(weight, "weight", self._store.device)
         if loss is not None and expect(loss, Tensor, "loss", "a tensor").numel() != 1:
             raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}")
-        if self._runner.added_in_backward and (isinstance(scalar, Tensor) or scalar != 1):
+        given = isinstance(scalar, Tensor) or scalar != 1
+        if given and self._runner.captures.added:
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
                 "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
             )
-        weighed = self._runner.weight_after_backward(scalar)
+        if given:
+            self._window.weigh_late()
         if self._window.weighed_after:
             self._warn_of_late_weights()
-        self._runner.accumulate(weighed, last, loss)
+        self._runner.accumulate(self._runner.micro_batch(scalar, last, loss))
 
     @opaque
     def backward_coupled(
@@ -475,19 +474,20 @@ class FusedAccumulator:
             first = FirstPass(parts, encode, devices)
             loss = expect(call_with(loss_fn, first.encodings), Tensor, "what loss_fn returns", "a tensor")
             self._misuse.see_loss(loss)
-            weighed = self._runner.backward(loss, scalar, False, {})
+            micro_batch = self._runner.backward(loss, scalar, False, {})
             after = RandomState(devices)
             for index, chunk in enumerate(parts):
                 pairs = first.encode_again(index, chunk, encode)
                 if pairs:
                     tensors, grads = zip(*pairs, strict=True)
-                    self._runner.backward_part(tensors, grads, weighed, last and index == len(parts) - 1)
+                    ends = last and index == len(parts) - 1
+                    self._runner.backward_part(tensors, grads, micro_batch._replace(last=ends))
                 torch.clear_autocast_cache()
             after.restore()
         except BaseException:
             self._runner.discard()
             raise
-        self._runner.accumulate(weighed, last, loss, after_backward=True)
+        self._runner.accumulate(micro_batch._replace(last=last))
         return loss.detach()
 
     def _warn_of_late_weights(self) -> None:
@@ -515,7 +515,7 @@ class FusedAccumulator:
 
     @property
     def _sends_in_backward(self) -> bool:
-        return self._ranks.reduces_sums and self._runner.hooks is not None
+        return self._ranks.reduces_sums and self._runner.captures.release_early
 
     def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Iterate over a window's batches, and know the last: its sums are reduced over ranks while its backward runs.
@@ -600,7 +600,7 @@ class FusedAccumulator:
         self._check_end("finalize()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
         self._prepare_empty_window()
-        self._runner.listen(False)  # a backward from here on adds to what was handed out
+        self._runner.captures.set_listening(False)  # a backward from here on adds to what was handed out
         self._end.finalize(self._window, optimizers, given)
         self._ended = self._window.number + 1
 
@@ -684,7 +684,7 @@ class FusedAccumulator:
             self._end.skip_empty()
         else:
             self._prepare_empty_window()
-            self._runner.listen(False)
+            self._runner.captures.set_listening(False)
             norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
         self._ended = self._window.number + 1
         self.zero_()
@@ -748,7 +748,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )
-        if self._window.phase is Phase.BROKEN or self._runner.interrupted or self._runner.added_in_backward:
+        if self._window.phase is Phase.BROKEN or not self._runner.is_ready() or self._runner.captures.added:
             raise RuntimeError(
                 f"state_dict() with gradients of a backward that was not counted (release={self._release!r}): call "
                 "acc.accumulate() before, or acc.zero_()"
@@ -781,7 +781,7 @@ class FusedAccumulator:
                 nothing is changed then.
         """
         expect(state_dict, Mapping, "state_dict", "a dict")
-        self._runner.restore_slots()
+        self._runner.is_ready()
         self._store.check_drift()
         self._make_room()
         state = share(self._ranks, check(self._store, self._ranks, state_dict))
@@ -797,7 +797,7 @@ class FusedAccumulator:
 
     def remove(self) -> None:
         """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
-        self._runner.remove()
+        self._runner.captures.remove_hooks()
         unfollow(self._misuse)
         if self._silence is not None:
             self._silence.remove()
@@ -835,10 +835,8 @@ class FusedAccumulator:
             self._runner.prepare_window()
 
     def _require_accumulating(self, caller: str) -> None:
-        runner = self._runner
-        runner.restore_slots()
-        good = self._window.phase is Phase.OPEN and self._store.has_claim and not self._ranks.begun
-        if not good or runner.interrupted:
+        ready = self._runner.is_ready()
+        if not ready or self._window.phase is not Phase.OPEN or not self._store.has_claim or self._ranks.begun:
             self._refuse_phase(caller)
 
     def _refuse_phase(self, caller: str) -> None:
@@ -858,7 +856,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
             )
-        if phase is Phase.BROKEN or self._runner.interrupted:
+        if phase is Phase.BROKEN or not self._runner.is_ready():
             together = self._ranks.ends_together
             out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
@@ -877,7 +875,7 @@ class FusedAccumulator:
         self._require_reduced(caller)
         nothing = isinstance(ignore, tuple) and not ignore
         self._end.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
-        if self._runner.uncounted:
+        if self._runner.captures.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"

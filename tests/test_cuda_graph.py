@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from accumkernels.window.loss_weighting import Weight
 from tests.support.models import batch, mlp
 
 K, SIZE = 3, 8
@@ -143,7 +142,7 @@ def test_window_without_weight_runs_every_kernel_and_changes_nothing():
     for _ in range(2):
         scaler.scale(mse_loss(model(x), y)).backward()
         zero = torch.zeros((), dtype=torch.float64)  # a CPU tensor of the user's would be read
-        acc._runner.accumulate(Weight(zero), False)
+        acc._runner.accumulate(acc._runner.micro_batch(zero))
         norm = acc.step(optimizer, max_norm=1.0)
         assert norm.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,21 +94,65 @@ class FlatBuffer:
         elements = sum(s.numel for s in self.segments)
         return f"flat buffer of {len(self.segments)} segments, {elements:,} elements, {self.dtype} on {self.device}"
 
-    def first_touches(self, indices: list[int]) -> list[bool]:
-        """For each of these segments, whether it holds no sum of this window yet; one answer where all have the same.
+    def accumulate(self, state: Tensor, segments: list[int], grads: list[Tensor], *options: Any) -> None:
+        """Add gradients to their segments, by the op `accumulate_`, and note that they hold a sum.
 
-        As the ops take it, which read long lists slowly.
+        Args:
+            state: The device's, fp64 `[4]`.
+            segments: Of the gradients.
+            grads: As backward left them.
+            *options: Those of the op from `flags` to `count`, in order: names take their time, in each bucket.
+
+        Raises:
+            RuntimeError: the op refused its arguments, or names the parameter whose gradient is sparse or has the wrong
+                size; nothing has changed.
         """
         touched = self.touched
         if 1 not in touched:  # a search of memory, where any() and all() look at each
-            return [True]
-        if 0 not in touched:
-            return [False]
-        return [not touched[index] for index in indices]
+            overwrite = [True]  # one answer for all: the ops read long lists slowly
+        elif 0 not in touched:
+            overwrite = [False]
+        else:
+            overwrite = [not touched[index] for index in segments]
+        rows = [] if segments is self.all_indices else segments
+        given = grads if self.contiguous else self.in_memory_order(segments, grads)
+        rest = rows, overwrite, self.layout, self.layout_host, *options, self.contiguous
+        try:
+            self.ops.accumulate_(self.tensor, state, given, *rest)
+        except RuntimeError as error:
+            self.ops.accumulate_(self.tensor, state, self.reordered(segments, grads, error), *rest)
+        if segments is self.all_indices:
+            self.touched = bytearray(b"\1") * len(segments)
+        else:
+            for index in segments:
+                touched[index] = True
 
-    def rows(self, indices: list[int]) -> list[int]:
-        """Segments as the ops take them: nothing for all in order."""
-        return [] if indices is self.all_indices else indices
+    def check_finite(self, segments: list[int], grads: list[Tensor], found_inf: Tensor, **options: Any) -> None:
+        """Look for values that are not finite, by the op `check_finite_`; raises as `accumulate`."""
+        rows = [] if segments is self.all_indices else segments
+        given = grads if self.contiguous else self.in_memory_order(segments, grads)
+        try:
+            self.ops.check_finite_(given, rows, found_inf, self.flags, **options)
+        except RuntimeError as error:
+            self.ops.check_finite_(self.reordered(segments, grads, error), rows, found_inf, self.flags, **options)
+
+    def reordered(self, segments: list[int], grads: list[Tensor], error: RuntimeError) -> list[Tensor]:
+        """Gradients in memory order, after an op has refused them as they were.
+
+        Nearly always they are in memory order as backward made them. The op sees that, and refuses others before it has
+        done anything: a look at each of them before would take a third of its time.
+
+        Raises:
+            RuntimeError: the error itself, where the order was not its cause; see `in_memory_order`.
+        """
+        ordered = self.in_memory_order(segments, grads)
+        if not self.contiguous or all(map(is_, ordered, grads)):
+            raise error
+        return ordered
+
+    def in_memory_order(self, segments: list[int], grads: list[Tensor]) -> list[Tensor]:
+        """Gradients, each in its segment's memory order; raises as `Segment.in_memory_order`."""
+        return [self.segments[index].in_memory_order(grad) for index, grad in zip(segments, grads, strict=True)]
 
     def open_window(self) -> None:
         """Forget the sums: no segment holds one."""
@@ -116,14 +162,6 @@ class FlatBuffer:
     def set_touched(self, touched: Sequence[int]) -> None:
         """Note, for every segment, whether it holds a sum."""
         self.touched = bytearray(touched)
-
-    def touch(self, indices: Sequence[int]) -> None:
-        """Note that segments hold a sum."""
-        if indices is self.all_indices:
-            self.touched = bytearray(b"\1") * len(indices)
-        else:
-            for index in indices:
-                self.touched[index] = True
 
     def touch_unchecked(self, index: int, tag: int) -> None:
         """Note that micro-batch `tag` was added to a segment, and nobody has looked whether the sum is finite."""

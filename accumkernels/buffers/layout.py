@@ -43,22 +43,21 @@ class Segment:
     param_stride: tuple[int, ...]
 
     def in_memory_order(self, grad: Tensor) -> Tensor:
-        """`grad` itself when its memory order is the segment's, else a copy that has it."""
-        if grad.is_contiguous() if self.contiguous else grad.stride() == self.stride:
-            return grad
-        return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-
-    def check_numel(self, grad: Tensor) -> None:
-        """Refuse a gradient of another size.
+        """`grad` itself when its memory order is the segment's, else a copy that has it.
 
         Raises:
-            RuntimeError: names the parameter and both sizes.
+            RuntimeError: names the parameter: the gradient is sparse, or has another number of elements.
         """
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"the gradient of {self.name!r} is sparse; only dense gradients can be accumulated")
         if grad.numel() != self.numel:
             raise RuntimeError(
                 f"the gradient of {self.name!r} has {grad.numel()} elements, its parameter had {self.numel} at "
                 "construction"
             )
+        if grad.is_contiguous() if self.contiguous else grad.stride() == self.stride:
+            return grad
+        return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
     def drift(self) -> str | None:
         """What changed about the parameter since construction, in words; None when nothing did."""

@@ -17,9 +17,7 @@ cast are.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,13 +29,14 @@ from ..buffers.layout import Segment, aligned
 from ..buffers.pages import zeros
 from ..buffers.store import Store
 from ..hooks import Handles, Hook
+from .captures import Capture, MicroBatch, Place, Sink
 from .cast_recorder import CastRecorder
 from .compiled import casting_modules, hook_around, is_compiled, split
 from .during_backward import DuringBackward
 from .fused.functions import plain_of
 from .fused.weights import FusedWeights
-from .gradients import fills_grad
-from .streams import Ready, Streams
+from .gradients import Gradients, fills_grad, is_ours_alone
+from .streams import Ready
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -70,14 +69,12 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         route = ctx.route()
-        takes = route is not None and route.takes
         results: list[Tensor | None] = [None, None]
         wanted = ctx.needs_input_grad[2:]
         for shadow, grad, needed, (leaf, _) in zip(ctx.shadows, grads, wanted, ctx.next_functions, strict=True):
             if grad is None or not needed:
                 results.append(None)
-            elif takes and fills_grad(leaf):
-                route.take(shadow, grad)
+            elif route is not None and route.take(shadow, grad, leaf):
                 results.append(None)
             else:
                 results.append(grad.to(shadow.param.dtype))
@@ -105,41 +102,44 @@ def _compiles(module: nn.Module) -> bool:
     return any(is_compiled(m) for m in module.modules())
 
 
-class AutocastRoute:
+class AutocastRoute(Capture):
     """Hooks on a model's modules that put 16-bit shadows in the slots of parameters which autocast casts.
 
     Args:
+        store: Where the model's parameters have their segments.
+        buckets: Collects gradients as they come, where it takes those of the backward that runs.
+        gradients: Keeps them otherwise.
+        fused: Has a say in what stands in the slots of linear weights.
+        always: Whether gradients are taken in every backward; else only between `begin` and `end`, and otherwise they
+            are widened into `.grad`, where a loop of its own may look for them.
         module: The model. Nothing keeps it alive but the caller.
-        store: Where its parameters have their segments.
-        hooks: What gradients are handed to as they come, where they are released in backward.
-        always: Whether gradients are taken in every backward; else only inside `taking()`, and otherwise they are
-            widened into `.grad`, where a loop of its own may look for them.
         smallest: Modules whose parameters all have fewer elements are left to autocast.
 
     Attributes:
         keeps_whole: Whether no gradient may come in several parts.
         used: Whether a module ran under autocast in this window.
-        stash: Per flat buffer and segment, the 16-bit gradients taken.
+        backwards: How many it took part in, in this window.
     """
 
     def __init__(
         self,
-        module: nn.Module,
         store: Store,
-        hooks: DuringBackward | None,
+        buckets: DuringBackward,
+        gradients: Gradients,
+        fused: FusedWeights | None,
         always: bool,
-        fused: FusedWeights | None = None,
-        smallest: int = 0,
+        module: nn.Module,
+        smallest: int,
     ) -> None:
         self._fused = fused
         self.keeps_whole = self.used = False
         self._taking = False  # while a backward runs that `accumulate` follows at once
         self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
-        self.stash: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
-        self._streams = Streams()  # that what is stashed was computed on
+        self.backwards = 0
         self._rounded: dict[torch.device, Ready] = {}  # when shadows on CUDA devices were
         self._store = store
-        self._hooks = hooks
+        self._buckets = buckets
+        self._gradients = gradients
         self._always = always
         self._shadows: dict[int, _Shadow] = {}  # by id of the parameter
         self._new: list[_Shadow] = []
@@ -179,26 +179,21 @@ class AutocastRoute:
         """The ids of the parameters that take the route."""
         return {id(s.param) for s in self._shadows.values() if self._may_route(s.param)}
 
-    @property
-    def _in_backward(self) -> bool:
-        """Whether gradients are released in backward, each when it is there."""
-        return self._hooks is not None and self._hooks.listens
+    def in_parts(self, place: Place) -> bool:
+        """See `Capture`: a tied embedding's comes in two, a 16-bit one and an fp32 one."""
+        return id(place[0].params[place[1]]) in self._direct
 
-    def in_parts(self, buffer: FlatBuffer, index: int) -> bool:
-        """Whether a segment's gradient may come in two parts, a 16-bit one and an fp32 one: a tied embedding."""
-        return id(buffer.params[index]) in self._direct
-
-    @contextlib.contextmanager
-    def taking(self) -> Iterator[None]:
-        """Take the gradients of the backward that runs inside."""
+    def begin(self, micro_batch: MicroBatch, sink: Sink) -> None:
+        """See `Capture`."""
         self._taking = True
-        try:
-            yield
-        finally:
-            self._taking = False
+        self.backwards += 1
+
+    def end(self, failed: bool) -> None:
+        """See `Capture`."""
+        self._taking = False
 
     def set_listening(self, listening: bool) -> None:
-        """Whether gradients are taken, and shadows put into slots."""
+        """See `Capture`; also whether shadows are put into slots."""
         self._listening = listening
 
     # ---- a module's forward
@@ -266,7 +261,7 @@ class AutocastRoute:
         A function takes its gradients when the last one is there. Those of a bias come with its weight's, and wait for
         nothing; two weights of a module do not wait for each other.
         """
-        if self._in_backward:
+        if self._buckets.listens:
             new = [s for s in of_module if id(s.param) not in self._live]
             groups = [[s] for s in new if s.param.dim() > 1] or [[]]
             groups[0] += [s for s in new if s.param.dim() <= 1]
@@ -278,19 +273,14 @@ class AutocastRoute:
             for shadow, tensor in zip(shadows, tensors, strict=True):
                 self._live[id(shadow.param)] = tensor
 
-    @property
-    def takes(self) -> bool:
-        """Whether the backward that runs gives its gradients to us."""
-        return self._listening and (self._always or self._taking)
-
-    def take(self, shadow: _Shadow, grad: Tensor) -> None:
-        """Keep a gradient for `accumulate`, or hand it over in backward."""
-        if self._hooks is not None and self._hooks.listens and self._hooks.takes:
-            self._hooks.collect((shadow.buffer, shadow.segment.index), grad)
-        else:
-            if grad.is_cuda:
-                self._streams.see(grad.device)
-            self.stash.setdefault(shadow.buffer, {}).setdefault(shadow.segment.index, []).append(grad)
+    def take(self, shadow: _Shadow, grad: Tensor, leaf: Any) -> bool:
+        """Take the gradient of a backward that would fill `.grad`; False: it is wanted there, in fp32."""
+        if not self._listening or not (self._always or self._taking) or not fills_grad(leaf):
+            return False
+        place = shadow.buffer, shadow.segment.index
+        if not self._buckets.collect(place, grad):
+            self._gradients.stash(place, grad)
+        return True
 
     def _watch(self, slots: _Slots, module: nn.Module, dtype: torch.dtype) -> None:
         own = _own(module)
@@ -361,20 +351,19 @@ class AutocastRoute:
         if slots is not None and slots.module() is module:
             self._put_back(slots)
 
-    def restore_slots(self) -> None:
-        """Put back every parameter: forward hooks do not run after a Ctrl-C."""
+    def is_ready(self) -> bool:
+        """See `Capture`: forward hooks do not run after a Ctrl-C."""
         for slots in list(self._swapped):
             self._put_back(slots)
+        return True
 
     def _may_route(self, param: Tensor) -> bool:
-        """Whether nobody else waits for the parameter's gradient: hooks would not see what never gets there."""
+        """Whether a parameter's gradient is wanted by nobody else, and comes in one part where it has to."""
         if id(param) in self._elsewhere:
             return False  # autograd would sum what comes from there and from here in 16 bit
-        if self.keeps_whole and self._in_backward and id(param) in self._direct:
+        if self.keeps_whole and self._buckets.listens and id(param) in self._direct:
             return False  # its gradient would come in two parts
-        ours = 1 if self._in_backward else 0
-        after = param._post_accumulate_grad_hooks
-        return param.requires_grad and not param._backward_hooks and (0 if after is None else len(after)) <= ours
+        return is_ours_alone(param)
 
     def _learn(self, slots: _Slots, watch: CastRecorder) -> None:
         module = slots.module()
@@ -442,24 +431,20 @@ class AutocastRoute:
             for shadow in shadows:
                 shadow.holds = shadow.current()
 
-    def open_window(self) -> None:
-        """Forget what was taken; the optimizer has stepped, so the shadow is rounded anew."""
-        self.clear()
-        self._listening = True
-        self.used = False
+    def renew(self, keeps_whole: bool) -> None:
+        """The optimizer has stepped: the shadow is rounded anew.
+
+        Args:
+            keeps_whole: Whether no gradient of the next window may come in several parts.
+        """
+        self.keeps_whole = keeps_whole
+        self.used, self.backwards = False, 0
         for shadow in self._shadows.values():
             shadow.holds = None
 
-    def taken(self) -> dict[FlatBuffer, dict[int, list[Tensor]]]:
-        """What was taken, for the current streams to read."""
-        self._streams.join()
-        return self.stash
-
-    def clear(self) -> None:
-        """Forget what was taken, at the end of a micro-batch; what was learned in it is used from now on."""
-        self.restore_slots()
-        self.stash.clear()
-        self._streams.forget()
+    def forget(self) -> None:
+        """See `Capture`; what was learned in the micro-batch is used from now on."""
+        self.is_ready()
         self._casts.clear()
         self._live.clear()
         self._generation += 1
@@ -467,9 +452,9 @@ class AutocastRoute:
             self._allocate()
 
     def remove(self) -> None:
-        """Take off every hook; graphs that are left give their gradients to `.grad`."""
+        """See `Capture`; graphs that are left give their gradients to `.grad`."""
         self._listening = False
-        self.restore_slots()
+        self.is_ready()
         _stop(self._recorders)
         self._handles.remove()
 

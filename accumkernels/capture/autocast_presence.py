@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ..buffers.store import Store
 from .autocast import AutocastRoute
+from .captures import Capture
 from .compiled import split
-from .during_backward import DuringBackward
-from .fused.weights import FusedWeights
 
 # Backwards between two looks at the graph. A node takes 0.3 microseconds to look at, and 10 or more to run.
 EVERY = 32
@@ -31,7 +30,7 @@ def may_route(module: nn.Module, asked: str | bool) -> bool:
 
 
 class AutocastPresence:
-    """Puts the route on a module when a backward's graph shows that autocast casts its parameters, and takes it off.
+    """Puts the route among an accumulator's captures when a backward's graph shows that autocast casts parameters.
 
     Hooks put every `Module.__call__` on its slow path, so a model that autocast leaves alone gets none. The first
     backward is looked at, then every so many: autocast may be turned on later. When a whole window has run without it,
@@ -39,56 +38,55 @@ class AutocastPresence:
 
     Args:
         module: The model, held weakly.
-        store: See `AutocastRoute`.
-        hooks: See `AutocastRoute`.
-        always: See `AutocastRoute`; then it is there from the beginning to the end, as it is for a model with compiled
-            parts: their graphs do not show casts, and would be compiled anew when the route came.
-        fused: See `AutocastRoute`.
+        store: Where its parameters have their segments.
+        captures: Those in use, in order; the route comes last.
+        always: The route is there from the beginning to the end, as it is for a model with compiled parts: their graphs
+            do not show casts, and would be compiled anew when the route came.
+        make: Makes the route, of the module and the fewest elements of a module's largest parameter.
 
     Attributes:
         route: The route, while it is there.
     """
 
     def __init__(
-        self, module: nn.Module, store: Store, hooks: DuringBackward | None, always: bool, fused: FusedWeights | None
+        self,
+        module: nn.Module,
+        store: Store,
+        captures: list[Capture],
+        always: bool,
+        make: Callable[[nn.Module, int], AutocastRoute],
     ) -> None:
         self._module = weakref.ref(module)
         self._store = store
-        self._hooks = hooks
-        self._always = always
+        self._captures = captures
         self._smallest = 0 if always else SMALLEST
-        self._fused = fused
+        self._make = make
         self._stays = always or bool(split(module)[1])
         self._until_look = 0  # backwards
         self._every = EVERY
         self._keeps_whole = False
-        self._backwards = 0  # of the open window, since the route is there
-        self.route = self._make() if self._stays else None
+        self.route: AutocastRoute | None = None
+        if self._stays:
+            self.put_on()
 
-    def _make(self) -> AutocastRoute | None:
+    def put_on(self) -> None:
+        """Put the route on the modules."""
         module = self._module()
-        if module is None:
-            return None
-        route = AutocastRoute(module, self._store, self._hooks, self._always, self._fused, self._smallest)
-        route.keeps_whole = self._keeps_whole
-        return route
+        if module is not None:
+            self.route = self._make(module, self._smallest)
+            self.route.keeps_whole = self._keeps_whole
+            self._captures.append(self.route)
 
-    def run(self, backward: Callable[[], None], loss: Tensor) -> None:
-        """Run a backward, and see before whether its graph has casts, if it is time."""
-        if self.route is not None:
-            self._backwards += 1
-            with self.route.taking():
-                backward()
-            return
-        casts = False
+    def finds_casts(self, loss: Tensor) -> bool:
+        """Whether the graph of a backward that is about to run, without the route, shows that it would be of use.
+
+        It is put on after that backward: a checkpoint that runs its forward again finds the first one's modules.
+        """
         if self._until_look:
             self._until_look -= 1
-        else:
-            self._until_look = self._every - 1
-            casts = _casts(loss.grad_fn, self._store, self._smallest)
-        backward()
-        if casts:  # only now: a checkpoint that runs its forward again in backward is to find the first one's modules
-            self.route = self._make()
+            return False
+        self._until_look = self._every - 1
+        return _casts(loss.grad_fn, self._store, self._smallest)
 
     def open_window(self, keeps_whole: bool) -> None:
         """Take the route off where the window that ended did without autocast; one without a backward says nothing.
@@ -97,22 +95,17 @@ class AutocastPresence:
             keeps_whole: Whether no gradient of the next window may come in several parts.
         """
         self._keeps_whole = keeps_whole
-        if self.route is None:
+        route = self.route
+        if route is None:
             return
-        if self._backwards and not self.route.used and not self._stays:
-            self.route.remove()
+        if route.backwards and not route.used and not self._stays:
+            route.remove()
+            self._captures.remove(route)
             self.route = None
             self._every *= 2  # casts that are not autocast's, or that no module makes, look alike in the graph
             self._until_look = self._every
         else:
-            self.route.open_window()
-            self.route.keeps_whole = keeps_whole
-        self._backwards = 0
-
-    def remove(self) -> None:
-        """Take off every hook."""
-        if self.route is not None:
-            self.route.remove()
+            route.renew(keeps_whole)
 
 
 def _casts(root: Any, store: Store, smallest: int) -> bool:

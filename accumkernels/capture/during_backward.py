@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence, Set
@@ -15,11 +16,9 @@ from ..boundary import opaque
 from ..buffers.dtensors import is_dtensor, local_grad
 from ..buffers.flat import FlatBuffer
 from ..hooks import Handles
-from .gradients import Bucket, Captured
-from .streams import Streams
+from .captures import Bucket, Capture, Captured, MicroBatch, Place, Sink
+from .streams import StreamOrder, Streams
 
-Sink = Callable[[Bucket], None]
-Place = tuple[FlatBuffer, int]  # a segment
 _Item = tuple[Place, Tensor]
 
 
@@ -37,7 +36,7 @@ def default_bucket_bytes(device: torch.device, largest: int) -> int:
     return 16 * 2**20 if device.type == "cuda" else min(max(2 * largest, 2 * 2**20), 32 * 2**20)
 
 
-class DuringBackward:
+class DuringBackward(Capture):
     """Takes each `.grad` as soon as backward has made it, and hands them over in buckets.
 
     What is pending is less than `bucket_bytes` whenever a hook returns, so at most `bucket_bytes` and one gradient, the
@@ -51,33 +50,36 @@ class DuringBackward:
 
     Args:
         bucket_bytes: Hand over when so many bytes are pending.
-        sink: Called with what is pending for each buffer, in backward, on the stream of the last gradient; `run` puts
-            another in its place.
-        always: Whether every backward is listened to; else only those that `run` runs.
+        usual: Called with what is pending for each buffer, on the stream of the last gradient, in backwards that are
+            not between `begin` and `end`.
+        always: Whether these backwards are listened to.
         handles: They take off the hooks when the accumulator is freed.
 
     Attributes:
-        handed_over: Whether the sink was called since the last `reset`.
+        handed_over: Whether anything was handed over since the last `forget`.
         interrupted: Whether a backward began and did not end: it raised, or runs now. Never known under compiled
             autograd.
         listens: Whether any parameter has a hook.
+        bucket_bytes: As the argument.
+        order: The streams that write to flat buffers in one backward.
     """
 
-    def __init__(self, bucket_bytes: int, sink: Sink, always: bool, handles: Handles) -> None:
+    def __init__(self, bucket_bytes: int, usual: Callable[[Bucket], None], always: bool, handles: Handles) -> None:
         self.handed_over = False
         self.interrupted = False
         self.listens = False
-        self._sink = sink
+        self.order = StreamOrder()
+        self._usual = self._sink = usual
         self._always = always
         self._handles = handles
         self._listening = True
-        self._inside = False  # `run` runs a backward
+        self._inside = False  # between `begin` and `end`
         self._lock = threading.RLock()  # of handing over: several devices' threads may
         # What hooks read and write for each gradient.
         self._ready = False  # whether gradients are taken, and a backward is known to have begun
         self._items: list[_Item] = []
         self._bytes = 0
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = self._limit = bucket_bytes
         self._awaited: Set[Place] = frozenset()
         self._streams = Streams()
 
@@ -109,9 +111,10 @@ class DuringBackward:
                 self._streams.see(grad.device)
             self._items.append((place, grad))
             self._bytes += nbytes
-            if self._bytes >= self._bucket_bytes or (self._awaited and place in self._awaited):
+            if self._bytes >= self._limit or (self._awaited and place in self._awaited):
                 self.hand_over()
 
+        take.of_accumulator = True  # type: ignore[attr-defined]  # see `gradients.is_ours_alone`
         return take
 
     def take_first(self, place: Place, param: Tensor) -> None:
@@ -129,50 +132,55 @@ class DuringBackward:
     @property
     def takes(self) -> bool:
         """Whether gradients of a backward that runs now are taken."""
-        return self._listening and (self._always or self._inside)
+        return self.listens and self._listening and (self._always or self._inside)
 
-    def run(self, backward: Callable[[], None], sink: Sink, awaited: Set[Place] | None = frozenset()) -> None:
-        """Run a backward, and hand over to another sink meanwhile.
-
-        Args:
-            backward: What to run.
-            sink: The other one.
-            awaited: Segments whose gradient is handed over at once, with all that is pending; None: every one.
-        """
-        usual, self._sink = self._sink, sink
-        bucket_bytes = self._bucket_bytes
-        if awaited is None:
-            self._bucket_bytes = 0
+    def begin(self, micro_batch: MicroBatch, sink: Sink) -> None:
+        """See `Capture`."""
+        self._sink = functools.partial(sink.add, micro_batch=micro_batch)
+        if sink.awaited is None:
+            self._limit = 0
         else:
-            self._awaited = awaited
+            self._awaited = sink.awaited
         self._inside = True
         self.interrupted = self._ready = self._listening
-        try:
-            backward()
+
+    def end(self, failed: bool) -> None:
+        """See `Capture`; a backward that raised leaves nothing, unless the window is broken."""
+        self._sink = self._usual
+        self._limit, self._awaited = self.bucket_bytes, frozenset()
+        self._inside = self._ready = False
+        if not failed:
             self.interrupted = False
-        finally:
-            self._sink = usual
-            self._bucket_bytes, self._awaited = bucket_bytes, frozenset()
-            self._inside = self._ready = False
+        elif not self.broken:
+            self.forget()
 
     @property
-    def has_taken(self) -> bool:
-        """Whether any gradient was taken since the last `reset`."""
+    def broken(self) -> bool:  # type: ignore[override]
+        """See `Capture`."""
+        return self.interrupted and (self._always or self.handed_over)
+
+    @property
+    def added(self) -> bool:  # type: ignore[override]
+        """See `Capture`; what is pending counts, too."""
         return self.handed_over or bool(self._items)
 
     def is_pending(self, place: Place) -> bool:
         """Whether a gradient of a segment was taken and not yet handed over."""
         return any(pending == place for pending, _ in self._items)
 
-    def collect(self, place: Place, grad: Tensor) -> None:
-        """Take the gradient of a segment, in the backward that made it."""
-        self._begin()
+    def collect(self, place: Place, grad: Tensor) -> bool:
+        """Take the gradient of a segment, in the backward that made it; False where that is not listened to."""
+        if not self._ready:
+            if not self.takes:
+                return False
+            self._begin()
         if grad.is_cuda:
             self._streams.see(grad.device)
         self._items.append((place, grad))
         self._bytes += grad.nbytes
-        if self._bytes >= self._bucket_bytes or place in self._awaited:
+        if self._bytes >= self._limit or place in self._awaited:
             self.hand_over()
+        return True
 
     def _begin(self, *_: Any) -> None:
         """Note that a backward runs, and be told of its end."""
@@ -194,29 +202,51 @@ class DuringBackward:
         torch._C._set_grad_enabled(False)
         try:
             with self._lock:
-                for bucket in self.take_rest():
+                items = self._items[:]
+                del self._items[: len(items)]  # not what another thread appends meanwhile
+                self._bytes = 0
+                if not items:
+                    return
+                self.handed_over = True
+                if self._streams.seen:
+                    self._join_streams(items)
+                for bucket in _buckets(items):
                     self._sink(bucket)
         finally:
             torch._C._set_grad_enabled(graph)
 
-    def take_rest(self) -> list[Bucket]:
-        """What is pending, for the caller to add: it counts as handed over."""
-        items = self._items[:]
-        del self._items[: len(items)]  # not what another thread appends meanwhile
-        self._bytes = 0
-        if not items:
-            return []
-        self.handed_over = True
-        if self._streams.seen:
-            self._streams.join()  # and a bucket that is added on yet another stream comes after this one
-        return _buckets(items)
+    def _join_streams(self, items: list[_Item]) -> None:
+        """Let what is pending be read; a bucket that is added on yet another stream comes after this one."""
+        self._streams.join()
+        if self.order.writers:  # fused weights write to the buffers too
+            for device in dict.fromkeys(buffer.device for (buffer, _), _ in items):
+                self.order.take(device)
 
-    def reset(self) -> None:
-        """Forget what is pending; the next backward begins anew."""
+    def is_ready(self) -> bool:
+        """See `Capture`."""
+        return not self.interrupted
+
+    def drain(self) -> list[Bucket]:
+        """See `Capture`."""
+        if not self._items:
+            return []
+        if self._streams.seen:
+            self._streams.join()
+        return _buckets(self._items)
+
+    def forget(self) -> None:
+        """See `Capture`; the next backward begins anew."""
         self._items.clear()
         self._bytes = 0
-        self._streams.forget()
         self._ready = self.handed_over = self.interrupted = False
+        if self._streams.seen:
+            self._streams.forget()
+
+    def discard(self) -> bool:
+        """See `Capture`."""
+        broken = self.handed_over or self.interrupted
+        self.forget()
+        return broken
 
     def remove(self) -> None:
         """Take off every hook."""

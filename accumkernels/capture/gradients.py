@@ -1,58 +1,86 @@
-"""Where gradients are taken: the one place that reads and clears `.grad`.
-
-A capture hands over, for each flat buffer, the gradients that are ready and the segments they belong to. It knows
-nothing of windows, weights or ops.
-"""
+"""`.grad`: the one place that reads and clears it, and what nobody else could add before `accumulate`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..buffers.dtensors import local_grad
 from ..buffers.flat import FlatBuffer
-from ..buffers.layout import Segment
+from ..buffers.store import Store
 from ..ops.schema import State
+from .captures import Bucket, Capture, Captured, Place
+from .streams import Streams
 
 
-class Captured(NamedTuple):
-    """Gradients of one flat buffer, as backward left them, and the indices of their segments."""
+class Gradients(Capture):
+    """Takes what backward has left in `.grad`, with 16-bit gradients that never were there.
 
-    segments: list[int]
-    grads: list[Tensor]
+    `.grad`s stay where they are until the ops have added them.
 
+    Args:
+        store: Whose parameters.
 
-Bucket = Sequence[tuple[FlatBuffer, Captured]]
-
-
-def fills_grad(leaf: Any) -> bool:
-    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
-
-    `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
+    Attributes:
+        drained: What `drain` has found, until it is forgotten.
+        stashed: By flat buffer and segment, 16-bit gradients that never were in `.grad`.
     """
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.drained: Bucket = ()
+        self.stashed: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
+        self._streams = Streams()  # that these were computed on
+
+    def stash(self, place: Place, grad: Tensor) -> None:
+        """Keep a 16-bit gradient of an fp32 parameter, which is to be added as it is."""
+        if grad.is_cuda:
+            self._streams.see(grad.device)
+        self.stashed.setdefault(place[0], {}).setdefault(place[1], []).append(grad)
+
+    def drain(self) -> list[Bucket]:
+        """See `Capture`.
+
+        Raises:
+            RuntimeError: a stashed gradient is sparse.
+        """
+        if self.stashed:
+            self._streams.join()
+        found = []
+        for buffer in self._store.buffers:
+            captured = _take(buffer, self.stashed.get(buffer))
+            if captured.grads:
+                found.append((buffer, captured))
+        self.drained = found
+        return [found] if found else []
+
+    def forget(self) -> None:
+        """See `Capture`; the `.grad`s that were drained are dropped."""
+        for buffer, captured in self.drained:
+            params = buffer.params
+            if captured.segments is buffer.all_indices:
+                for param in params:
+                    param.grad = None
+            else:
+                for index in captured.segments:
+                    params[index].grad = None
+        self.drained = ()
+        if self.stashed:
+            self.stashed.clear()
+            self._streams.forget()
+
+    def discard(self) -> bool:
+        """See `Capture`; every `.grad` is dropped."""
+        self.forget()
+        self._store.drop_grads()
         return False
 
 
-def checked(segment: Segment, grad: Tensor) -> Tensor:
-    """The gradient in its segment's memory order.
-
-    Raises:
-        RuntimeError: it is sparse or has another number of elements than its segment.
-    """
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f"the gradient of {segment.name!r} is sparse; only dense gradients can be accumulated")
-    segment.check_numel(grad)
-    return segment.in_memory_order(grad)
-
-
-def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) -> Captured:
-    """Collect the `.grad`s of a buffer's parameters; they stay there until `drop`, so that a failed op loses nothing.
+def _take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) -> Captured:
+    """Collect the `.grad`s of a buffer's parameters.
 
     Args:
         buffer: Whose parameters.
@@ -77,38 +105,38 @@ def take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) 
     return Captured([index for index, grad in enumerate(found) if grad is not None], grads)
 
 
-def in_memory_order(buffer: FlatBuffer, captured: Captured) -> list[Tensor]:
-    """The gradients, each in its segment's memory order.
-
-    Raises:
-        RuntimeError: names the parameter whose gradient is sparse or has another number of elements.
-    """
-    segments = buffer.segments
-    return [checked(segments[index], grad) for index, grad in zip(*captured, strict=True)]
-
-
 def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Tensor]) -> Tensor:
     """The sum as autograd would have made it: 16-bit parts widened, then added in fp32."""
     if grad is None and len(parts) == 1:
         return parts[0]
     segment = buffer.segments[index]
-    total = checked(segment, parts[0].float() if grad is None else grad.detach())
+    total = segment.in_memory_order(parts[0].float() if grad is None else grad.detach())
     # By the op, since torch's add_ would first widen the part to memory of its own.
     layout, layout_host = buffer.layout_alone(index)
     flat = total.as_strided((segment.numel,), (1,))
     for part in parts[1:] if grad is None else parts:
         scratch = torch.zeros(len(State), dtype=torch.float64, device=buffer.device)
-        added = [checked(segment, part)]
+        added = [segment.in_memory_order(part)]
         buffer.ops.accumulate_(flat, scratch, added, [0], [False], layout, layout_host, count=False)
     return total
 
 
-def drop(buffer: FlatBuffer, captured: Captured) -> None:
-    """Drop the `.grad`s that `take` collected."""
-    params = buffer.params
-    if captured.segments is buffer.all_indices:
-        for param in params:
-            param.grad = None
-    else:
-        for index in captured.segments:
-            params[index].grad = None
+def is_ours_alone(param: Tensor) -> bool:
+    """Whether nobody else waits for a parameter's gradient: hooks would not see what never gets there."""
+    if not param.requires_grad or param._backward_hooks:
+        return False
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        if not hasattr(hook, "of_accumulator"):
+            return False
+    return True
+
+
+def fills_grad(leaf: Any) -> bool:
+    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
+
+    `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
+        return False

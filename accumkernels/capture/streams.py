@@ -38,28 +38,32 @@ class Streams:
 
 
 class StreamOrder:
-    """The streams that write something on CUDA devices in one backward, each after the one before it."""
+    """The streams that write something on CUDA devices in one backward, each after the one before it.
+
+    Attributes:
+        writers: By index of the device, the handle and the stream that wrote last; empty between backwards.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, torch.cuda.Stream]] = {}  # by index of the device; the handle comes first
+        self.writers: dict[int, tuple[int, torch.cuda.Stream]] = {}
 
     def take(self, device: torch.device) -> None:
         """Let the current stream of a device write next; does nothing for other devices."""
         if device.type != "cuda":
             return
         raw = _raw(device)
-        last = self._last.get(device.index)
+        last = self.writers.get(device.index)
         if last is None or last[0] != raw:
             stream = torch.cuda.current_stream(device)
             if last is not None:
                 stream.wait_stream(last[1])
-            self._last[device.index] = (raw, stream)
+            self.writers[device.index] = (raw, stream)
 
     def end(self) -> None:
         """Let the current streams of all devices come after the last writers."""
-        for _, stream in list(self._last.values()):
+        for _, stream in list(self.writers.values()):
             self.take(stream.device)
-        self._last.clear()
+        self.writers.clear()
 
 
 class Ready:

@@ -86,7 +86,8 @@ class OptimizerAccumulator:
         self._no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
         # In a static graph a parameter may get several gradients in a backward, and nothing tells which is the last.
         static = any(ddp.static_graph for ddp in wrapped)
-        self.sends_in_backward = self.parts.ranks.reduces_sums and self.parts.runner.hooks is not None and not static
+        early = self.parts.runner.captures.release_early
+        self.sends_in_backward = self.parts.ranks.reduces_sums and early and not static
         if self.parts.ranks.sharded and self._options.get("master_weights"):
             raise ValueError(
                 "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "

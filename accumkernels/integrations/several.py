@@ -86,5 +86,5 @@ def weigh_for_all(windows: Sequence[TrainerWindow], loss: Tensor, weight: float 
     """The loss to run a backward of that several windows may count."""
     loss, weighed = windows[0].weigh(loss, weight)
     for window in windows:
-        window.under_way = weighed
+        window.under_way = weighed._replace(tag=window.parts.runner.micro_batch(weighed.weight).tag)
     return loss

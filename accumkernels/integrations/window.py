@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator, Parts
 from ..arguments import as_scalar
-from ..window.loss_weighting import Weight
+from ..capture.captures import MicroBatch
 from .optimizer_accumulator import OptimizerAccumulator
 from .stepping import apart, check_optimizer_once, needs_closure, once
 from .visible_grads import VisibleGrads
@@ -42,7 +42,7 @@ class TrainerWindow:
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
         folds: Whether nobody looks at `.grad` before the step or after it.
-        under_way: The weight of the micro-batch whose backward has begun by `run`, until it is counted.
+        under_way: The micro-batch whose backward has begun by `run`, until it is counted.
         micro_batch: Backwards in the micro-batch that the trainer says is under way; None where it says nothing.
     """
 
@@ -69,8 +69,7 @@ class TrainerWindow:
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._visible = VisibleGrads()
         self._idle = False
-        self.under_way: Weight | None = None
-        self._last = False
+        self.under_way: MicroBatch | None = None
         self._current = OptimizerAccumulator(self.modules, optimizer, self._scaler, alone=alone, **options)
 
     # ---- the accumulator
@@ -177,26 +176,25 @@ class TrainerWindow:
             weight: What it counts.
             last: As of `backward`.
         """
-        self._last = last and self._current.sends_in_backward
-        loss, self.under_way = self.weigh(loss, weight)
-        self.parts.runner.run(functools.partial(backward, loss), loss, self.under_way, self._last)
+        loss, self.under_way = self.weigh(loss, weight, last and self._current.sends_in_backward)
+        self.parts.runner.run(functools.partial(backward, loss), loss, self.under_way)
 
-    def weigh(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, Weight]:
-        """The loss to run backward of, with its weight where backward may cross ranks; and the weight."""
+    def weigh(self, loss: Tensor, weight: float | Tensor, last: bool = False) -> tuple[Tensor, MicroBatch]:
+        """The loss to run backward of, with its weight where backward may cross ranks; and the micro-batch."""
         weight = as_scalar(1.0 if self.sums else weight, "weight", self.parts.store.device)
-        return self.parts.runner.weigh(loss, weight)
+        return self.parts.runner.weigh(loss, self.parts.runner.micro_batch(weight, last))
 
     def take(self, loss: Tensor | None = None) -> None:
         """Count the micro-batch under way, whose loss, not scaled, was this."""
-        weight, self.under_way = self.under_way or Weight(1.0), None
-        last, self._last = self._last, False
+        micro_batch, self.under_way = self.under_way or self.parts.runner.micro_batch(1.0), None
         with torch.no_grad():
-            self.parts.runner.accumulate(weight, last, loss)
+            self.parts.runner.accumulate(micro_batch._replace(loss=loss))
 
     @property
     def reached(self) -> bool:
         """Whether a backward has left gradients that were not counted."""
-        return self.parts.runner.uncounted or any(entry.param.grad is not None for entry in self.parts.store.named)
+        captures = self.parts.runner.captures
+        return captures.uncounted or any(entry.param.grad is not None for entry in self.parts.store.named)
 
     # ---- gradients to look at inside a window of sums, as autograd leaves them
 

@@ -108,21 +108,21 @@ def check_finite_(
     keep_until_done(grads)
 
 
-def add_product_(view: Tensor, grad: Tensor, input: Tensor, *, alpha: float, add: bool) -> None:
-    """`view = alpha * grad.T @ input`, on top of what was there with `add`; sums in fp32.
+def add_product_(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """`view = beta * view + alpha * grad.T @ input`; sums in fp32.
 
     Args:
         view: fp32 `[rows, columns]`, contiguous, on the CPU.
         grad: bf16 or fp32 `[tokens, rows]`.
         input: `[tokens, columns]`, of the same dtype.
         alpha: Of the product.
-        add: Else what was there is overwritten, unread.
+        beta: 0 or 1; with 0, what was there is overwritten, unread.
     """
     assert _library is not None
     grad, input = grad.contiguous(), input.contiguous()
     pointers = view.data_ptr(), grad.data_ptr(), input.data_ptr()
     operands = _OPERANDS[grad.dtype]
-    _library.accumkernels_add_product(*pointers, operands, *view.shape, grad.shape[0], alpha, add)
+    _library.accumkernels_add_product(*pointers, operands, *view.shape, grad.shape[0], alpha, beta != 0)
 
 
 def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:

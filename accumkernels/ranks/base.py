@@ -11,6 +11,7 @@ from torch import Tensor
 from ..buffers.flat import FlatBuffer
 from ..buffers.norms import total_norm
 from ..buffers.parameters import NamedParameter
+from .sender import Sender
 
 
 class LocalStats(NamedTuple):
@@ -112,6 +113,7 @@ class Ranks:
             nothing is to be taken inside modules.
         stage: Which rank of a pipeline this is; each has other parameters.
         begun: Whether parts of the open window were sent, so that nothing can be added to them.
+        sender: Decides what is sent while a backward runs.
     """
 
     size = 1
@@ -123,6 +125,7 @@ class Ranks:
     only_in_grad = False
     stage = 0
     begun = False
+    sender = Sender()
 
     def __str__(self) -> str:
         return ""

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
@@ -35,6 +36,7 @@ from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
 from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
 from .group import Group
+from .sender import ChunkSender
 
 # Of a flat buffer: long enough for bandwidth, and short, since a link waits until backward has completed a whole one.
 CHUNK_BYTES = 16 * 2**20
@@ -159,6 +161,7 @@ class DataParallel(Ranks):
     def __init__(self, group: Group, parameters: int, early: bool) -> None:
         self.size = group.size
         self.rank = group.rank
+        self.sender = ChunkSender(weakref.proxy(self))
         self._group = group
         self._parameters = parameters
         self._early = early

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
 from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
+from .sender import ChunkSender
 
 
 class Pipeline(Ranks):
@@ -45,6 +47,7 @@ class Pipeline(Ranks):
         self.size, self.rank = replicas.size, replicas.rank
         self.reduces_sums, self.sharded = replicas.reduces_sums, replicas.sharded
         self.stage = group.rank()
+        self.sender = ChunkSender(weakref.proxy(self))
 
     def __str__(self) -> str:
         replicas = str(self._replicas)

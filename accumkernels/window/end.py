@@ -19,7 +19,6 @@ from ..buffers.store import Store, has_accumulator
 from ..ops.schema import Judged, State
 from ..ranks.base import LocalStats, Ranks, SingleProcess
 from .handout import Handout
-from .loss import WindowLoss
 from .metrics import Metrics
 from .noise_scale import NoiseMeter
 from .optimizers import (
@@ -33,7 +32,7 @@ from .optimizers import (
 )
 from .scaling import LossScaler
 from .selection import Part
-from .state import Phase, Window
+from .state import Phase, Window, WindowLoss
 from .step_plan import StepPlan
 from .verdict import Verdict
 

@@ -13,10 +13,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..buffers.store import Store
+from ..capture.choice import Captures
 from ..errors import wrong_type
 from ..hooks import Follower, follow
 from ..ranks.base import Ranks
-from .micro_batch import MicroBatchRunner
 from .optimizers import owned
 from .scaling import LossScaler
 from .state import Phase, Window
@@ -31,14 +31,14 @@ class MisuseDetector(Follower):
         store: Whose parameters.
         ranks: Where other ranks take part in a window, only all of them together know that it is empty.
         scaler: The one that the accumulator was built with.
-        runner: Knows of gradients that were taken and not counted.
+        captures: They may hold gradients that were not counted.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, runner: MicroBatchRunner) -> None:
+    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, captures: Captures) -> None:
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
-        self._runner = runner
+        self._captures = captures
         self._warned: set[str] = set()
         self._looked_for_scalers = False
         self._looked_for_unscaling = False
@@ -194,7 +194,7 @@ class MisuseDetector(Follower):
 
     def _check_closed(self, optimizer: Optimizer) -> None:
         count = self._window.micro_batches
-        if (count or self._runner.uncounted) and self._holds(owned((optimizer,))):
+        if (count or self._captures.uncounted) and self._holds(owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside a window: the gradients of {count} micro-batches are in the "
                 "accumulator, and this step would not see them. Call acc.step(optimizer) instead, or, in the long "
@@ -227,7 +227,7 @@ class MisuseDetector(Follower):
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping where every gradient is in the accumulator."""
-        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._runner.uncounted):
+        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._captures.uncounted):
             return
         if all(p.grad is None for p in params) and self._holds(params):
             raise RuntimeError(
@@ -238,7 +238,7 @@ class MisuseDetector(Follower):
 
     def _holds(self, params: list[Tensor]) -> bool:
         """Whether a sum of this window is of one of these parameters or masters."""
-        if self._runner.uncounted:  # the autocast route has gradients of parameters that are not touched yet
+        if self._captures.uncounted:  # the autocast route has gradients of parameters that are not touched yet
             return any(self._store.place(p) is not None for p in params)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
         return any(id(p) in touched for p in params)
@@ -269,3 +269,27 @@ def _scalers() -> Iterator[torch.amp.GradScaler]:
     for found in gc.get_objects():
         if issubclass(type(found), torch.amp.GradScaler) and found.is_enabled() and found._scale is not None:
             yield found
+
+
+def warn_of_nothing(ran_backward: bool, after_backward: bool) -> None:
+    """Warn of a micro-batch without any gradient.
+
+    Args:
+        ran_backward: Whether the accumulator ran its backward.
+        after_backward: Whether it ran that of the micro-batch before, in the same window.
+    """
+    if ran_backward:
+        _log.warning(
+            "backward() found no gradient: the loss reaches none of the accumulator's parameters. It counts as a "
+            "micro-batch whose gradient is zero"
+        )
+    elif after_backward:
+        _log.warning(
+            "accumulate() found no gradient, and counted nothing: acc.backward() has accumulated what it computed, "
+            "and no backward ran since. Delete acc.accumulate()"
+        )
+    else:
+        _log.warning(
+            "accumulate() found no gradient, and counted nothing: if a backward ran before it, zero_grad() must "
+            "not come between the two; if none did, delete this accumulate()"
+        )

@@ -1,15 +1,20 @@
-"""What the host knows of the window that is open."""
+"""What the host knows of the window that is open: its phase, counts and flags, and the losses of its micro-batches."""
 
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..buffers.devices import move
+from ..capture.captures import MicroBatch
 from ..ranks.base import GlobalStats
-from .loss_weighting import Weight
+from .loss_weighting import grad_weight, together
 from .verdict import Verdict
 
 
@@ -39,7 +44,7 @@ class Window:
         phase: See `Phase`.
         micro_batches: `accumulate` calls, dropped micro-batches too.
         unsynced: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
-        unsynced_weight: Of all of them together; None where there are none.
+        unsynced_sum: All of them together; None where there are none.
         host_weight: Sum of the weights that were numbers.
         weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
         decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
@@ -53,7 +58,7 @@ class Window:
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
     unsynced: int = 0
-    unsynced_weight: Weight | None = None
+    unsynced_sum: MicroBatch | None = None
     host_weight: float = 0.0
     weighed_after: bool = False
     decided_on_device: bool = False
@@ -82,6 +87,18 @@ class Window:
         else:
             self.decided_on_device = True
 
+    def count_nothing(self) -> None:
+        """`accumulate` was called, and found no gradient."""
+        self.found_nothing += 1
+
+    def weigh_late(self) -> None:
+        """A weight other than 1 was left to the accumulate pass by a loop of the user's own."""
+        self.weighed_after = True
+
+    def break_(self) -> None:
+        """Some gradients of a micro-batch may be in the sums, and others are not: only dropping the window is left."""
+        self.phase = Phase.BROKEN
+
     def discard(self, window: bool, together: bool) -> None:
         """Drop it as a whole: because that was asked for, or because it is broken and ranks end it together."""
         if window or (self.phase is Phase.BROKEN and together):
@@ -102,44 +119,45 @@ class Window:
 
     # ---- micro-batches whose gradients FSDP2 keeps
 
-    def check_unsynced(self, weight: Weight) -> None:
-        """Refuse a weight that does not go with those of kept micro-batches, whose gradients are one sum by now.
+    def check_unsynced(self, micro_batch: MicroBatch) -> None:
+        """Refuse a weight that does not go with those of unsynced micro-batches, whose gradients are one sum by now.
 
         Raises:
             RuntimeError: gradients of the sum would have to be multiplied differently, or only the device knows.
         """
-        if self.unsynced_weight is None or isinstance(weight.loss_weight, Tensor) or weight.loss_weight == 0:
+        loss_weight = micro_batch.loss_weight
+        if self.unsynced_sum is None or isinstance(loss_weight, Tensor) or loss_weight == 0:
             return
-        given, before = weight.grad_weight, self.unsynced_weight.grad_weight
+        given, before = grad_weight(micro_batch), grad_weight(self.unsynced_sum)
         if isinstance(before, Tensor) and not isinstance(given, Tensor):
             return  # both went into their losses
         # What a 16-bit loss loses of its weight is less than 1 part in 128.
         if isinstance(given, Tensor) or isinstance(before, Tensor) or abs(given / before - 1) > 1 / 128:
             raise RuntimeError(
                 f"accumulate(weight={given}) after {self.unsynced} micro-batches that were multiplied by {before}, "
-                f"whose gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
+                "whose gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
                 "acc.backward(loss, weight), which puts weights into losses (docs/fsdp2.md)"
             )
 
-    def add_unsynced(self, weight: Weight) -> None:
+    def add_unsynced(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch whose gradients will come with those of a later one."""
-        if isinstance(weight.total, Tensor) and not isinstance(weight.loss_weight, Tensor):
+        if isinstance(micro_batch.weight, Tensor) and not isinstance(micro_batch.loss_weight, Tensor):
             raise RuntimeError(
                 "accumulate() found no gradient: FSDP2 keeps it (set_requires_gradient_sync(False)), and then a weight "
                 "on the device goes into the loss: call acc.backward(loss, weight)"
             )
-        self.check_unsynced(weight)
+        self.check_unsynced(micro_batch)
         self.micro_batches += 1
         self.unsynced += 1
-        self.unsynced_weight = weight if self.unsynced_weight is None else self.unsynced_weight.plus(weight)
+        self.unsynced_sum = self.with_unsynced(micro_batch)._replace(loss=None)  # which has its graph
 
-    def with_unsynced(self, weight: Weight) -> Weight:
-        """The weight of gradients that hold those of kept micro-batches as well as this one's."""
-        return weight if self.unsynced_weight is None else self.unsynced_weight.plus(weight)
+    def with_unsynced(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch whose gradients hold those of unsynced ones as well."""
+        return micro_batch if self.unsynced_sum is None else together(self.unsynced_sum, micro_batch)
 
     def drop_unsynced(self) -> None:
         """The gradients that were kept came, or will not be used."""
-        self.unsynced, self.unsynced_weight = 0, None
+        self.unsynced, self.unsynced_sum = 0, None
 
     # ---- checkpoints
 
@@ -159,3 +177,98 @@ class Window:
         self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
         for name in ("number", "micro_batches", "host_weight", "decided_on_device", "dropped"):
             setattr(self, name, state[name])
+
+
+class WindowLoss:
+    """The loss of a window: the mean over its micro-batches, weighted as their gradients are.
+
+    Losses on a GPU are kept where they are, unread; those of the CPU as numbers.
+
+    Args:
+        device: Where they are summed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._loaded: Tensor | None = None  # sums of a window that was saved
+        self.open_window()
+
+    def open_window(self) -> None:
+        """Forget the losses of the window that ended."""
+        self._loaded = None
+        self._losses: list[float | Tensor] = []
+        self._weights: list[float | Tensor] = []
+        self._undecided = 0  # of the last ones, whose gradients are kept and may still be dropped
+
+    def add(
+        self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, unsynced: bool = False
+    ) -> None:
+        """Take in a micro-batch.
+
+        Args:
+            loss: One element, as the user computed it, on any device; None or larger ones do not count.
+            weight: Of the micro-batch; fp64 0-d where a tensor.
+            drop: fp64 `[1]`, not 0 where the micro-batch is dropped, with those kept before it; None where it is not.
+            unsynced: Whether its gradients will come with those of a later micro-batch, and be used or dropped with
+                them.
+        """
+        if loss is not None and loss.numel() == 1:
+            # Its value now: loops like to change a loss in place afterwards, and it may be a view of much more.
+            if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor
+                value = loss.tolist()  # no op, which a dispatch mode would see
+                while isinstance(value, list):
+                    (value,) = value
+                self._losses.append(float(value))
+            else:
+                self._losses.append(loss.detach().reshape(()).to(self._device, torch.float64, copy=True))
+            self._weights.append(weight)
+            self._undecided += 1
+        if unsynced:
+            return
+        if drop is not None:
+            decided = len(self._weights) - self._undecided
+            dropped = drop.reshape(()) != 0
+            self._weights[decided:] = [torch.where(dropped, 0.0, self._scalar(w)) for w in self._weights[decided:]]
+        self._undecided = 0
+
+    def drop_unsynced(self) -> None:
+        """Forget micro-batches whose gradients were kept and will not be used."""
+        decided = len(self._losses) - self._undecided
+        del self._losses[decided:], self._weights[decided:]
+        self._undecided = 0
+
+    def _scalar(self, weight: float | Tensor) -> Tensor:
+        """fp64 0-d on the device; a number is filled in there, since a copy of it would wait."""
+        return (
+            weight if isinstance(weight, Tensor) else torch.full((), weight, dtype=torch.float64, device=self._device)
+        )
+
+    def _vector(self, values: Sequence[float | Tensor]) -> Tensor:
+        """fp64 on the device; numbers alone go there in one copy."""
+        if any(isinstance(value, Tensor) for value in values):
+            return torch.stack(list(map(self._scalar, values)))
+        return move(torch.tensor(values, dtype=torch.float64, device="cpu"), self._device)
+
+    def sums(self) -> Tensor | None:
+        """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none."""
+        return self.later()()
+
+    def later(self) -> Callable[[], Tensor | None]:
+        """Makes `sums` of this window when somebody asks, also after the window."""
+        return functools.partial(self._sum, self._losses, self._weights, self._loaded)
+
+    def _sum(
+        self, losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], loaded: Tensor | None
+    ) -> Tensor | None:
+        if not losses:
+            return loaded
+        # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.
+        w = self._vector(weights)
+        used = torch.stack([torch.where(w != 0, w * self._vector(losses), 0.0), w]).sum(1)
+        return used if loaded is None else used + loaded
+
+    def resume(self, sums: Sequence[float]) -> None:
+        """Go on from a checkpoint: the two numbers of `sums`, zeros where there were none."""
+        self.open_window()
+        if any(sums):
+            self._loaded = torch.tensor(sums, dtype=torch.float64, device=self._device)

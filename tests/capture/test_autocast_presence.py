@@ -107,7 +107,7 @@ def test_gone_when_autocast_is_gone():
 
     window(True)
     window(True)
-    copy_of_weights = weakref.ref(acc._runner.route)
+    copy_of_weights = weakref.ref(acc._runner.captures.presence.route)
     acc.zero_()  # a window of nothing says nothing
     assert hooks(model) == 3
     window(False)

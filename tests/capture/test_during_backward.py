@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
+from accumkernels.capture.captures import MicroBatch
 from accumkernels.ops import native
 from tests.support.backends import BACKENDS
 from tests.support.buckets import BUCKETS, Boom, Checkpointed, Tied, hooks, train
@@ -174,6 +175,18 @@ def test_gradients_that_arrive_in_bits_fill_the_bucket_to_its_bound():
     assert 0 < alive.peak <= bucket_bytes + 64 * 16
 
 
+class Awaiting:
+    """A sink that wants every gradient at once."""
+
+    awaited = None
+
+    def __init__(self, buckets):
+        self._buckets = buckets
+
+    def add(self, bucket, micro_batch):
+        self._buckets.append(bucket)
+
+
 def test_buckets_are_as_large_as_they_may_be(monkeypatch):
     """Of 592 bytes of gradients one bucket of at least 300, and the rest; also after smaller ones."""
     added, add = [], native.accumulate_
@@ -188,8 +201,10 @@ def test_buckets_are_as_large_as_they_may_be(monkeypatch):
         assert sum(sizes) == 592
         assert len(sizes) == 2 and sizes[0] >= 300
         smaller = []
-        backward = mse_loss(model(x), y).backward
-        acc._runner.hooks.run(backward, smaller.append, awaited=None)  # as in the last micro-batch over ranks
+        buckets = acc._runner.captures.buckets
+        buckets.begin(MicroBatch(1.0, 1), Awaiting(smaller))  # as in the last micro-batch over ranks
+        mse_loss(model(x), y).backward()
+        buckets.end(failed=False)
         assert len(smaller) > 2
         acc.zero_()
 

@@ -73,7 +73,7 @@ def test_own_kernel_writes_the_view_alone(shape, dtype):
     grad, input = torch.randn(tokens, rows).to(dtype), torch.randn(tokens, columns).to(dtype)
     grad[3, 5] = float("inf")
     input[4, 6] = float("nan")
-    native.add_product_(view, grad, input, alpha=1.0, add=True)
+    native.add_product_(view, grad, input, 1.0, 1.0)
     assert (memory[:100] == 7).all() and (memory[-100:] == 7).all()
     bad = ~view.isfinite()
     assert bad[5].all() and bad[:, 6].all() and bad.sum() == rows + columns - 1
@@ -87,7 +87,7 @@ def test_own_kernel_repeats_whatever_the_threads(dtype):
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         view = torch.ones(100, 1100)
-        native.add_product_(view, grad, input, alpha=0.3, add=True)
+        native.add_product_(view, grad, input, 0.3, 1.0)
         found.append(view)
     assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
 

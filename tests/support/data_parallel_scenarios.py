@@ -326,7 +326,7 @@ def chunks_wait_for_no_bucket(rank, size):
         x = torch.ones(4, 16, requires_grad=True)
         x.register_hook(lambda grad: sent.append(len(reduction._chunks) - reduction._sent))
         acc.backward(model(x).square().mean(), last=True)
-        assert len(acc._runner.fused.parameters) == 8
+        assert acc._runner.captures.ways()["fused"] > 0
         acc.step(optimizer)
     assert max(sent[1:]) <= 6, sent  # of the first layer, or cut with it
 

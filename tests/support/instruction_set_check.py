@@ -131,7 +131,7 @@ def check_products() -> None:
                 memory = torch.full((rows * columns + 200,), 7.0)
                 view = memory[100:-100].view(rows, columns)
                 view.copy_(start if add else torch.nan)  # what is overwritten is never read
-                native.add_product_(view, grad.to(dtype), input.to(dtype), alpha=0.5, add=add)
+                native.add_product_(view, grad.to(dtype), input.to(dtype), 0.5, float(add))
                 expected = 0.5 * grad.t() @ input + (start if add else 0)
                 torch.testing.assert_close(view.double(), expected, rtol=0, atol=0)
                 assert (memory[:100] == 7).all() and (memory[-100:] == 7).all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import unittest
 
 import torch
@@ -87,75 +86,39 @@ def first_weight_is_zero(rank, size):
 
 
 def one_loss_two_accumulators(rank, size):
-    """Errors of both, where the first runs backward of a loss that reaches the second, which may add in buckets."""
+    """What the second says to gradients of a loss that the first has weighted; and its error once they are dropped."""
+    group = torch.distributed.group.WORLD
     found = []
     for release in ("auto", "backward"):
         models = [mlp(torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
-        group = torch.distributed.group.WORLD
-        first = ak.FusedAccumulator(models[0], process_group=group)
-        second = ak.FusedAccumulator(models[1], process_group=group, release=release)
-        weighted, counted = copy.deepcopy(models), copy.deepcopy(models)
-        totals = [0, 0]
-        for i, other in itertools.product(range(2), range(size)):
-            x, _ = batch(3 + i + 2 * other, torch.float64, seed=10 * i + other)
-            weights = [len(x), len(x) if release == "auto" else 1]  # in buckets it is 1
-            totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
-            for twins, weight in zip((weighted, counted), weights, strict=True):
-                (twins[1](twins[0](x)).square().mean() * weight).backward()
-            if other == rank:
-                first.backward(models[1](models[0](x)).square().mean(), weight=weights[0])
-                second.accumulate(weight=weights[1])
-        for acc, twin, total in ((first, weighted[0], totals[0]), (second, counted[1], totals[1])):
-            acc.finalize()
-            found.append(relative_error(grads_of(acc), [p.grad / total for p in twin.parameters()]))
-            acc.remove()
-    return found
+        twin = copy.deepcopy(models[1])
+        first, second = (ak.FusedAccumulator(m, process_group=group, release=release) for m in models)
+        x, y = batch(4 + rank, torch.float64, seed=rank)
+        weight = 3.0 + 2 * rank
+        pair = nn.Sequential(*models)
 
+        first.backward(pair(x).square().mean(), weight=weight)
+        found.append(message(second.accumulate))
+        found.append(message(second.backward, models[1](y).square().mean()))  # one of its own on top
+        second.discard()
+        second.zero_()
+        first.backward_coupled(x.split(2), pair, lambda rows: rows.square().mean(), weight=weight)
+        found.append(message(second.accumulate))
+        second.discard()
+        second.zero_()
 
-def two_losses_two_accumulators(rank, size):
-    """The second's error: a loss of the first was dropped (a GAN), had one of its own on top, or came in chunks."""
-    group = torch.distributed.group.WORLD
-    found = []
-    for how in ("dropped", "on top", "coupled"):
-        models = [mlp(torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
-        twin = copy.deepcopy(models)
-        first, second = (ak.FusedAccumulator(model, process_group=group) for model in models)
-        total = 0
-        for other in range(size):
-            x, y = batch(4 + other, torch.float64, seed=other)
-            weight, total = 3.0 + 2 * other, total + 3.0 + 2 * other
-
-            def losses(pair, x=x, y=y):
-                return pair[1](pair[0](x)).square().mean(), pair[1](y).square().mean()
-
-            through, own = losses(twin)
-            expected = {"dropped": own, "on top": through + own, "coupled": through}[how]
-            (expected * weight).backward()
-            if other != rank:
-                continue
-            through, own = losses(models)
-            if how == "coupled":
-                chunks, encode = x.split(2), nn.Sequential(*models)
-                first.backward_coupled(chunks, encode, lambda rows: rows.square().mean(), weight=weight)
-                second.accumulate(weight=weight)
-            elif how == "on top":
-                first.backward(through, weight=weight)
-                second.backward(own, weight=weight)
-            else:
-                first.backward(through, weight=weight)
-                models[1].zero_grad()
-                own.backward()
-                second.accumulate(weight=weight)
-        second.finalize()
-        found.append(relative_error(grads_of(second), [p.grad / total for p in twin[1].parameters()]))
-        if how == "on top":  # of two different weights there is no one sum
-            second.zero_()
-            first.zero_()
-            first.backward(losses(models)[0], weight=weight)
-            found.append(message(second.backward, losses(models)[1], weight=weight + 1))
-            losses(models)[1].backward()
-            found.append(message(second.accumulate))
+        # A discriminator: what the generator's turn has left is thrown away.
+        first.backward(pair(x).square().mean(), weight=weight)
+        if release == "auto":
+            models[1].zero_grad()
+        else:
             second.discard()
+        second.backward(models[1](y).square().mean(), weight=weight)
+        second.finalize()
+        batches = [(3.0 + 2 * other, batch(4 + other, torch.float64, seed=other)[1]) for other in range(size)]
+        sum((w * twin(rows).square().mean() for w, rows in batches), torch.zeros(())).backward()
+        total = sum(w for w, _ in batches)
+        found.append(relative_error(grads_of(second), [p.grad / total for p in twin.parameters()]))
         first.remove()
         second.remove()
     return found

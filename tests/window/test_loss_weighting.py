@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from accumkernels.capture.captures import MicroBatch
 from accumkernels.window import loss_weighting as module
-from accumkernels.window.loss_weighting import LossWeighting, Weight
+from accumkernels.window.loss_weighting import LossWeighting, grad_weight, together
 
 
 @pytest.fixture
@@ -26,12 +27,11 @@ def proposed(monkeypatch):
 
 
 def weighed(weighting, weight, dtype):
-    """The gradient of `3 x`, weighted by both parts, and what the loss's was."""
+    """The gradient of `3 x`, weighted by both parts, what the loss's was, and the micro-batch."""
     x = torch.ones((), dtype=dtype, requires_grad=True)
-    loss, parts = weighting.weigh(3 * x, weight)
+    loss, micro_batch = weighting.weigh(3 * x, MicroBatch(weight, 1))
     loss.backward()
-    grad_weight = parts.grad_weight
-    return float(grad_weight) * x.grad.double().item(), x.grad.item(), parts
+    return float(grad_weight(micro_batch)) * x.grad.double().item(), x.grad.item(), micro_batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -41,20 +41,21 @@ def test_parts_are_the_weight(proposed, dtype, on_device):
     weighting = LossWeighting()
     for weight in (1001.0, 0.3, 7.0, 1e-3):
         given = torch.tensor(weight, dtype=torch.float64) if on_device else weight
-        together, _, parts = weighed(weighting, given, dtype)
+        both, _, micro_batch = weighed(weighting, given, dtype)
         # A product of three and a 16-bit factor is rounded once more.
-        assert together == pytest.approx(3 * weight, rel=4 * torch.finfo(dtype).eps)
-        assert float(parts.total) == weight
-        assert float(parts.grad_weight * parts.loss_weight) == pytest.approx(weight, rel=1e-15)
+        assert both == pytest.approx(3 * weight, rel=4 * torch.finfo(dtype).eps)
+        assert float(micro_batch.weight) == weight
+        loss_weight = 1.0 if micro_batch.loss_weight is None else micro_batch.loss_weight
+        assert float(grad_weight(micro_batch) * loss_weight) == pytest.approx(weight, rel=1e-15)
     assert len(proposed) == 1
 
 
 def test_the_loss_stays_as_large_as_it_is(proposed):
     """Weighted by the unit's multiple between 1 and 2; a weight that is a power of two leaves it alone."""
     for weight in (1.0, 4096.0, 0.25, 1000.0, 0.3):
-        _, grad, parts = weighed(LossWeighting(), weight, torch.float32)
+        _, grad, micro_batch = weighed(LossWeighting(), weight, torch.float32)
         assert 3 <= grad < 6.0001
-        assert (parts.loss_weight == 1) is (math.frexp(weight)[0] == 0.5)
+        assert (micro_batch.loss_weight is None) is (math.frexp(weight)[0] == 0.5)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
@@ -63,9 +64,9 @@ def test_zero_keeps_the_unit(proposed, on_device):
     weighting = LossWeighting()
     weighed(weighting, 12.0, torch.float64)
     zero = torch.zeros((), dtype=torch.float64) if on_device else 0.0
-    _, grad, parts = weighed(weighting, zero, torch.float64)
+    _, grad, micro_batch = weighed(weighting, zero, torch.float64)
     assert grad == 0
-    assert float(parts.grad_weight) == 8
+    assert float(grad_weight(micro_batch)) == 8
 
 
 @pytest.mark.parametrize("known_to_others", [False, True])
@@ -74,16 +75,17 @@ def test_zero_proposes_nothing(proposed, known_to_others, monkeypatch):
     units = [8.0 if known_to_others else None]
     monkeypatch.setattr(module, "agreed_unit", lambda: units[-1])
     weighting = LossWeighting()
-    _, grad, parts = weighed(weighting, 0.0, torch.float64)
+    _, grad, micro_batch = weighed(weighting, 0.0, torch.float64)
     assert (grad, proposed) == (0, [])
-    assert parts.grad_weight == (8 if known_to_others else 1)
+    assert grad_weight(micro_batch) == (8 if known_to_others else 1)
     units.append(8.0)  # another rank's weight came while this one's backward ran
-    assert parts.grad_weight == 8
-    assert parts.plus(Weight(12.0, 1.5, 8.0)).grad_weight == 8
+    assert grad_weight(micro_batch) == 8
+    assert grad_weight(together(micro_batch, MicroBatch(12.0, 2, loss_weight=1.5, unit=8.0))) == 8
     weighed(weighting, 4096.0, torch.float64)
     assert proposed == [4096.0]
 
 
 def test_sums_have_one_multiplier():
     """Gradients that were summed by FSDP2 are multiplied by what all were."""
-    assert Weight(6.0, 1.5, 4.0).plus(Weight(4.0, 1.0, 4.0)).grad_weight == 4
+    first, second = MicroBatch(6.0, 1, loss_weight=1.5, unit=4.0), MicroBatch(4.0, 2)._replace(unit=4.0)
+    assert grad_weight(together(first, second)) == 4

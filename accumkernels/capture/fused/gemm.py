@@ -25,6 +25,7 @@ _PART_OF_CACHE = 4  # what sums may take of the last level to be found there aga
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # of cblas
 
 Gemm = Callable[[Tensor, Tensor, Tensor, float, float], None]
+native: Gemm = library.add_product_  # fp32 or bf16 operands, by a kernel of our own
 
 
 def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
@@ -86,11 +87,6 @@ def same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: fl
 def cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
     """16-bit operands on an NVIDIA GPU."""
     torch.addmm(view, grad.t(), input, torch.float32, alpha=alpha, beta=beta, out=view)
-
-
-def native(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    """fp32 or bf16 operands, by a kernel of our own; see `multiplies` in ops/native.py."""
-    library.add_product_(view, grad, input, alpha=alpha, add=beta != 0)
 
 
 def widened(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:

@@ -1,0 +1,161 @@
+"""Which captures an accumulator uses, found from its options, its model and what backwards show."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ..buffers.dtensors import local
+from ..buffers.flat import FlatBuffer
+from ..buffers.store import Store
+from ..hooks import Handles
+from .autocast import AutocastRoute
+from .autocast_presence import AutocastPresence, may_route
+from .captures import Bucket, Capture
+from .during_backward import DuringBackward, default_bucket_bytes
+from .fused.gemm import sums_fit_in_cache
+from .fused.policy import FusionPolicy
+from .fused.weights import FusedWeights
+from .gradients import Gradients
+
+
+class Captures(list[Capture]):
+    """The captures in use: those that take gradients while a backward runs, and `gradients`, which are drained last.
+
+    Args:
+        module: Its forward may be changed by the autocast route and for fused weights; None: nothing is.
+        store: Flat buffers.
+        owner: Hooks come off when it is freed.
+        add: Adds what backwards of the loop's own have made, with `release="backward"`.
+        overflow: As FusedAccumulator's argument.
+        release: As FusedAccumulator's argument; "auto" only where `overflow` allows buckets.
+        bucket_bytes: As FusedAccumulator's argument.
+        autocast_route: As FusedAccumulator's argument.
+        fuse_weight_gradients: As FusedAccumulator's argument.
+        scaled: Whether losses are scaled.
+        sends: Whether sums may be sent to other ranks while the last backward runs.
+
+    Attributes:
+        buckets: Takes gradients while backward runs, where it listens.
+        gradients: Takes what is left in `.grad`.
+        presence: Decides whether the autocast route is among them; None where it never is.
+        add_early: Whether gradients may be added while backward runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        store: Store,
+        owner: object,
+        add: Callable[[Bucket], None],
+        *,
+        overflow: str | None,
+        release: str,
+        bucket_bytes: int | None,
+        autocast_route: str | bool,
+        fuse_weight_gradients: str | bool,
+        scaled: bool,
+        sends: bool,
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._release = release
+        self.gradients = Gradients(store)
+        self.add_early = False
+        if bucket_bytes is None:
+            segments = (s for buffer in store.buffers for s in buffer.segments)
+            largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
+            bucket_bytes = default_bucket_bytes(store.device, largest)
+        self.buckets = DuringBackward(bucket_bytes, add, release == "backward", Handles(owner))
+        self.listen_to(store.buffers)
+
+        cheap = store.device.type == "cpu" and sums_fit_in_cache(sum(buffer.tensor.nbytes for buffer in store.buffers))
+        policy = FusionPolicy(scaled, fuse_weight_gradients, overflow, self.buckets.listens, cheap)
+        self._fused: FusedWeights | None = None
+        if module is not None and policy.fuses and any(p.numel() >= policy.min_numel for p in module.parameters()):
+            self._fused = FusedWeights(module, store, self.buckets, policy, sends)
+            self.append(self._fused)
+            self.add_early = True
+
+        self.presence: AutocastPresence | None = None
+        if module is not None and may_route(module, autocast_route):
+            always = autocast_route is True
+            make = functools.partial(AutocastRoute, store, self.buckets, self.gradients, self._fused, always)
+            self.presence = AutocastPresence(module, store, self, always, make)
+
+    @property
+    def release_early(self) -> bool:
+        """Whether gradients may ever be added, and sums sent, while backward runs."""
+        return self._release != "microbatch"
+
+    def listen_to(self, grown: Sequence[FlatBuffer]) -> None:
+        """Release the gradients of new buffers in backward, if that is worth it: small models go without hooks."""
+        if not self.release_early:
+            return
+        if not self.buckets.listens:
+            params = [param for buffer in self._store.buffers for param in buffer.params]
+            if self._release == "auto" and sum(local(param).nbytes for param in params) <= self.buckets.bucket_bytes:
+                return
+            grown = self._store.buffers
+            self.append(self.buckets)
+            self.add_early = True
+        self.buckets.listen(grown)
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether gradients were taken that no `accumulate` has counted."""
+        return self.added or bool(self.gradients.stashed)
+
+    @property
+    def added(self) -> bool:
+        """Whether gradients of the micro-batch under way were taken with their weight, which cannot change now."""
+        return any(capture.added for capture in self)
+
+    def open_window(self, keeps_whole: bool) -> None:
+        """Begin anew: what was taken is forgotten, and backwards are listened to.
+
+        Args:
+            keeps_whole: Whether no gradient of the window may come in several parts.
+        """
+        if self.presence is not None:
+            self.presence.open_window(keeps_whole)
+        self.gradients.forget()
+        for capture in self:
+            capture.open_window()
+
+    def set_listening(self, listening: bool) -> None:
+        """Whether what backward makes is taken; else it is left to torch."""
+        for capture in self:
+            capture.set_listening(listening)
+
+    def discard(self) -> bool:
+        """Forget the micro-batch under way, and drop every `.grad`; whether some of it may be in the sums."""
+        self.gradients.discard()
+        return any([capture.discard() for capture in self])  # noqa: C419  of all of them
+
+    def remove_hooks(self) -> None:
+        """Take off every hook."""
+        for capture in self:
+            capture.remove()
+
+    def ways(self) -> dict[str, int]:
+        """How many trainable elements go which way: fused, routed, and the ordinary one."""
+        fused = set() if self._fused is None else self._fused.parameters
+        routed = (self.routed or set()) - fused
+        numel = {id(s.param): s.numel for buffer in self._store.buffers for s in buffer.segments}
+        counts = {"fused": sum(map(numel.__getitem__, fused)), "routed": sum(map(numel.__getitem__, routed))}
+        return {**counts, "ordinary": sum(numel.values()) - sum(counts.values())}
+
+    @property
+    def routed(self) -> set[int] | None:
+        """The ids of the parameters that take the autocast route; None while it is not there."""
+        route = None if self.presence is None else self.presence.route
+        return None if route is None else route.parameters
+
+    def __str__(self) -> str:
+        """What `release` comes to."""
+        if not self.buckets.listens:
+            return f"{self._release!r} (whole micro-batches)" if self._release == "auto" else repr(self._release)
+        return f"{self._release!r} (buckets of {self.buckets.bucket_bytes:,} bytes)"

@@ -1,0 +1,87 @@
+"""A loss with a weight in it, whose gradients reach the parameters of two accumulators: refused over several ranks.
+
+Over several ranks a weight goes into the loss before backward, and what is left of it, by its own accumulator, to the
+gradients. A second accumulator that finds gradients of the same backward cannot know that they have the weight already.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..buffers.store import Store
+from ..capture.captures import MicroBatch
+from ..capture.choice import Captures
+
+_all: weakref.WeakSet[SharedLoss] = weakref.WeakSet()  # one for each accumulator
+
+
+class SharedLoss:
+    """Notices, for one accumulator, gradients of a loss that another has weighted.
+
+    Args:
+        store: Whose parameters.
+        captures: They may have taken gradients that are in no `.grad`.
+
+    Attributes:
+        found: The first parameter of an accumulator that has left such gradients here; empty where none has.
+    """
+
+    def __init__(self, store: Store, captures: Captures) -> None:
+        self._store = store
+        self._captures = captures
+        self.found = ""
+        self._grads: dict[int, Tensor] = {}  # by id of the parameter, those of the other's backward
+        self._taken = False  # whether captures have some of them
+        _all.add(self)
+
+    def run(self, backward: Callable[[], None], micro_batch: MicroBatch) -> None:
+        """Run a backward; where its loss has a weight in it, note at all other accumulators what it leaves there."""
+        if micro_batch.loss_weight is None:
+            backward()
+            return
+        others = [(other, other._found(), other._captures.uncounted) for other in _all if other is not self]
+        try:
+            backward()
+        finally:
+            for other, before, uncounted in others:
+                other._note(self._store.named[0].name, before, uncounted)
+
+    def _found(self) -> dict[int, tuple[Tensor, int]]:
+        """By id of the parameter, `.grad` and its version."""
+        found = ((id(entry.param), entry.param.grad) for entry in self._store.named)
+        return {key: (grad, grad._version) for key, grad in found if grad is not None}
+
+    def _note(self, weighted_by: str, before: dict[int, tuple[Tensor, int]], uncounted: bool) -> None:
+        for key, (grad, version) in self._found().items():
+            had, had_version = before.get(key, (None, -1))
+            if had is not grad or had_version != version:
+                self._grads[key], self.found = grad, weighted_by
+        if self._captures.uncounted and not uncounted:
+            self._taken, self.found = True, weighted_by
+
+    def check(self) -> None:
+        """Refuse gradients that are of another accumulator's weighted loss, before they are counted here.
+
+        Raises:
+            RuntimeError: names both accumulators by a parameter.
+        """
+        ours = next((e.name for e in self._store.named if self._grads.get(id(e.param), self) is e.param.grad), None)
+        if ours is None and self._taken:
+            ours = self._store.named[0].name
+        if ours is None:  # they were dropped, as of a discriminator in the generator's turn
+            self.forget()
+            return
+        raise RuntimeError(
+            f"the gradient of {ours!r} is of a loss that acc.backward() of another accumulator, that of "
+            f"{self.found!r}, has multiplied by its weight: over several ranks two accumulators cannot share a "
+            "weighted loss. Build one accumulator over the parameters of both, and call acc.step(a, b) with both "
+            "optimizers. Gradients that are not meant to be used go by optimizer.zero_grad() or acc.discard()"
+        )
+
+    def forget(self) -> None:
+        """The gradients were dropped."""
+        self.found, self._taken = "", False
+        self._grads.clear()
