@@ -90,7 +90,7 @@ class Store:
     def __str__(self) -> str:
         placed = sum(len(buffer.segments) for buffer in self.buffers)
         size = sum(buffer.tensor.nbytes for buffer in self.buffers)
-        backends = dict.fromkeys(f"{b.ops.__name__.rpartition('.')[2]} on {b.device}" for b in self.buffers)
+        backends = dict.fromkeys(f"{ops.name(b.ops)} on {b.device}" for b in self.buffers)
         return (
             f"{len(self.named)} parameters, {placed} trainable, {size:,} bytes in {len(self.buffers)} flat buffers, "
             f"backend {', '.join(backends) or 'none yet'}"

@@ -89,7 +89,7 @@ def _versions(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device} ({name})",
-        "backend": ops.select("auto", device).__name__.rpartition(".")[2],
+        "backend": ops.name(ops.select("auto", device)),
     }
 
 

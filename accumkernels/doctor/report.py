@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ def _examine(device: torch.device) -> dict[str, Any]:
     for module in (ops.native, ops.triton, ops.reference):
         cause = None if module is ops.reference else module.unavailable(device)
         failure = None if cause is not None else self_test(module, device)
-        backends.append({"name": _name(module), "cause": cause, "failure": failure})
+        backends.append({"name": ops.name(module), "cause": cause, "failure": failure})
     return {
         "device": str(device),
         "description": machine.describe(device),
@@ -113,15 +112,11 @@ def _examine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _name(module: ModuleType) -> str:
-    return module.__name__.rpartition(".")[2]
-
-
 def _chosen(device: torch.device) -> str:
     """What FusedAccumulator's `backend="auto"` takes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the cause is in the report
-        return _name(ops.select("auto", device))
+        return ops.name(ops.select("auto", device))
 
 
 def render(found: dict[str, Any]) -> str:

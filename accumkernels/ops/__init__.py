@@ -2,7 +2,7 @@
 
 `schema` declares `torch.ops.accumkernels.*`; `reference` (plain torch), `native` (C++ and CUDA C++) and `triton` each
 have functions `accumulate_`, `check_finite_`, `norm_`, `scaled_copy_` and `judge_`. `select` chooses a backend, once
-per device.
+per device; for CUDA tensors native ops come from `native_cuda`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from ..ops import native, reference, triton
+from ..ops import native, native_cuda, reference, triton
 
 BACKENDS = ("auto", "native", "triton", "reference")
 _warned: set[tuple[str, str]] = set()
@@ -39,18 +39,27 @@ def select(backend: str, device: torch.device) -> ModuleType:
         cause = module.unavailable(device)
         if cause is not None:
             raise RuntimeError(f"backend={backend!r} is not available on {device}: {cause}")
-        return module
+        return _native(device) if module is native else module
 
     cause = native.unavailable(device)
     if cause is None:
-        return native
+        return _native(device)
     fallback = triton if device.type == "cuda" and triton.unavailable(device) is None else reference
     if (device.type, cause) not in _warned:
         _warned.add((device.type, cause))
-        name = fallback.__name__.rpartition(".")[2]
         warnings.warn(
-            f"accumkernels uses its {name} backend on {device} because native kernels are not available: {cause}",
+            f"accumkernels uses its {name(fallback)} backend on {device} because native kernels are not available: "
+            f"{cause}",
             RuntimeWarning,
             stacklevel=4,
         )
     return fallback
+
+
+def _native(device: torch.device) -> ModuleType:
+    return native if device.type == "cpu" else native_cuda
+
+
+def name(module: ModuleType) -> str:
+    """What `select` takes for a module that it returned."""
+    return module.__name__.rpartition(".")[2].removesuffix("_cuda")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..ops import reference  # noqa: F401  declares the ops before the library registers its kernels for them
-from .keep_alive import keep_until_done
 from .loading import load
 
 LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native.so"
@@ -26,11 +24,13 @@ _library, load_error = load(LIBRARY_PATH)
 
 _OPERANDS = {torch.bfloat16: 1, torch.float32: 2}  # of products, DType in csrc/core/args.h
 
-_accumulate = torch.ops.accumkernels.accumulate_.default
-_check_finite = torch.ops.accumkernels.check_finite_.default
-_norm = torch.ops.accumkernels.norm_.default
-_scaled_copy = torch.ops.accumkernels.scaled_copy_.default
-_judge = torch.ops.accumkernels.judge_.default
+# The ops themselves, to which CUDA tensors alone need an addition: see native_cuda.py. Whoever is in a hurry gives
+# arguments in the order of the schema: for each that is looked up by its name the dispatcher takes its time.
+accumulate_ = torch.ops.accumkernels.accumulate_.default
+check_finite_ = torch.ops.accumkernels.check_finite_.default
+norm_ = torch.ops.accumkernels.norm_.default
+scaled_copy_ = torch.ops.accumkernels.scaled_copy_.default
+judge_ = torch.ops.accumkernels.judge_.default
 
 
 def build_info() -> dict[str, Any] | None:
@@ -75,39 +75,6 @@ def _probe(index: int) -> str | None:
     return message.value.decode(errors="replace") if failed else None
 
 
-def accumulate_(
-    buffer: Tensor,
-    state: Tensor,
-    grads: Sequence[Tensor],
-    segments: Sequence[int],
-    overwrite: Sequence[bool],
-    layout: Tensor,
-    layout_host: Tensor,
-    flags: Tensor | None = None,
-    tag: int = 1,
-    weight: float = 1.0,
-    weight_tensor: Tensor | None = None,
-    loss_scale: Tensor | None = None,
-    drop: Tensor | None = None,
-    sq_norm: Tensor | None = None,
-    count: bool = True,
-    contiguous: bool = False,
-) -> None:
-    # All in order: for each that is looked up by its name the dispatcher takes its time.
-    scalars = weight, weight_tensor, loss_scale, drop
-    rest = flags, tag, *scalars, sq_norm, count, contiguous
-    _accumulate(buffer, state, grads, segments, overwrite, layout, layout_host, *rest)
-    if buffer.is_cuda:
-        keep_until_done(grads)
-
-
-def check_finite_(
-    grads: Sequence[Tensor], segments: Sequence[int], found_inf: Tensor, flags: Tensor, **options: Any
-) -> None:
-    _check_finite(grads, segments, found_inf, flags, **options)
-    keep_until_done(grads)
-
-
 def add_product_(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
     """`view = beta * view + alpha * grad.T @ input`; sums in fp32.
 
@@ -123,38 +90,3 @@ def add_product_(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: 
     pointers = view.data_ptr(), grad.data_ptr(), input.data_ptr()
     operands = _OPERANDS[grad.dtype]
     _library.accumkernels_add_product(*pointers, operands, *view.shape, grad.shape[0], alpha, beta != 0)
-
-
-def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:
-    _norm(out, tensors, ord=ord)
-
-
-def scaled_copy_(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    *,
-    divisor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    _scaled_copy(outputs, inputs, divisor=divisor, found_inf=found_inf)
-
-
-def judge_(
-    verdict: Tensor,
-    single: Tensor,
-    state: Tensor,
-    *,
-    divisor: Tensor | None = None,
-    norm: Tensor | None = None,
-    max_norm: Tensor | None = None,
-    overflow: Tensor | None = None,
-) -> None:
-    _judge(
-        verdict,
-        single,
-        state,
-        divisor=divisor,
-        norm=norm,
-        max_norm=max_norm,
-        overflow=overflow,
-    )
