@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from accumkernels.ops import native
+from accumkernels import ops
 
 from ..harness.arguments import command_line, listed, usable
 from ..harness.case import DTYPES, Case
@@ -52,9 +52,11 @@ def prepare(case: Case, nbytes: int) -> tuple[Callable[[], None], int]:
     scale = torch.tensor(1.0, device=case.device)
     parts = [([case.grads[i] for i in part], part, [False] * len(part)) for part in buckets(case, nbytes)]
 
+    accumulate = ops.select("native", case.device).accumulate_
+
     def add() -> None:
         for grads, segments, overwrite in parts:
-            native.accumulate_(
+            accumulate(
                 case.flat,
                 state,
                 grads,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
+from accumkernels import ops
 from accumkernels.capture.fused import gemm
 from accumkernels.ops import native
 
@@ -65,8 +66,10 @@ def prepare(
     layout_host = torch.tensor([[0, rows * columns]])
     layout = layout_host.to(device)
 
+    accumulate = ops.select("native", device).accumulate_
+
     def route(i: int) -> None:
-        native.accumulate_(
+        accumulate(
             views[i % count].view(-1), state, [grad.t().mm(input)], [0], [False], layout, layout_host, count=False
         )
 

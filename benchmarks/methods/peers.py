@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from accumkernels.ops import native, triton
+from accumkernels import ops
+from accumkernels.ops import triton
 
 from ..harness.case import Case
 from . import megatron
@@ -43,7 +44,7 @@ def _one_by_one(case: Case, add: Callable[[Tensor, Tensor], object]) -> Prepared
     return Prepared(whole, case.views, lambda i: add(case.views[i], case.grads[i]))
 
 
-def _ours(backend: object) -> Callable[[Case], Prepared]:
+def _ours(backend: str) -> Callable[[Case], Prepared]:
     def prepare(case: Case) -> Prepared:
         """The op with everything that a window needs: loss scale, flags, counters."""
         state = torch.zeros(4, dtype=torch.float64, device=case.device)
@@ -51,9 +52,10 @@ def _ours(backend: object) -> Callable[[Case], Prepared]:
         scale = torch.tensor(1.0, device=case.device)
         segments, overwrite = list(range(len(case.grads))), [False] * len(case.grads)
         where = (segments, overwrite, case.layout, case.layout_host)
+        accumulate = ops.select(backend, case.device).accumulate_
 
         def whole() -> None:
-            backend.accumulate_(case.flat, state, case.grads, *where, flags=flags, loss_scale=scale)  # type: ignore[attr-defined]
+            accumulate(case.flat, state, case.grads, *where, flags=flags, loss_scale=scale)
 
         return Prepared(whole, case.views, launches=1)
 
@@ -156,8 +158,8 @@ def _megatron(case: Case) -> Prepared:
 
 
 PEERS: dict[str, Callable[[Case], Prepared]] = {
-    OURS: _ours(native),
-    OURS_TRITON: _ours(triton),
+    OURS: _ours("native"),
+    OURS_TRITON: _ours("triton"),
     MIXED: _mixed,
     CAST: _cast,
     FOREACH: _foreach,

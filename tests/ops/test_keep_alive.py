@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from accumkernels import ops
 from accumkernels.ops import keep_alive
 from accumkernels.ops.keep_alive import keep_until_done
 
@@ -148,6 +149,27 @@ def test_nothing_for_other_devices(machine):
     keep_until_done([])
     keep_until_done([torch.zeros(2)] * MANY)
     assert machine.events == []
+
+
+@pytest.mark.parametrize("op", ["accumulate_", "check_finite_"])
+def test_native_ops_of_cuda_tensors_keep_gradients(monkeypatch, op):
+    """These are what a CUDA device gets; users read the same name."""
+    monkeypatch.setattr(ops.native, "unavailable", lambda device: None)
+    module, kept = ops.select("native", torch.device("cuda", 0)), []
+    assert ops.name(module) == ops.name(ops.select("native", torch.device("cpu"))) == "native"
+    monkeypatch.setattr(module, "keep_until_done", kept.append)
+    grads, layout = [torch.ones(3)], torch.tensor([[0, 3]])
+    found, flags = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int32)
+    if op == "accumulate_":
+        buffer = torch.zeros(32)
+        module.accumulate_(buffer, torch.zeros(4, dtype=torch.float64), grads, [0], [True], layout, layout, weight=2.0)
+        assert buffer[:3].tolist() == [2, 2, 2]
+    else:
+        grads[0][1] = torch.inf
+        module.check_finite_(grads, [0], found, flags, tag=3)
+        assert (found.item(), flags.item()) == (1, 3)
+    assert len(kept) == 1 and kept[0] is grads
+    assert module.norm_ is ops.native.norm_
 
 
 @pytest.mark.gpu
