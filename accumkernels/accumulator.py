@@ -44,12 +44,13 @@ class Parts(NamedTuple):
     runner: MicroBatchRunner
     scaler: LossScaler
     end: End
+    window: Callable[[], Window]  # the one that is open, or finalized: the next one is another object
 
 
 def parts_of(accumulator: FusedAccumulator) -> Parts:
     """What an accumulator is made of; not for users."""
     parts = accumulator._store, accumulator._ranks, accumulator._runner, accumulator._scaler, accumulator._end
-    return Parts(*parts)
+    return Parts(*parts, lambda: accumulator._window)
 
 
 class FusedAccumulator:
@@ -182,22 +183,20 @@ class FusedAccumulator:
         self._overflow = overflow
         half_life = None if isinstance(noise_scale, bool) else noise_scale
         self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
-        self._loss = WindowLoss(self._store.device)
         self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
         self._runner = MicroBatchRunner(
-            None if self._ranks.only_in_grad else self._module,
+            None if self._ranks.judged_together else self._module,
             self._store,
             self._ranks,
             self._scaler,
             overflow,
             self._noise,
-            self._loss,
             release=self._release,
             bucket_bytes=bucket_bytes,
             autocast_route=autocast_route,
             fuse_weight_gradients=fuse_weight_gradients,
         )
-        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise, self._loss)
+        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
         self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.captures)
         self._ended = 0  # windows
         self._looked_for_stages = False
@@ -295,7 +294,7 @@ class FusedAccumulator:
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
         if not self._ranks.begun:
-            self._end.check_sums(self._window)
+            self._store.check_sums(self.micro_batches, self._overflow is not None)
         return self._store.state()[State.FOUND_INF].float()
 
     @property
@@ -599,8 +598,7 @@ class FusedAccumulator:
         """
         self._check_end("finalize()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
-        self._prepare_empty_window()
-        self._runner.captures.set_listening(False)  # a backward from here on adds to what was handed out
+        self._stop_taking()
         self._end.finalize(self._window, optimizers, given)
         self._ended = self._window.number + 1
 
@@ -639,7 +637,7 @@ class FusedAccumulator:
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
-        self._end.clip(norm, limit)
+        self._window.clip(norm, limit)
         self._misuse.see_clip()
         return self._end.result(norm)
 
@@ -675,19 +673,18 @@ class FusedAccumulator:
         Raises:
             TypeError: an optimizer's step needs a closure; and as `finalize`.
         """
-        parts = read_parts(max_norm, self._store)
+        parts = read_parts(max_norm, self._store) if isinstance(max_norm, list | tuple) else None
         limit = None if parts is not None else self._end.limit(max_norm)  # type: ignore[arg-type]
         self._check_end("step()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
-        if self.micro_batches == 0 and not self._ranks.ends_together:
+        if self._window.micro_batches == 0 and not self._ranks.ends_together:
             norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self._store.device))
             self._end.skip_empty()
         else:
-            self._prepare_empty_window()
-            self._runner.captures.set_listening(False)
+            self._stop_taking()
             norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
         self._ended = self._window.number + 1
-        self.zero_()
+        self._drop_window()
         if parts is not None:
             return self._end.results(norms[: len(parts)])
         return None if max_norm is None else self._end.result(norms[0])
@@ -712,12 +709,7 @@ class FusedAccumulator:
                 "will add them to those of its next reduction",
                 self._window.unsynced,
             )
-        if self._window.phase is Phase.FINALIZED:
-            self._in_last = None  # whatever becomes of the iterator
-        self._scaler.forget()
-        self._store.drop_grads()
-        self._store.open_window()
-        self._open()
+        self._drop_window()
 
     # ---- checkpoints
 
@@ -753,13 +745,12 @@ class FusedAccumulator:
                 f"state_dict() with gradients of a backward that was not counted (release={self._release!r}): call "
                 "acc.accumulate() before, or acc.zero_()"
             )
-        self._require_reduced("state_dict()")
+        if self._window.unsynced:
+            self._refuse_unsynced("state_dict()")
         if reduced:
             self._make_room()  # as another rank may have
-        self._end.check_sums(self._window)
-        ended = self._window.phase is Phase.FINALIZED
-        loss = self._end.loss_sums() if ended else self._loss.sums()
-        saved = save(self._store, self._ranks, self._window, self._runner.serial, loss, reduced=reduced)
+        self._store.check_sums(self.micro_batches, self._overflow is not None)
+        saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {
             **saved,
@@ -792,7 +783,7 @@ class FusedAccumulator:
         self._ended = self._window.number
         self._runner.resume(state["serial"])
         self._end.load_state_dict(state)
-        self._loss.resume(state["loss"])
+        self._window.loss.resume(state["loss"])
         self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
@@ -815,19 +806,28 @@ class FusedAccumulator:
         """Which parameters to accumulate; a trainer's adapter leaves out those that nobody steps."""
         return named_parameters(params)
 
+    def _drop_window(self) -> None:
+        if self._window.phase is Phase.FINALIZED:
+            self._in_last = None  # whatever becomes of the iterator
+        if self._scaler.scaler is not None:
+            self._scaler.forget()
+        self._store.drop_grads()
+        self._store.open_window()
+        self._open()
+
     def _open(self) -> None:
-        self._window = Window(number=self._ended)
-        self._end.open_window()
-        self._noise.open_window()
-        self._loss.open_window()
+        self._window = Window(self._ended, WindowLoss(self._store.device))
+        if self._noise.on or self._noise.measuring:
+            self._noise.open_window()
         self._ranks.open_window()
         self._runner.open_window(self._window)
         self._misuse.open_window(self._window)
 
-    def _prepare_empty_window(self) -> None:
-        """Do what the first micro-batch would have done: there was none here, but other ranks may have had one."""
-        if self._ranks.ends_together and self.micro_batches == 0:
-            self._runner.prepare_window()
+    def _stop_taking(self) -> None:
+        """The window ends: a backward from here on adds to what is handed out."""
+        if self._window.micro_batches == 0 and self._ranks.ends_together:
+            self._runner.prepare_window()  # as its first micro-batch would have: other ranks may have had one
+        self._runner.captures.set_listening(False)
 
     def _make_room(self) -> None:
         """Before a window's first micro-batch: do what that would do for parameters that were unfrozen."""
@@ -872,9 +872,10 @@ class FusedAccumulator:
         self._require_accumulating(caller)
         if self._silence is not None:
             self._silence.check_end(caller)
-        self._require_reduced(caller)
+        if self._window.unsynced:
+            self._refuse_unsynced(caller)
         nothing = isinstance(ignore, tuple) and not ignore
-        self._end.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
+        self._end.steps.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
         if self._runner.captures.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
@@ -882,9 +883,8 @@ class FusedAccumulator:
             )
         self._misuse.see_end(caller, divisor)
 
-    def _require_reduced(self, caller: str) -> None:
-        if self._window.unsynced:
-            raise RuntimeError(
-                f"{caller}: the last {self._window.unsynced} micro-batches left no gradient, FSDP2 keeps them: call "
-                "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
-            )
+    def _refuse_unsynced(self, caller: str) -> None:
+        raise RuntimeError(
+            f"{caller}: the last {self._window.unsynced} micro-batches left no gradient, FSDP2 keeps them: call "
+            "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
+        )

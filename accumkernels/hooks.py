@@ -123,30 +123,31 @@ def unfollow(follower: Follower) -> None:
 
 def has_global_step_pre_hooks() -> bool:
     """Whether any but ours is registered for all optimizers."""
-    return any(hook is not _before_step for hook in _global_optimizer_pre_hooks.values())
+    for hook in _global_optimizer_pre_hooks.values():  # not any(): each step asks, and a generator takes its time
+        if hook is not _before_step:
+            return True
+    return False
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        has_closure = _has_closure(args, kwargs)
-        for follower in _living():
-            follower.before_step(optimizer, has_closure)
+        has_closure = (len(args) > 1 or bool(kwargs)) and _has_closure(args, kwargs)
+        for ref in tuple(_followers):  # more may come while they are told, and others may go
+            follower = ref()
+            if follower is not None:
+                follower.before_step(optimizer, has_closure)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    has_closure = _has_closure(args, kwargs)
-    for follower in _living():
-        follower.after_step(optimizer, has_closure)
-
-
-def _living() -> list[Follower]:
-    """Those to tell; more may come while they are told, and others may go."""
-    return [follower for ref in tuple(_followers) if (follower := ref()) is not None]
+    has_closure = (len(args) > 1 or bool(kwargs)) and _has_closure(args, kwargs)
+    for ref in tuple(_followers):
+        follower = ref()
+        if follower is not None:
+            follower.after_step(optimizer, has_closure)
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if len(args) == 1 and not kwargs:
-        return False  # the first is the optimizer
+    """Whether a step was called with one; the first argument is the optimizer."""
     return any(callable(value) for value in (*args[1:], *kwargs.values()))
 
 
@@ -159,8 +160,10 @@ def _watch_clipping(name: str) -> None:
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and _followers:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            for follower in _living():
-                follower.before_clip(parameters)
+            for ref in tuple(_followers):
+                follower = ref()
+                if follower is not None:
+                    follower.before_clip(parameters)
         return original(parameters, *args, **kwargs)
 
     for module in (clip_grad, torch.nn.utils):

@@ -62,7 +62,7 @@ ENDING = "def later():\n    from ..window.end import Ending"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import accumkernels.ranks.ddp"
 UP = [  # module, what is added to it, whom it must not import
     ("ops/reference.py", "from ..buffers import flat", "buffers.flat"),
-    ("buffers/norms.py", ENDING, "window.end"),
+    ("buffers/devices.py", ENDING, "window.end"),
     ("capture/gradients.py", TYPES, "ranks.ddp"),
     ("ranks/ddp.py", "from ..capture.gradients import drop, take", "capture.gradients"),
     ("window/state.py", "from accumkernels import accumulator", "accumulator"),

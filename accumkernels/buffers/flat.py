@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.schema import State
 from .dtensors import is_dtensor, local
 from .layout import Segment, aligned
 from .pages import zeros
@@ -163,10 +164,30 @@ class FlatBuffer:
         """Note, for every segment, whether it holds a sum."""
         self.touched = bytearray(touched)
 
+    def untouch(self, index: int) -> None:
+        """Note that a segment's sum was dropped."""
+        self.touched[index] = False
+
     def touch_unchecked(self, index: int, tag: int) -> None:
         """Note that micro-batch `tag` was added to a segment, and nobody has looked whether the sum is finite."""
         self.touched[index] = True
         self.unchecked[index] = tag
+
+    def check_sums(self, state: Tensor, tag: int, opened: int) -> None:
+        """Look for an overflow in sums that were added to without a look.
+
+        Args:
+            state: Of the device.
+            tag: Of the last micro-batch; what was found in this window is noted to be in it.
+            opened: The last micro-batch before the window.
+        """
+        found = torch.zeros(1, dtype=torch.float64, device=self.device)
+        segments = list(self.unchecked)
+        self.ops.check_finite_([self.views[index] for index in segments], segments, found, self.flags, tag=tag)
+        earlier = (found > 0) & (self.flags > opened)
+        self.flags.masked_fill_(earlier, tag)
+        for flag in (State.FOUND_INF, State.POISONED):
+            state[flag].clamp_(min=found[0])
 
     def touched_segments(self) -> list[Segment]:
         """Segments that hold a sum of this window."""
@@ -174,11 +195,11 @@ class FlatBuffer:
             return self.segments
         return [s for s, touched in zip(self.segments, self.touched, strict=True) if touched]
 
-    def touched_views(self) -> list[Tensor]:
-        """Their views."""
-        if 0 not in self.touched:
+    def touched_views(self, only: Set[int] | None = None) -> list[Tensor]:
+        """Their views; `only` those of parameters with these `id`s."""
+        if 0 not in self.touched and only is None:
             return self.views
-        return [self.views[s.index] for s in self.touched_segments()]
+        return [self.views[s.index] for s in self.touched_segments() if only is None or id(s.param) in only]
 
     def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other one."""

@@ -6,22 +6,25 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import attrgetter, is_
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
 from ..ops.schema import State
 from .devices import worst
-from .drift import AsBuilt
 from .flat import FlatBuffer, flat_buffers
 from .layout import Segment
 from .masters import Masters
 from .parameters import NamedParameter
 
 _log = logging.getLogger(__name__)
+_touched = attrgetter("touched")
+_unchecked = attrgetter("unchecked")
 _stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to the store that has it
 
 
@@ -29,6 +32,50 @@ def has_accumulator(param: Tensor) -> bool:
     """Whether an accumulator that is alive takes care of the parameter."""
     claim = _stores.get(param)
     return claim is not None and claim() is not None
+
+
+class _AsBuilt:
+    """Identity, dtype, device, shape and strides of parameters that are no DTensors, at construction.
+
+    A look at all of them takes a few passes, a tenth of the time of one after another.
+    It only says whether anything changed: `NamedParameter.check_identity` and `Segment.drift` say what.
+
+    Args:
+        named: All parameters.
+        segments: Of those that have a place.
+    """
+
+    def __init__(self, named: Sequence[NamedParameter], segments: Sequence[Segment]) -> None:
+        places = [(owner, key, entry.param) for entry in named for owner, key in entry.owners]
+        self._owners = [owner for owner, _, _ in places]
+        self._keys = [key for _, key, _ in places]
+        self._owned = [param for _, _, param in places]
+        self._params = [s.param for s in segments]
+        # Not of subclasses, which need not have an address.
+        plain = all(type(p) in (Tensor, Parameter) for p in self._params)
+        self._addresses = list(map(Tensor.data_ptr, self._params)) if plain else None
+        self._dtypes = [s.dtype for s in segments]
+        self._devices = [s.device for s in segments]
+        self._shapes = [s.shape for s in segments]
+        self._strides = [s.param_stride for s in segments]
+
+    def holds(self) -> bool:
+        """Whether nothing changed."""
+        params = self._params
+        if not all(map(is_, map(dict.get, self._owners, self._keys), self._owned)):
+            return False
+        addresses = None if self._addresses is None else list(map(Tensor.data_ptr, params))
+        if addresses is not None and addresses == self._addresses:
+            return True  # what changes a parameter gives it other memory: one pass instead of four
+        same = (
+            [p.dtype for p in params] == self._dtypes
+            and [p.device for p in params] == self._devices
+            and [p.shape for p in params] == self._shapes
+            and list(map(Tensor.stride, params)) == self._strides
+        )
+        if same:
+            self._addresses = addresses
+        return same
 
 
 class Store:
@@ -54,7 +101,7 @@ class Store:
         self.result_dtype = torch.float32
         self._backend = backend
         self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
-        self._as_built: AsBuilt | None = None
+        self._as_built: _AsBuilt | None = None
         ops.select(backend, named[0].param.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
         self.masters = Masters(named) if master_weights else None
@@ -133,7 +180,7 @@ class Store:
         self.result_dtype = torch.float64 if wide else torch.float32
         self.rounds = self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
         sharded = any(buffer.sharded for buffer in self.buffers)
-        self._as_built = None if sharded else AsBuilt(self.named, [s for b in self.buffers for s in b.segments])
+        self._as_built = None if sharded else _AsBuilt(self.named, [s for b in self.buffers for s in b.segments])
         return buffers
 
     def check_drift(self) -> None:
@@ -158,7 +205,7 @@ class Store:
 
     def touched_bytes(self) -> bytes:
         """For each segment, in the order of buffers, 1 where it holds a sum."""
-        return b"".join([buffer.touched for buffer in self.buffers])
+        return b"".join(map(_touched, self.buffers))
 
     def state(self) -> Tensor:
         """The first device's state, with the flags of all devices.
@@ -174,6 +221,33 @@ class Store:
             for flag in (State.FOUND_INF, State.POISONED):
                 state[flag] = of_any[flag]
         return state
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether anything was added to sums without a look for an overflow."""
+        return any(map(_unchecked, self.buffers))
+
+    def check_sums(self, micro_batches: int, checks: bool, norm: Tensor | None = None) -> Tensor:
+        """Look for an overflow in sums that were added to without a look; the state afterwards.
+
+        In which micro-batch it was is not known: it counts as the last, and with it all that were found before.
+
+        Args:
+            micro_batches: How many the window has.
+            checks: Whether an overflow matters.
+            norm: Of the sums, or its square, where it is known: what the host can read spares a pass over them.
+        """
+        unchecked = list(filter(_unchecked, self.buffers))
+        if not unchecked:
+            return self.state()
+        finite = norm is not None and norm.device.type == "cpu" and bool(torch.isfinite(norm))
+        if checks and not finite:
+            tag = max(max(buffer.unchecked.values()) for buffer in unchecked)
+            for buffer in unchecked:
+                buffer.check_sums(self.states[buffer.device], tag, tag - max(micro_batches, 1))
+        for buffer in unchecked:
+            buffer.unchecked.clear()
+        return self.state()
 
     def flagged(self) -> tuple[int, list[str]]:
         """Serial number of the last micro-batch with an overflow, and the parameters it was in; synchronises."""

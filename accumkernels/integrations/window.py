@@ -315,7 +315,7 @@ class TrainerWindow:
 
     def _rerecord(self) -> None:
         """Tell the scaler again that gradients are unscaled: another optimizer's update has made it forget."""
-        verdict = self.accumulator._window.verdict
+        verdict = self.parts.window().verdict
         assert verdict is not None
         self.parts.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
-from ..buffers.norms import total_norm
 from ..buffers.parameters import NamedParameter
 from .sender import Sender
 
@@ -21,7 +22,7 @@ class LocalStats(NamedTuple):
         state: fp64 `[4]`, see `ops.schema.State`.
         touched: For each segment, in the order of buffers, 1 where it holds a sum.
         dropped: Whether the window was dropped here.
-        squares: fp64 0-d, `sum w_i |g_i|^2`; None where it is not measured.
+        squares: fp64 `[2]`, `sum w_i |g_i|^2` and the squared norm of the sum; None where they are not measured.
         divisor: fp64 0-d that replaces the sum of weights; None for that sum.
         weighed_after: Whether any weight other than 1 came after its backward, where it is too late for gradients that
             backward has reduced over ranks.
@@ -30,6 +31,7 @@ class LocalStats(NamedTuple):
         loss: Makes fp64 `[2]`, the weighted sum of losses and the sum of their weights; None where no loss is known.
         norms: How many norms the step clips by: 0, 1 for that of all parameters, 1 + n for a list of n parts.
         limit: fp64 0-d, what it clips to, added up over parts; None without any.
+        averaged: Whether the sums are averages already, of all ranks: the window was loaded as finalized.
     """
 
     state: Tensor
@@ -43,6 +45,7 @@ class LocalStats(NamedTuple):
     loss: Callable[[], Tensor | None] = lambda: None
     norms: int = 0
     limit: Tensor | None = None
+    averaged: bool = False
 
     @property
     def loss_sums(self) -> Tensor:
@@ -75,55 +78,107 @@ class GlobalStats(NamedTuple):
     loss: Tensor | None = None
 
 
-def different_windows(numbers: Sequence[float]) -> str | None:
-    """That ranks, each in the window of such a number, do not end the same one, in words."""
-    if len(set(numbers)) == 1:
-        return None
-    return (
-        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were "
-        "saved in the same window, and end each window on all ranks"
+class Look(Protocol):
+    """What the end of a window does to its sums, at the moments that ranks choose.
+
+    Attributes:
+        unchecked: Whether something was added to the sums without a look for an overflow.
+        checks: Whether an overflow matters.
+        divides: Whether sums that are reduced are divided at once.
+    """
+
+    unchecked: bool
+    checks: bool
+    divides: bool
+
+    def check(self, norm: Tensor | None) -> Tensor:
+        """Look for that overflow; `norm` of the sums, or its square, spares a pass. Returns the state afterwards."""
+
+    def norm(self) -> Tensor:
+        """The norm of the sums of all ranks as they are, fp64 0-d; collective where parameters are not all here."""
+
+    def begin_reducing(self) -> None:
+        """From here on, a failure loses the sums."""
+
+    def agree(self, stats: GlobalStats) -> None:
+        """Take over what all ranks know of the window."""
+
+    def see(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
+        """These parts of sums are reduced: measure them, and divide them."""
+
+    def squared_norm(self) -> Tensor:
+        """Of everything seen, before it was divided; inf where only the division was to tell of an overflow."""
+
+
+class Ended(NamedTuple):
+    """What ranks found at the end of a window; tensors are fp64, on the first device.
+
+    Attributes:
+        stats: What all know together.
+        norm: 0-d, of the sums of all ranks; None where nothing is clipped by it.
+        squares: As in `LocalStats`, of all ranks.
+        overflow: 0-d, not 0 where a sum over ranks is not finite, though each rank's may be; None: nobody looked.
+        divided: Whether sums were divided.
+    """
+
+    stats: GlobalStats
+    norm: Tensor | None
+    squares: Tensor | None
+    overflow: Tensor | None = None
+    divided: bool = False
+
+
+def end_reduced(ranks: Ranks, report: LocalStats, look: Look) -> Ended:
+    """End a window whose sums are reduced now: all ranks agree first, and each part is looked at when it is there.
+
+    Raises:
+        RuntimeError: ranks disagree; only when the last collective is over, since all of them have to come to it.
+    """
+    look.begin_reducing()
+    stats = ranks.all_reduce_stats(report)
+    look.agree(stats)
+    ranks.reduce(look.see)
+    if stats.error is not None:
+        raise RuntimeError(stats.error)
+    if report.norms != 1 and stats.squares is None and not look.checks:
+        look.check(None)
+        return Ended(stats, None, None, divided=look.divides)
+    of_sum = ranks.sum_over_shards(look.squared_norm())
+    look.check(of_sum)
+    return Ended(
+        stats,
+        norm=of_sum.sqrt() if report.norms == 1 else None,
+        # nan where a rank did not measure, and then the window does not count
+        squares=None if stats.squares is None else torch.stack([stats.squares, of_sum]),
+        # each rank's sum was finite; theirs together may not be
+        overflow=(~torch.isfinite(of_sum)).double() if look.checks else None,
+        divided=look.divides,
     )
 
 
-def different_limits(norms: Sequence[float], limits: Sequence[float], place: str = "rank") -> str | None:
-    """That ranks do not clip alike, as their `LocalStats`s say, in words.
-
-    Each norm is a collective where parameters are sharded or on several stages, and elsewhere replicas would diverge.
-    """
-    if len(set(norms)) == 1 and len(set(limits)) == 1:
-        return None
-    given = [
-        "none" if n == 0 else f"{limit}" if n == 1 else f"a list of {int(n) - 1} for {limit} together"
-        for n, limit in zip(norms, limits, strict=True)
-    ]
-    return f"max_norm must be the same on all ranks; by {place} it is {', '.join(given)}"
-
-
 class Ranks:
-    """The ranks that share windows. As it stands: one process, which communicates nothing.
+    """The ranks that share windows: what all kinds have in common, and the right thing where nothing is to be done.
 
     Attributes:
         size: How many ranks share a window.
         rank: Which of them this is.
-        ends_together: Whether the end of a window is collective, so that a rank without micro-batches takes part.
+        stage: Which rank of a pipeline this is; each has other parameters.
+        ends_together: Whether another rank may have micro-batches where this one has none, which then takes part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
         sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
-        judged_together: Whether ranks hold different parts of the same gradients, so that all of them are judged.
-        only_in_grad: Whether gradients are right in `.grad` alone, after others have reduced or divided them there:
-            nothing is to be taken inside modules.
-        stage: Which rank of a pipeline this is; each has other parameters.
+        judged_together: Whether ranks hold different parts of the same gradients, so that all of them are judged. Those
+            are right in `.grad` alone, where others have reduced or divided them: nothing is taken inside modules.
         begun: Whether parts of the open window were sent, so that nothing can be added to them.
         sender: Decides what is sent while a backward runs.
     """
 
     size = 1
     rank = 0
+    stage = 0
     ends_together = False
     reduces_sums = False
     sharded = False
     judged_together = False
-    only_in_grad = False
-    stage = 0
     begun = False
     sender = Sender()
 
@@ -167,10 +222,37 @@ class Ranks:
 
     # ---- at its end
 
+    def end_window(self, report: LocalStats, look: Look) -> Ended:
+        """End a window together, whatever that takes: compare reports, reduce sums, measure them.
+
+        Here sums are whole before: they need no reduction, or backward has done it. What nobody has looked at is
+        checked first, so that every rank reports it.
+
+        Args:
+            report: What this rank knows.
+            look: What is to be done to the sums.
+
+        Raises:
+            RuntimeError: ranks disagree, in the same words on all of them.
+        """
+        norm = None
+        clips = report.norms == 1
+        if look.unchecked:
+            norm = look.norm() if clips else None
+            report = report._replace(state=look.check(norm))
+        stats = self.all_reduce_stats(report)
+        if stats.error is not None:
+            raise RuntimeError(stats.error)
+        if self.judged_together:
+            look.agree(stats)
+        squares = None if report.squares is None else self.sum_over_shards(report.squares)
+        if clips and norm is None:
+            norm = look.norm()
+        return Ended(stats, norm, squares)
+
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective."""
-        state = torch.zeros_like(report.state) if report.dropped else report.state
-        return GlobalStats(state, report.divisor, report.squares, None, None, None)
+        raise NotImplementedError
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Reduce what was not reduced, and hand every part of a touched segment to `look` when it is there."""
@@ -186,8 +268,23 @@ class Ranks:
     def total_norm(
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
-        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
-        return total_norm(buffers, norm_type, device, only)
+        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`.
+
+        Nothing is read back. Orders 2 and inf take one deterministic pass of the `norm_` op; for other orders torch's
+        own `torch.nn.utils.get_total_norm` is asked.
+        """
+        if norm_type not in (2.0, math.inf):
+            views = [view for buffer in buffers for view in buffer.touched_views(only)]
+            return move(torch.nn.utils.get_total_norm(views, norm_type), device, torch.float64)
+        parts = []
+        for buffer in buffers:
+            part = torch.zeros((), dtype=torch.float64, device=buffer.device)
+            buffer.ops.norm_(part, buffer.touched_views(only), ord=norm_type)
+            parts.append(part if part.device == device else move(part, device))
+        if len(parts) == 1:
+            return parts[0].sqrt_() if norm_type == 2.0 else parts[0]
+        joined = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
+        return joined.sum().sqrt_() if norm_type == 2.0 else joined.amax()
 
     # ---- checkpoints
 
@@ -216,4 +313,10 @@ class Ranks:
 
 
 class SingleProcess(Ranks):
-    """A process that ends its windows by itself."""
+    """A process that ends its windows by itself, and communicates nothing."""
+
+    def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
+        """See `Ranks`; what this one reports."""
+        state = torch.zeros_like(report.state) if report.dropped else report.state
+        squares = None if report.squares is None else report.squares[0]
+        return GlobalStats(state, report.divisor, squares, None, None, None)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import weakref
 from collections import deque
@@ -31,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
+from .base import Ended, GlobalStats, LocalStats, Look, Ranks, SingleProcess, end_reduced
 from .group import Group
+from .packing import Packer, different_limits, different_windows
 from .sender import ChunkSender
 
 # Of a flat buffer: long enough for bandwidth, and short, since a link waits until backward has completed a whole one.
@@ -256,6 +255,10 @@ class DataParallel(Ranks):
 
     # ---- at its end
 
+    def end_window(self, report: LocalStats, look: Look) -> Ended:
+        """See `Ranks`; collective, unless the window was loaded with averages, which are those of all ranks."""
+        return SingleProcess().end_window(report, look) if report.averaged else end_reduced(self, report, look)
+
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective.
 
@@ -274,42 +277,44 @@ class DataParallel(Ranks):
         # One vector of the same length on every rank, whatever is frozen where: all of it is summed.
         device = report.state.device
         placed = len(report.touched)
-        frozen = bytes(self._parameters - placed)
-        unmarked = not self._marked and report.micro_batches > 0 and not report.dropped
-        numbers = (placed, report.window, report.norms)
-        by_rank = [number if rank == self.rank else 0 for number in numbers for rank in range(self.size)]
-        said = [report.dropped, report.squares is not None, self._marked, unmarked]
-        came = [0] * placed
+        frozen = [0.0] * (self._parameters - placed)
+        came: list[float] = [0.0] * placed
         if self.rank == 0 and self._agreements < _LEARNING:
             came = [self._complete.get((b, s.index), 0) for b in self._buffers for s in b.segments]
-        lists = [*said, *report.touched, *frozen, *came, *frozen, *by_rank]
-        host = torch.tensor(lists, dtype=torch.float64, device="cpu")
-        given = torch.zeros(2, self.size, dtype=torch.float64, device=device)
-        if report.divisor is not None:
-            given[0, self.rank] = report.divisor
-        if report.limit is not None:
-            given[1, self.rank] = report.limit
-        squares = torch.zeros_like(report.state[:1]) if report.squares is None else report.squares.reshape(1)
-        vector = torch.cat([report.state, squares, report.loss_sums, move(host, device), given.flatten()])
-        self._group.sum(vector)
+        packer = Packer(self.rank, self.size, device)
+        packer.add(
+            state=report.state,
+            squares=None if report.squares is None else report.squares[0],
+            loss=report.loss_sums,
+            dropped=report.dropped,
+            measuring=report.squares is not None,
+            marked=self._marked,
+            unmarked=not self._marked and report.micro_batches > 0 and not report.dropped,
+            touched=[*report.touched, *frozen],
+            came=[*came, *frozen],
+        )
+        packer.add_by_rank(
+            placed=placed, window=report.window, norms=report.norms, divisor=report.divisor, limit=report.limit
+        )
+        packed = packer.reduce(self._group.sum)
 
         # What the device alone can conclude: a window that any rank dropped is empty; where windows, norms, divisors or
         # limits differ, that counts as overflow.
-        sizes = [len(State), 1, 2, 1, 1, 1, 1, self._parameters, self._parameters, self.size, 4 * self.size]
-        state, squares, loss, dropped, measuring, _, _, _, _, _, alike = vector.split(sizes)
-        alike = alike.view(4, self.size)
-        differs = (alike != alike[:, :1]).any()
+        differs = packed.differ("window", "norms", "divisor", "limit")
+        state, loss = packed["state"], packed["loss"]
         flags = state[State.FOUND_INF :: State.POISONED - State.FOUND_INF]  # these two
         flags.copy_((flags > 0) | differs)
-        state, loss = torch.where(dropped > 0, 0.0, torch.cat([state, loss])).split([len(State), 2])
+        dropped, measuring = packed["dropped"], packed["measuring"]
         agreement = GlobalStats(
-            state=state,
-            divisor=None if report.divisor is None else alike[2, 0],
-            squares=None if report.squares is None else torch.where(measuring[0] == self.size, squares[0], torch.nan),
+            state=torch.where(dropped > 0, 0.0, state),
+            divisor=None if report.divisor is None else packed["divisor"][0, 0],
+            squares=None
+            if report.squares is None
+            else torch.where(measuring[0] == self.size, packed["squares"][0], torch.nan),
             touched=None,
             dropped=None,
             weight=None,
-            loss=loss,
+            loss=torch.where(dropped > 0, 0.0, loss),
         )
 
         # What the host concludes, where it may look.
@@ -318,22 +323,20 @@ class DataParallel(Ranks):
         learning = self._agreements <= _LEARNING
         if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
             return agreement
-        values = iter(vector.tolist())
-        host_state, _, _, (any_dropped,), _, (marked,), (unmarked,), counts, came, layouts, *rows = (
-            list(itertools.islice(values, size)) for size in (*sizes[:-1], *[self.size] * 4)
-        )
-        if len(set(layouts)) > 1:
+        found = packed.on_host()
+        if len(set(found["placed"])) > 1:
             raise RuntimeError(
-                f"parameters were unfrozen on some ranks only: by rank, {[int(n) for n in layouts]} are accumulated"
+                "parameters were unfrozen on some ranks only: by rank, "
+                f"{[int(n) for n in found['placed']]} are accumulated"
             )
         self._known, self._agreed = len(self._buffers), len(self._chunks)
-        if learning and any(came) and not self._came:
-            self._came = came[:placed]
+        if learning and any(found["came"]) and not self._came:
+            self._came = found["came"][:placed]
         return agreement._replace(
-            touched=[count > 0 for count in counts[:placed]],
-            dropped=any_dropped > 0,
-            weight=host_state[State.WEIGHT],
-            error=_disagreement(rows, marked, unmarked),
+            touched=[count > 0 for count in found["touched"][:placed]],
+            dropped=found["dropped"][0] > 0,
+            weight=found["state"][State.WEIGHT],
+            error=_disagreement(found),
         )
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
@@ -388,17 +391,17 @@ class DataParallel(Ranks):
         self._waited += 1
 
 
-def _disagreement(alike: list[list[float]], marked: float, unmarked: float) -> str | None:
+def _disagreement(found: dict[str, list[float]]) -> str | None:
     """What ranks disagree about, in words."""
-    windows, norms, divisors, limits = alike
-    differ = different_windows(windows)
+    differ = different_windows(found["window"])
     if differ is not None:
         return differ
-    if len(set(divisors)) > 1:
-        return f"divisor must be that of the whole window, over all ranks; by rank it is {divisors} (0.0: none)"
+    if len(set(found["divisor"])) > 1:
+        return f"divisor must be that of the whole window, over all ranks; by rank it is {found['divisor']} (0.0: none)"
+    (marked,), (unmarked,) = found["marked"], found["unmarked"]
     if marked and unmarked:
         return (
             f"the last micro-batch was marked (last=True, acc.window) on {int(marked)} ranks, and not on "
             f"{int(unmarked)} others that ran micro-batches: mark it on all of them, or on none"
         )
-    return different_limits(norms, limits)
+    return different_limits(found["norms"], found["limit"])

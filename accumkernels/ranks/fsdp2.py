@@ -22,8 +22,9 @@ from ..buffers.dtensors import is_dtensor, local
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
+from .base import GlobalStats, LocalStats, Ranks
 from .own_group import own_group
+from .packing import Packer, different_limits, different_windows
 
 
 class Sharded(Ranks):
@@ -36,7 +37,6 @@ class Sharded(Ranks):
 
     sharded = True
     judged_together = True
-    only_in_grad = True
 
     def __init__(self, named: Sequence[NamedParameter], sharded_by_fsdp: bool) -> None:
         self._sharded_by_fsdp = sharded_by_fsdp
@@ -92,7 +92,7 @@ class Sharded(Ranks):
                 "model.reshard() first"
             )
 
-    # ---- agreement
+    # ---- the end of a window
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """See `Ranks`; the host does not wait."""
@@ -110,36 +110,32 @@ class Sharded(Ranks):
         # One vector, summed: flags, then for every rank its weight and what must be alike.
         device = report.state.device
         state = torch.zeros_like(report.state) if report.dropped else report.state
-        flags = torch.tensor([report.dropped, report.weighed_after], dtype=torch.float64, device="cpu")
-        by_rank = torch.zeros(5, self.size, dtype=torch.float64, device=device)
-        by_rank[0, self.rank] = state[State.WEIGHT]
-        by_rank[2, self.rank] = report.window
-        by_rank[3, self.rank] = report.norms
-        if report.divisor is not None:
-            by_rank[1, self.rank] = report.divisor
-        if report.limit is not None:
-            by_rank[4, self.rank] = report.limit
-        vector = torch.cat([state, report.loss_sums, move(flags, device), by_rank.flatten()])
-        dist.all_reduce(vector, group=self._group)
+        packer = Packer(self.rank, self.size, device)
+        packer.add(state=state, loss=report.loss_sums, dropped=report.dropped, after=report.weighed_after)
+        packer.add_by_rank(
+            weight=state[State.WEIGHT],
+            divisor=report.divisor,
+            window=report.window,
+            norms=report.norms,
+            limit=report.limit,
+        )
+        packed = packer.reduce(self._sum)
 
         # What the device alone can conclude.
-        sizes = [len(State), 2, 1, 1, self.size, self.size, 3 * self.size]
-        summed, loss, dropped, after, weights, divisors, alike = vector.split(sizes)
-        alike = alike.view(3, self.size)
-        wrong = (divisors != divisors[0]).any() | ((after[0] > 0) & (weights != weights[0]).any())
-        wrong = wrong & (dropped[0] == 0) | (alike != alike[:, :1]).any()
+        wrong = packed.differ("divisor") | ((packed["after"][0] > 0) & packed.differ("weight"))
+        wrong = wrong & (packed["dropped"][0] == 0) | packed.differ("window", "norms", "limit")
         together = state.clone()
-        together[State.WEIGHT] = weights.mean()
+        together[State.WEIGHT] = packed["weight"].mean()
         for flag in (State.FOUND_INF, State.POISONED):
-            together[flag] = ((summed[flag] > 0) | wrong).double()
+            together[flag] = ((packed["state"][flag] > 0) | wrong).double()
         agreement = GlobalStats(
-            state=torch.where(dropped > 0, 0.0, together),
+            state=torch.where(packed["dropped"] > 0, 0.0, together),
             divisor=report.divisor,
-            squares=report.squares,
+            squares=None if report.squares is None else report.squares[0],
             touched=None,
             dropped=None,
             weight=None,
-            loss=torch.where(dropped > 0, 0.0, loss),
+            loss=torch.where(packed["dropped"] > 0, 0.0, packed["loss"]),
         )
 
         # What the host concludes, where it may look.
@@ -147,14 +143,15 @@ class Sharded(Ranks):
         if device.type != "cpu" and same and report.divisor is None and not report.weighed_after:
             return agreement
         self._compared = report.norms
-        host_state, _, (any_dropped,), (any_after,), weights, given, _ = (
-            part.tolist() for part in vector.cpu().split(sizes)
-        )
-        windows, norms, limits = alike.tolist()
-        error = different_windows(windows) or different_limits(norms, limits)
-        if error is None and not any_dropped and not host_state[State.POISONED]:
-            error = _disagreement(weights, given, any_after > 0)
-        return agreement._replace(dropped=any_dropped > 0, weight=sum(weights) / self.size, error=error)
+        found = packed.on_host()
+        (dropped,), (after,) = found["dropped"], found["after"]
+        error = different_windows(found["window"]) or different_limits(found["norms"], found["limit"])
+        if error is None and not dropped and not found["state"][State.POISONED]:
+            error = _disagreement(found["weight"], found["divisor"], after > 0)
+        return agreement._replace(dropped=dropped > 0, weight=sum(found["weight"]) / self.size, error=error)
+
+    def _sum(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
 
     # ---- sums over shards
 

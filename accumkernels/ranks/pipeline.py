@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .base import GlobalStats, LocalStats, Ranks, different_limits, different_windows
+from .base import Ended, GlobalStats, LocalStats, Look, Ranks, SingleProcess, end_reduced
+from .packing import Packer, different_limits, different_windows
 from .sender import ChunkSender
 
 
@@ -38,7 +38,6 @@ class Pipeline(Ranks):
 
     ends_together = True
     judged_together = True
-    only_in_grad = True
 
     def __init__(self, replicas: Ranks, group: Any) -> None:
         self._replicas = replicas
@@ -69,7 +68,15 @@ class Pipeline(Ranks):
                         "all stages must be alike"
                     )
 
-    # ---- agreement
+    # ---- the end of a window
+
+    def end_window(self, report: LocalStats, look: Look) -> Ended:
+        """See `Ranks`; collective, as it is for the replicas."""
+        if not self.reduces_sums:
+            return super().end_window(report, look)
+        if report.averaged:
+            return SingleProcess().end_window(report, look)
+        return end_reduced(self, report, look)
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective: over replicas, then over stages.
@@ -80,51 +87,51 @@ class Pipeline(Ranks):
         agreement = self._replicas.all_reduce_stats(report)
         device = report.state.device
 
-        # One row for each stage, in one vector that is summed.
-        squares = torch.zeros((), dtype=torch.float64) if agreement.squares is None else agreement.squares
-        divisor = torch.zeros((), dtype=torch.float64) if agreement.divisor is None else agreement.divisor
-        dropped = report.dropped or bool(agreement.dropped)
-        limit = torch.zeros((), dtype=torch.float64) if report.limit is None else report.limit
-        counts = [report.window, report.norms, report.micro_batches, dropped, agreement.error is not None]
-        rows = torch.zeros(self._group.size(), len(State) + 10, dtype=torch.float64, device=device)
-        rows[self.stage] = torch.cat(
-            [
-                agreement.state,
-                report.loss_sums if agreement.loss is None else agreement.loss,
-                move(squares, device).reshape(1),
-                move(divisor, device).reshape(1),
-                move(limit, device).reshape(1),
-                move(torch.tensor(counts, dtype=torch.float64, device="cpu"), device),
-            ]
+        # One row for each stage.
+        packer = Packer(self.stage, self._group.size(), device)
+        packer.add_by_rank(
+            state=agreement.state,
+            loss=report.loss_sums if agreement.loss is None else agreement.loss,
+            squares=agreement.squares,
+            divisor=agreement.divisor,
+            limit=report.limit,
+            window=report.window,
+            norms=report.norms,
+            micro_batches=report.micro_batches,
+            dropped=report.dropped or bool(agreement.dropped),
+            error=agreement.error is not None,
         )
-        dist.all_reduce(rows, group=self._group)
+        packed = packer.reduce(self._sum)
 
         # What the device alone can conclude: stages that differ overflow, and a window that is empty for one is empty.
-        states, losses, squares, divisors, alike, done, _, errors = rows.split([len(State), 2, 1, 1, 3, 1, 1, 1], 1)
+        states = packed["state"]
         weights = states[:, State.WEIGHT]
         empty = (weights == 0).any()
-        differs = ~_alike(weights) | (divisors != divisors[0]).any() | (done != done[0]).any()
-        differs = differs & ~empty | (alike != alike[0]).any() | (errors > 0).any()
+        differs = ~_alike(weights) | packed.differ("divisor", "micro_batches")
+        differs = differs & ~empty | packed.differ("limit", "window", "norms") | (packed["error"] > 0).any()
         state = torch.where(empty, 0.0, agreement.state)
         for flag in (State.FOUND_INF, State.POISONED):
             state[flag] = ((states[:, flag] > 0).any() | differs).double()
         agreement = agreement._replace(
             state=state,
-            squares=None if agreement.squares is None else squares.sum(),
-            loss=torch.where(empty, 0.0, losses.sum(0)),
+            squares=None if agreement.squares is None else packed["squares"].sum(),
+            loss=torch.where(empty, 0.0, packed["loss"].sum(0)),
         )
 
         # What the host concludes, where it may look.
         if device.type != "cpu" and self._compared == report.norms and report.divisor is None:
             return agreement._replace(dropped=None, weight=None)
         self._compared = report.norms
-        columns = [column.tolist() for column in rows.cpu().unbind(1)]
-        weights_by_stage, by_stage = columns[State.WEIGHT], columns[len(State) + 3 :]
+        found = packed.on_host()
+        weight_by_stage = found["state"]  # its first column: State.WEIGHT
         return agreement._replace(
-            dropped=any(columns[-2]),
-            weight=0.0 if 0 in weights_by_stage else weights_by_stage[self.stage],
-            error=agreement.error or _disagreement(weights_by_stage, *by_stage),
+            dropped=any(found["dropped"]),
+            weight=0.0 if 0 in weight_by_stage else weight_by_stage[self.stage],
+            error=agreement.error or _disagreement(found),
         )
+
+    def _sum(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """See `Ranks`; collective."""
@@ -206,27 +213,19 @@ def _alike(weights: Tensor) -> Tensor:
     return ((weights - weights[0]).abs() <= 1e-12 * weights[0].abs()).all()
 
 
-def _disagreement(
-    weights: list[float],
-    divisors: list[float],
-    limits: list[float],
-    windows: list[float],
-    norms: list[float],
-    done: list[float],
-    dropped: list[float],
-    errors: list[float],
-) -> str | None:
+def _disagreement(found: dict[str, list[float]]) -> str | None:
     """What stages disagree about, in words."""
-    differ = different_windows(windows)
+    differ = different_windows(found["window"])
     if differ is not None:
         return differ
-    if any(errors):
+    if any(found["error"]):
         return "ranks that share another stage of this pipeline disagree about this window: their error says in what"
-    differ = different_limits(norms, limits, "stage rank")
+    differ = different_limits(found["norms"], found["limit"], "stage rank")
     if differ is not None:  # also where nothing is to be clipped: some ranks would wait for the others' norms
         return differ
-    if any(dropped):
+    if any(found["dropped"]):
         return None
+    done, divisors, weights = found["micro_batches"], found["divisor"], found["state"]
     if len(set(done)) > 1:
         return (
             f"the stages of this pipeline counted different numbers of micro-batches, by stage rank "

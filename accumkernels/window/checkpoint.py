@@ -48,9 +48,7 @@ _FORM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(
-    store: Store, ranks: Ranks, window: Window, serial: int, loss: Tensor | None, *, reduced: bool
-) -> dict[str, Any]:
+def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bool) -> dict[str, Any]:
     """The window, its sums, the masters, and which gradients were not finite; synchronises.
 
     Args:
@@ -58,7 +56,6 @@ def save(
         ranks: They join their sums.
         window: What is open.
         serial: Micro-batches ever accumulated.
-        loss: See `WindowLoss.sums`.
         reduced: Whether the state is to be that of all ranks; it always is for DTensors. Collective then.
 
     Raises:
@@ -67,6 +64,7 @@ def save(
     masters = {} if store.masters is None else store.masters.values()
     of_all = reduced or ranks.sharded
     state, flags, of_window = store.state().clone(), [b.flags.clone() for b in store.buffers], window.state_dict()
+    loss = window.loss.sums()
     losses = torch.zeros_like(state[:2]) if loss is None else loss
     touched = [buffer.touched for buffer in store.buffers]
     tensors = [buffer.tensor for buffer in store.buffers]

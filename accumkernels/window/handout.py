@@ -50,16 +50,15 @@ class Handout:
             scale = move(coefficient, buffer.device, buffer.dtype)
             for piece in buffer.ranges(segments):
                 piece.mul_(scale)
-        self.round()
+        if self._store.rounds:
+            self.round()
 
-    def round(self) -> Tensor | None:
+    def round(self) -> Tensor:
         """Round the gradients of 16-bit parameters.
 
         Returns:
-            fp64 `[1]` on the first device, 1.0 where one is not finite; None where there are none to round.
+            fp64 `[1]` on the first device, 1.0 where one is not finite.
         """
-        if not self._store.rounds:
-            return None
         return worst(map(self._round, self._store.buffers), self._store.device)
 
     def _round(self, buffer: FlatBuffer) -> Tensor:
@@ -88,3 +87,8 @@ class Handout:
                 grad = view if rounded is None else rounded
                 target = self._store.target(segment.param)
                 target.grad = shaped_like(grad, target) if buffer.sharded else grad
+
+
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """What gradients of norm `norm` are multiplied by: `torch.nn.utils.clip_grad_norm_`'s formula."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -23,7 +23,7 @@ from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .scaling import LossScaler, scaled_backward
 from .shared_loss import SharedLoss
-from .state import Window, WindowLoss
+from .state import Window
 from .sums import Sums
 
 
@@ -37,7 +37,6 @@ class MicroBatchRunner:
         scaler: Scales losses.
         overflow: As FusedAccumulator's argument.
         noise: Asked for the sums that the noise scale needs.
-        loss: Gets the losses of micro-batches.
         **options: Of `Captures`.
 
     Attributes:
@@ -53,7 +52,6 @@ class MicroBatchRunner:
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
-        loss: WindowLoss,
         **options: Any,
     ) -> None:
         self.serial = 0
@@ -63,7 +61,6 @@ class MicroBatchRunner:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
-        self._loss = loss
         self._weighting = LossWeighting()
         self._window = Window()
         self._warned = False  # of a micro-batch without gradients
@@ -234,7 +231,7 @@ class MicroBatchRunner:
             captures.discard()
             self.serial = micro_batch.tag
             window.drop_unsynced()  # their gradients came with these
-            self._loss.drop_unsynced()
+            window.loss.drop_unsynced()
             self._raise_overflow()
 
         # Add. The op that adds the last bucket counts the micro-batch too, and unsynced ones, whose gradients came now.
@@ -249,7 +246,7 @@ class MicroBatchRunner:
             if added or self._sums.partial:  # an op refuses all of its gradients, others may have run
                 window.break_()
             raise
-        self._loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, dropped)
+        window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, dropped)
         captures.gradients.forget()
         for capture in captures:
             capture.forget()
@@ -263,7 +260,7 @@ class MicroBatchRunner:
         """Where there is no gradient: whether there was no micro-batch, or its gradient is to come with a later one."""
         if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
             self._window.add_unsynced(micro_batch)
-            self._loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, unsynced=True)
+            self._window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, unsynced=True)
             return True
         if not self._warned:
             self._warned = True

@@ -116,22 +116,24 @@ class MisuseDetector(Follower):
         window = self._window
         calls = window.micro_batches + window.found_nothing
         alone = not (self._ranks.ends_together or self._ranks.judged_together)
-        if calls and alone and not window.dropped and next(self._store.touched(), None) is None:
+        if calls and alone and 1 not in self._store.touched_bytes() and not window.dropped:
             raise RuntimeError(
                 f"{caller}: no gradient was found in any of this window's {calls} micro-batches. zero_grad() between "
                 "backward and accumulate() throws gradients away; a loss that reaches none of the accumulator's "
                 "parameters makes none. acc.zero_() drops the window"
             )
-        self._warn_of_division(divisor)
-        self._warn_of_drops()
+        if self._divided_by is not None and divisor is None:
+            self._warn_of_division(self._divided_by)
+        if self._drops:
+            self._warn_of_drops()
         if caller == "step()" and window.micro_batches > self._losses and self._scaler.scaler is None:
             self._own_backwards += 1
             if self._own_backwards == 2:  # by now, a scaler of another model has been updated
                 self._warn_of_scaler()
 
-    def _warn_of_division(self, divisor: object) -> None:
-        count, by = self._window.micro_batches, self._divided_by
-        if divisor is not None or by is None or count < 2 or self._losses != count or abs(by / count - 1) > 1e-6:
+    def _warn_of_division(self, by: float) -> None:
+        count = self._window.micro_batches
+        if count < 2 or self._losses != count or abs(by / count - 1) > 1e-6:
             return
         self._warn(
             "division",
@@ -181,7 +183,7 @@ class MisuseDetector(Follower):
         if self._window.phase is not Phase.FINALIZED:
             if not has_closure:  # else the gradients are still to come
                 self._check_closed(optimizer)
-        elif self._window.handed_out and id(optimizer) not in self._stepped:
+        elif id(optimizer) not in self._stepped and self._window.handed_out:
             self._check_handed_out(optimizer)
             if self._clipped and self._scaler.scaler is None and not self._looked_for_unscaling:
                 self._check_not_unscaled_late(optimizer)
@@ -202,8 +204,10 @@ class MisuseDetector(Follower):
             )
 
     def _check_handed_out(self, optimizer: Optimizer) -> None:
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            return
+        for group in optimizer.param_groups:  # the first has one, nearly always
+            for p in group["params"]:
+                if p.grad is not None:
+                    return
         if self._holds(owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() finds no .grad of those that finalize() handed out: delete "

@@ -19,8 +19,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function_unary
 
-from ..buffers.devices import is_known_zero, move
+from ..buffers.devices import move
 from ..buffers.parameters import NamedParameter
+from .verdict import is_known_zero
 
 _TORCHS_STEP = torch.amp.GradScaler.step
 

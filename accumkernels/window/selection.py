@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,14 +24,12 @@ class Part(NamedTuple):
     max_norm: float | Tensor
 
 
-def read_parts(max_norm: Any, store: Store) -> list[Part] | None:
-    """Read `max_norm` of `step` where it is a list of (parameters, number); None where it is anything else.
+def read_parts(max_norm: Sequence[Any], store: Store) -> list[Part]:
+    """Read `max_norm` of `step` where it is a list of (parameters, number).
 
     Raises:
         TypeError, ValueError: names the entry that is wrong.
     """
-    if not isinstance(max_norm, list | tuple):
-        return None
     parts: list[Part] = []
     taken: set[int] = set()
     for index, entry in enumerate(max_norm):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..buffers.devices import move
 from ..capture.captures import MicroBatch
 from ..ranks.base import GlobalStats
+from .handout import Handout, clip_coefficient
 from .loss_weighting import grad_weight, together
 from .verdict import Verdict
 
@@ -36,46 +36,144 @@ class Phase(enum.Enum):
 
 
 @dataclass
+class WindowLoss:
+    """The losses of one window's micro-batches: on a GPU where they are, unread; those of the CPU as numbers.
+
+    Args:
+        device: Where they are summed.
+    """
+
+    device: torch.device = torch.device("cpu")
+    _losses: list[float | Tensor] = field(default_factory=list, init=False)
+    _weights: list[float | Tensor] = field(default_factory=list, init=False)
+    _undecided: int = field(default=0, init=False)  # of the last ones: gradients are kept and may still be dropped
+    _loaded: Tensor | None = field(default=None, init=False)  # sums of micro-batches before a checkpoint
+    _agreed: Tensor | None = field(default=None, init=False)  # sums of all ranks
+
+    def add(
+        self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, unsynced: bool = False
+    ) -> None:
+        """Take in a micro-batch.
+
+        Args:
+            loss: One element, as the user computed it, on any device; None or larger ones do not count.
+            weight: Of the micro-batch; fp64 0-d where a tensor.
+            drop: fp64 `[1]`, not 0 where the micro-batch is dropped, with those kept before it; None where it is not.
+            unsynced: Whether its gradients will come with those of a later micro-batch, and be used or dropped with
+                them.
+        """
+        if loss is not None and loss.numel() == 1:
+            # Its value now: loops like to change a loss in place afterwards, and it may be a view of much more.
+            if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor
+                value = loss.tolist()  # no op, which a dispatch mode would see
+                while isinstance(value, list):
+                    (value,) = value
+                self._losses.append(float(value))
+            else:
+                self._losses.append(loss.detach().reshape(()).to(self.device, torch.float64, copy=True))
+            self._weights.append(weight)
+            self._undecided += 1
+        if unsynced:
+            return
+        if drop is not None:
+            decided = len(self._weights) - self._undecided
+            dropped = drop.reshape(()) != 0
+            self._weights[decided:] = [torch.where(dropped, 0.0, self._scalar(w)) for w in self._weights[decided:]]
+        self._undecided = 0
+
+    def drop_unsynced(self) -> None:
+        """Forget micro-batches whose gradients were kept and will not be used."""
+        decided = len(self._losses) - self._undecided
+        del self._losses[decided:], self._weights[decided:]
+        self._undecided = 0
+
+    def _scalar(self, weight: float | Tensor) -> Tensor:
+        """fp64 0-d on the device; a number is filled in there, since a copy of it would wait."""
+        return weight if isinstance(weight, Tensor) else torch.full((), weight, dtype=torch.float64, device=self.device)
+
+    def _vector(self, values: Sequence[float | Tensor]) -> Tensor:
+        """fp64 on the device; numbers alone go there in one copy."""
+        if any(isinstance(value, Tensor) for value in values):
+            return torch.stack(list(map(self._scalar, values)))
+        return move(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
+
+    def sums(self) -> Tensor | None:
+        """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none.
+
+        Of this rank until the window ends, and of all ranks afterwards.
+        """
+        if self._agreed is not None or not self._losses:
+            return self._loaded if self._agreed is None else self._agreed
+        # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.
+        w = self._vector(self._weights)
+        used = torch.stack([torch.where(w != 0, w * self._vector(self._losses), 0.0), w]).sum(1)
+        return used if self._loaded is None else used + self._loaded
+
+    def agree(self, sums: Tensor) -> None:
+        """Take over the sums of all ranks."""
+        self._agreed = sums
+
+    def resume(self, sums: Sequence[float]) -> None:
+        """Go on from a checkpoint: the two numbers of `sums`, zeros where there were none."""
+        if any(sums):
+            self._loaded = torch.tensor(sums, dtype=torch.float64, device=self.device)
+
+
+@dataclass
 class Window:
-    """Counts and flags of one window; the sums themselves are in the store. Only this room writes it.
+    """Counts and flags of one window, and its losses; the sums themselves are in the store.
 
     Attributes:
         number: How many windows ended before.
+        loss: The losses of its micro-batches.
         phase: See `Phase`.
         micro_batches: `accumulate` calls, dropped micro-batches too.
         unsynced: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
         unsynced_sum: All of them together; None where there are none.
         host_weight: Sum of the weights that were numbers.
         weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
-        decided_on_device: Whether a weight or divisor was a tensor that only the device knows.
-        dropped: By `discard`: it ends as if it were empty, on all ranks where there are several.
         found_nothing: `accumulate` calls that found no gradient, and counted nothing.
-        handed_out: Whether optimizers have got `.grad`s.
-        verdict: Set when the phase becomes FINALIZED.
     """
 
     number: int = 0
+    loss: WindowLoss = field(default_factory=WindowLoss)
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
     unsynced: int = 0
     unsynced_sum: MicroBatch | None = None
     host_weight: float = 0.0
     weighed_after: bool = False
-    decided_on_device: bool = False
-    dropped: bool = False
     found_nothing: int = 0
-    handed_out: bool = False
-    verdict: Verdict | None = None
+    _decided_on_device: bool = field(default=False, init=False)  # a weight or divisor is a tensor that it alone knows
+    _dropped: bool = field(default=False, init=False)
+    _verdict: Verdict | None = field(default=None, init=False)
+    _handout: Handout | None = field(default=None, init=False)
+    _handed_out: bool = field(default=False, init=False)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether `discard` dropped it: it ends as if it were empty, on all ranks where there are several."""
+        return self._dropped
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Once it is finalized."""
+        return self._verdict
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether optimizers have got `.grad`s."""
+        return self._handed_out
 
     @property
     def may_be_empty(self) -> bool:
         """Whether the weights may sum to zero though nothing overflowed."""
-        return self.decided_on_device or self.dropped or self.host_weight == 0
+        return self._decided_on_device or self._dropped or self.host_weight == 0
 
     @property
     def known_empty(self) -> bool:
         """Whether the host knows already that the step will be skipped for want of weight."""
-        return self.dropped or (not self.decided_on_device and self.host_weight == 0)
+        return self._dropped or (not self._decided_on_device and self.host_weight == 0)
 
     def count(self, weight: float | Tensor) -> None:
         """Count a micro-batch that was added, and with it the unsynced ones."""
@@ -85,7 +183,7 @@ class Window:
         if isinstance(weight, float):
             self.host_weight += weight
         else:
-            self.decided_on_device = True
+            self._decided_on_device = True
 
     def count_nothing(self) -> None:
         """`accumulate` was called, and found no gradient."""
@@ -102,20 +200,41 @@ class Window:
     def discard(self, window: bool, together: bool) -> None:
         """Drop it as a whole: because that was asked for, or because it is broken and ranks end it together."""
         if window or (self.phase is Phase.BROKEN and together):
-            self.dropped = True
+            self._dropped = True
             if self.phase is Phase.BROKEN:
                 self.phase = Phase.OPEN
 
-    def agreed(self, agreement: GlobalStats) -> None:
-        """Take over what all ranks know together; where the host did not look, only the device knows."""
-        if agreement.dropped is None or agreement.weight is None:
-            self.decided_on_device = True
-        else:
-            self.dropped, self.host_weight = agreement.dropped, agreement.weight
+    # ---- its end
 
-    def finalize(self, verdict: Verdict) -> None:
-        """It was judged."""
-        self.phase, self.verdict = Phase.FINALIZED, verdict
+    def divide_on_device(self) -> None:
+        """A divisor was given that only the device knows."""
+        self._decided_on_device = True
+
+    def begin_reducing(self) -> None:
+        """Its sums are being reduced over ranks: if that fails, they are lost."""
+        self.phase = Phase.REDUCING
+
+    def agree(self, stats: GlobalStats) -> None:
+        """Take over what all ranks know together; where the host did not look, only the device knows."""
+        if stats.dropped is None or stats.weight is None:
+            self._decided_on_device = True
+        else:
+            self._dropped, self.host_weight = stats.dropped, stats.weight
+
+    def finalize(self, verdict: Verdict, handout: Handout) -> None:
+        """It was judged, and this is what it hands out."""
+        self.phase, self._verdict, self._handout = Phase.FINALIZED, verdict, handout
+
+    def hand_out(self) -> None:
+        """Let optimizers have their `.grad`s."""
+        assert self._handout is not None
+        self._handout.assign_grads()
+        self._handed_out = True
+
+    def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
+        """Multiply what was handed out, which has the norm `norm`, so that its norm is at most `max_norm`."""
+        assert self._handout is not None
+        self._handout.multiply(clip_coefficient(norm, max_norm))
 
     # ---- micro-batches whose gradients FSDP2 keeps
 
@@ -167,108 +286,14 @@ class Window:
             "number": self.number,
             "micro_batches": self.micro_batches,
             "host_weight": self.host_weight,
-            "decided_on_device": self.decided_on_device,
+            "decided_on_device": self._decided_on_device,
             "averaged": self.phase in (Phase.AVERAGED, Phase.FINALIZED),
-            "dropped": self.dropped,
+            "dropped": self._dropped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become the window that `state_dict` described; this one is empty."""
         self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
-        for name in ("number", "micro_batches", "host_weight", "decided_on_device", "dropped"):
-            setattr(self, name, state[name])
-
-
-class WindowLoss:
-    """The loss of a window: the mean over its micro-batches, weighted as their gradients are.
-
-    Losses on a GPU are kept where they are, unread; those of the CPU as numbers.
-
-    Args:
-        device: Where they are summed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._loaded: Tensor | None = None  # sums of a window that was saved
-        self.open_window()
-
-    def open_window(self) -> None:
-        """Forget the losses of the window that ended."""
-        self._loaded = None
-        self._losses: list[float | Tensor] = []
-        self._weights: list[float | Tensor] = []
-        self._undecided = 0  # of the last ones, whose gradients are kept and may still be dropped
-
-    def add(
-        self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, unsynced: bool = False
-    ) -> None:
-        """Take in a micro-batch.
-
-        Args:
-            loss: One element, as the user computed it, on any device; None or larger ones do not count.
-            weight: Of the micro-batch; fp64 0-d where a tensor.
-            drop: fp64 `[1]`, not 0 where the micro-batch is dropped, with those kept before it; None where it is not.
-            unsynced: Whether its gradients will come with those of a later micro-batch, and be used or dropped with
-                them.
-        """
-        if loss is not None and loss.numel() == 1:
-            # Its value now: loops like to change a loss in place afterwards, and it may be a view of much more.
-            if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor
-                value = loss.tolist()  # no op, which a dispatch mode would see
-                while isinstance(value, list):
-                    (value,) = value
-                self._losses.append(float(value))
-            else:
-                self._losses.append(loss.detach().reshape(()).to(self._device, torch.float64, copy=True))
-            self._weights.append(weight)
-            self._undecided += 1
-        if unsynced:
-            return
-        if drop is not None:
-            decided = len(self._weights) - self._undecided
-            dropped = drop.reshape(()) != 0
-            self._weights[decided:] = [torch.where(dropped, 0.0, self._scalar(w)) for w in self._weights[decided:]]
-        self._undecided = 0
-
-    def drop_unsynced(self) -> None:
-        """Forget micro-batches whose gradients were kept and will not be used."""
-        decided = len(self._losses) - self._undecided
-        del self._losses[decided:], self._weights[decided:]
-        self._undecided = 0
-
-    def _scalar(self, weight: float | Tensor) -> Tensor:
-        """fp64 0-d on the device; a number is filled in there, since a copy of it would wait."""
-        return (
-            weight if isinstance(weight, Tensor) else torch.full((), weight, dtype=torch.float64, device=self._device)
-        )
-
-    def _vector(self, values: Sequence[float | Tensor]) -> Tensor:
-        """fp64 on the device; numbers alone go there in one copy."""
-        if any(isinstance(value, Tensor) for value in values):
-            return torch.stack(list(map(self._scalar, values)))
-        return move(torch.tensor(values, dtype=torch.float64, device="cpu"), self._device)
-
-    def sums(self) -> Tensor | None:
-        """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none."""
-        return self.later()()
-
-    def later(self) -> Callable[[], Tensor | None]:
-        """Makes `sums` of this window when somebody asks, also after the window."""
-        return functools.partial(self._sum, self._losses, self._weights, self._loaded)
-
-    def _sum(
-        self, losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], loaded: Tensor | None
-    ) -> Tensor | None:
-        if not losses:
-            return loaded
-        # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.
-        w = self._vector(weights)
-        used = torch.stack([torch.where(w != 0, w * self._vector(losses), 0.0), w]).sum(1)
-        return used if loaded is None else used + loaded
-
-    def resume(self, sums: Sequence[float]) -> None:
-        """Go on from a checkpoint: the two numbers of `sums`, zeros where there were none."""
-        self.open_window()
-        if any(sums):
-            self._loaded = torch.tensor(sums, dtype=torch.float64, device=self._device)
+        self.number, self.micro_batches = state["number"], state["micro_batches"]
+        self.host_weight = state["host_weight"]
+        self._decided_on_device, self._dropped = state["decided_on_device"], state["dropped"]

@@ -1,13 +1,13 @@
-"""What becomes of a window: what to divide by, whether to step, whether the scale backs off."""
+"""What becomes of a window: what to divide by, whether to step or to back off; and what loggers want to know of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ..buffers.devices import empty
 from ..ops.schema import Judged
 
 
@@ -21,6 +21,12 @@ class Verdict:
         norm: fp64 0-d, of the sums, or None.
         max_norm: fp64 0-d that their average is to be clipped to, or None.
         overflow: fp64 of one element; where not 0, a sum is not finite, which the state does not show.
+
+    Attributes:
+        exact: fp64, by `ops.schema.Judged`.
+        single: The same in fp32, each 0-d.
+        skip: fp32; 1.0 where the step must not happen.
+        found_inf: fp32; 1.0 where the loss scale must back off.
     """
 
     def __init__(
@@ -35,10 +41,11 @@ class Verdict:
         self._ops = ops
         self._given = (state, divisor, norm, max_norm)
         self._overflow = overflow
-        self.exact = empty(len(Judged), torch.float64, state.device)
-        single = empty(len(Judged), torch.float32, state.device)
+        self.exact, single = _two_empty(len(Judged), state.device)
         ops.judge_(self.exact, single, state, divisor=divisor, norm=norm, max_norm=max_norm, overflow=overflow)
-        self._single = single.unbind()  # one by one they take as long as the op
+        self.single = single.unbind()  # one by one they take as long as the op
+        self.skip = self.single[Judged.SKIP]
+        self.found_inf = self.single[Judged.FOUND_INF]
 
     def with_overflow(self, overflow: Tensor) -> Verdict:
         """Judge again, with an overflow (fp64 of one element, 0 or 1) that showed later."""
@@ -46,29 +53,10 @@ class Verdict:
             overflow = torch.maximum(overflow.reshape(()), self._overflow.reshape(()))
         return Verdict(self._ops, *self._given, overflow)
 
-    def clipped(self, norm: Tensor, max_norm: Tensor) -> Verdict:
-        """Judge again, with the norm of the sums and what their average is to be clipped to."""
-        state, divisor, _, _ = self._given
-        return Verdict(self._ops, state, divisor, norm, max_norm, self._overflow)
-
-    def single(self, index: Judged) -> Tensor:
-        """One of the scalars, fp32 0-d."""
-        return self._single[index]
-
-    @property
-    def skip(self) -> Tensor:
-        """fp32; 1.0 where the step must not happen."""
-        return self._single[Judged.SKIP]
-
-    @property
-    def found_inf(self) -> Tensor:
-        """fp32; 1.0 where the loss scale must back off."""
-        return self._single[Judged.FOUND_INF]
-
     @property
     def empty(self) -> Tensor:
         """bool; nothing was accumulated, and nothing overflowed: the scale stays as it is."""
-        return self._single[Judged.EMPTY] != 0
+        return self.single[Judged.EMPTY] != 0
 
     @property
     def divisor(self) -> Tensor:
@@ -89,3 +77,84 @@ class Verdict:
     def norm(self) -> Tensor:
         """fp64; of the average, before clipping."""
         return self.exact[Judged.NORM]
+
+
+def _two_empty(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """fp64 and fp32 tensors that may be changed outside inference mode too."""
+    if torch.is_inference_mode_enabled():  # the context takes four times as long as a tensor
+        with torch.inference_mode(False):
+            return _two_empty(numel, device)
+    exact = torch.empty(numel, dtype=torch.float64, device=device)
+    return exact, torch.empty(numel, dtype=torch.float32, device=device)
+
+
+def is_known_zero(scalar: Tensor) -> bool:
+    """Whether the host can see, without waiting, that a 0-d tensor is zero."""
+    return scalar.is_cpu and scalar.tolist() == 0  # not item(): tolist() is no op
+
+
+class Metrics:
+    """A snapshot of the window that ended last, and counts of all windows; nothing is read from the device.
+
+    Counts are kept in place on a GPU, so that a replayed CUDA graph counts too; those of the CPU are numbers.
+
+    Args:
+        device: Where they are kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counted = 0.0, 0.0  # windows, and those of them that were skipped, where the host has the verdicts
+        self._ended: Tensor | None = None  # the same where it has not: fp64 [2]
+        self._micro_batches = 0  # of the window that ended last
+        self._judged: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._loss: Callable[[], Tensor | None] = lambda: None
+
+    def end_window(self, micro_batches: int, judged: Tensor, loss: Callable[[], Tensor | None]) -> None:
+        """Take in a window that ends.
+
+        Args:
+            micro_batches: `accumulate` calls in it.
+            judged: fp64, see `ops.schema.Judged`; not changed any more.
+            loss: See `WindowLoss.sums`; asked by `read`.
+        """
+        if judged.is_cpu:  # a number costs a tenth of a tensor
+            numbers = judged.tolist()
+            self._counted = self._counted[0] + numbers[Judged.ENDED], self._counted[1] + numbers[Judged.SKIP]
+        else:
+            self._count_on_device(judged)
+        self._micro_batches, self._judged, self._norm, self._loss = micro_batches, judged, None, loss
+
+    def _count_on_device(self, judged: Tensor) -> None:
+        if self._ended is None:
+            with torch.inference_mode(False):
+                self._ended = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._ended += judged[Judged.ENDED : Judged.SKIP + 1]
+
+    def end_empty_window(self) -> None:
+        """Take in a window without micro-batches."""
+        judged = torch.zeros(len(Judged), dtype=torch.float64, device=self._device)
+        judged[: Judged.SKIP + 1] = 1
+        self.end_window(0, judged, lambda: None)
+
+    def see_norm(self, norm: Tensor) -> None:
+        """Take in the norm of the window that ended."""
+        self._norm = norm
+
+    def read(self) -> dict[str, float | Tensor]:
+        """The snapshot, in tensors of its own."""
+        counted = torch.tensor(self._counted, dtype=torch.float64, device="cpu")
+        ended = counted if self._ended is None else self._ended.clone()
+        window: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
+        if self._judged is not None:
+            judged = self._judged.clone()
+            window["micro_batches"] = self._micro_batches
+            window["micro_batches_used"], window["weight"] = judged[Judged.USED], judged[Judged.WEIGHT]
+            window["found_inf"], window["step_skipped"] = judged[Judged.FOUND_INF].float(), judged[Judged.SKIP].float()
+        loss = self._loss()
+        if loss is not None:
+            window["loss"] = loss[0] / loss[1]
+        if self._norm is not None:
+            window["grad_norm"] = self._norm.clone()
+        return window

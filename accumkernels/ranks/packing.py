@@ -1,0 +1,120 @@
+"""The one vector that ranks add up when a window ends: named fields go in, and come out as named views of the sum.
+
+What a rank reports is packed and taken apart here alone, and so is the comparison of what must be alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..buffers.devices import move
+
+_Value = Tensor | Sequence[float] | float | None  # None: 0.0, where this rank has none
+
+
+class Packer:
+    """Collects the fields of a vector, which lie in it in the order in which they are added.
+
+    All ranks add the same fields of the same sizes. Numbers go to the device in one copy.
+
+    Args:
+        rank: The row of this rank in fields that have one for each.
+        size: How many rows these have.
+        device: Where the vector is summed.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._numbers: list[float] = []
+        self._tensors: list[tuple[int, Tensor]] = []  # and where in the vector they go
+        self._fields: dict[str, tuple[int, int, bool]] = {}  # start, end, whether there is a row for each rank
+
+    def add(self, **fields: _Value) -> None:
+        """Fields that are summed over ranks."""
+        for name, value in fields.items():
+            start = len(self._numbers)
+            self._append(value)
+            self._fields[name] = start, len(self._numbers), False
+
+    def add_by_rank(self, **fields: _Value) -> None:
+        """Fields of which each rank fills in its own row."""
+        for name, value in fields.items():
+            start = len(self._numbers)
+            width = value.numel() if isinstance(value, Tensor) else 1
+            self._numbers += [0.0] * (width * self._rank)
+            self._append(value)
+            self._numbers += [0.0] * (width * (self._size - self._rank - 1))
+            self._fields[name] = start, len(self._numbers), True
+
+    def _append(self, value: _Value) -> None:
+        if isinstance(value, Tensor):
+            self._tensors.append((len(self._numbers), value.reshape(-1)))
+            self._numbers += [0.0] * value.numel()
+        elif isinstance(value, Sequence):
+            self._numbers += value
+        else:
+            self._numbers.append(0.0 if value is None else float(value))
+
+    def reduce(self, sum_: Callable[[Tensor], object]) -> Packed:
+        """Sum the vector, in place, with what is given; collective."""
+        vector = move(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), self._device)
+        for start, tensor in self._tensors:
+            vector[start : start + tensor.numel()] = move(tensor, self._device)
+        sum_(vector)
+        return Packed(vector, self._fields, self._size)
+
+
+class Packed:
+    """The fields after they were summed."""
+
+    def __init__(self, vector: Tensor, fields: dict[str, tuple[int, int, bool]], size: int) -> None:
+        self._vector = vector
+        self._fields = fields
+        self._size = size
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A field's view: `[width]`, or `[ranks, width]` where there is a row for each rank."""
+        start, end, by_rank = self._fields[name]
+        field = self._vector[start:end]
+        return field.view(self._size, -1) if by_rank else field
+
+    def differ(self, *names: str) -> Tensor:
+        """Whether any of these fields is not the same for all ranks; 0-d bool."""
+        return torch.cat([self[name] != self[name][:1] for name in names]).any()
+
+    def on_host(self) -> dict[str, list[float]]:
+        """All fields as numbers, in one read; of those by rank the first column."""
+        values = self._vector.tolist()
+        found = {}
+        for name, (start, end, by_rank) in self._fields.items():
+            found[name] = values[start : end : (end - start) // self._size if by_rank else 1]
+        return found
+
+
+def different_windows(numbers: Sequence[float]) -> str | None:
+    """That ranks, each in the window of such a number, do not end the same one, in words."""
+    if len(set(numbers)) == 1:
+        return None
+    return (
+        f"ranks are in different windows, by rank {[int(n) for n in numbers]}: load states on all ranks that were "
+        "saved in the same window, and end each window on all ranks"
+    )
+
+
+def different_limits(norms: Sequence[float], limits: Sequence[float], place: str = "rank") -> str | None:
+    """That ranks do not clip alike, as their `LocalStats`s say, in words.
+
+    Each norm is a collective where parameters are sharded or on several stages, and elsewhere replicas would diverge.
+    """
+    if len(set(norms)) == 1 and len(set(limits)) == 1:
+        return None
+    given = [
+        "none" if n == 0 else f"{limit}" if n == 1 else f"a list of {int(n) - 1} for {limit} together"
+        for n, limit in zip(norms, limits, strict=True)
+    ]
+    return f"max_norm must be the same on all ranks; by {place} it is {', '.join(given)}"
