@@ -42,7 +42,7 @@ def plant(tmp_path: Path) -> Callable[[str, str], Path]:
     return plant
 
 
-@pytest.mark.parametrize("rule", [rooms.arrows, rooms.privates, rooms.circles, rooms.front_doors])
+@pytest.mark.parametrize("rule", [rooms.arrows, rooms.privates, rooms.writes, rooms.circles, rooms.front_doors])
 def test_package_keeps(rule):
     """The package breaks no rule."""
     assert found(rule) == []
@@ -105,6 +105,69 @@ def test_private_name_of_another_room_is_seen(plant, text, name, room):
     plant("buffers/store.py", "class Planted:\n    def f(self):\n        self._planted = self._planted")
     copy = plant("window/verdict.py", text)
     assert added(rooms.privates, copy) == [f"window/verdict.py: {name} is private to {room}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Later:\n    def f(self):\n        return self.accumulator._window.verdict",
+        "def f(accumulator):\n    return accumulator._scaler",
+        "def f(optimizer: FusedAccumulator):\n    return optimizer.accumulator._scaler",
+    ],
+    ids=["of another module", "of this one", "annotated"],
+)
+def test_private_name_with_a_namesake_is_seen(plant, text):
+    """The adapters have a `_window` and a `_scaler` of their own, and these are the accumulator's."""
+    (fault,) = added(rooms.privates, plant("integrations/window.py", text))
+    assert fault.startswith("integrations/window.py: _") and "is private to" in fault
+
+
+def test_private_names_of_own_classes_and_of_torch_are_no_fault(plant):
+    """An argument that is annotated with a class of the module; a module's children and a scaler's scale."""
+    own = "class Planted:\n    def f(self, other: Planted):\n        self._scaler = other._scaler"
+    copy = plant("integrations/window.py", own)
+    plant("window/end.py", "def f(module, scaler):\n    return module._modules, scaler._device")
+    assert added(rooms.privates, copy) == []
+
+
+WRITTEN = [  # module, what is added to it, whose attribute is assigned
+    ("window/end.py", "def f(window):\n    window.phase = None", "phase", "window/state.py"),
+    ("window/misuse.py", "def f(it):\n    it._window.found_nothing += 1", "found_nothing", "window/state.py"),
+    ("window/loss.py", "def f(end):\n    end.store.device = None", "device", "buffers/flat.py"),
+    ("window/handout.py", "def f(buffer):\n    buffer.touched[0] = 1", "touched", "buffers/flat.py"),
+    ("ranks/group.py", "def f(store):\n    del store.masters", "masters", "buffers/store.py"),
+    ("accumulator.py", "def f(runner):\n    runner.serial, _ = 0, 1", "serial", "window/micro_batch.py"),
+    ("integrations/ddp.py", "def f(window):\n    window.parts.end.reached = True", "reached", "window/end.py"),
+]
+
+
+@pytest.mark.parametrize(("module", "text", "name", "other"), WRITTEN, ids=[entry[2] for entry in WRITTEN])
+def test_assignment_to_another_object_is_seen(plant, module, text, name, other):
+    """Also where it is reached by way of a third, in parts, added to or deleted."""
+    assert added(rooms.writes, plant(module, text)) == [f"{module}: {name} is assigned, which {other} defines"]
+
+
+def test_assignments_that_may_be_are_no_fault(plant):
+    """To self, to an object of the module's own class, and to what is torch's."""
+    lines = [
+        "p.grad = None",
+        "optimizer.grad_scale = optimizer.found_inf = p",
+        "module.weight.data = p",
+        "ctx.rows = 1",
+    ]
+    copy = plant("window/end.py", "def f(p, optimizer, module, ctx):\n    " + "\n    ".join(lines))
+    plant("window/loss.py", "class Planted:\n    def f(self, other):\n        self.planted = other.planted = 1")
+    plant("integrations/several.py", "def f(window):\n    window.under_way = None")
+    assert added(rooms.writes, copy) == []
+
+
+def test_awaited_assignments_are_still_there(monkeypatch):
+    """What is allowed for a while is not allowed for longer than it takes."""
+    monkeypatch.setattr(rooms, "AWAITED", {})
+    faults = [*rooms.writes(PACKAGE), *rooms.privates(PACKAGE)]
+    left = {(fault.split(":")[0], fault.split(": ")[1].split()[0]) for fault in faults}
+    monkeypatch.undo()
+    assert left == {(path, name) for path, names in rooms.AWAITED.items() for name in names}
 
 
 def test_circle_is_seen(plant):
