@@ -197,7 +197,7 @@ class FusedAccumulator:
             fuse_weight_gradients=fuse_weight_gradients,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
-        self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.captures)
+        self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.is_uncounted)
         self._ended = 0  # windows
         self._looked_for_stages = False
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
@@ -827,7 +827,7 @@ class FusedAccumulator:
         """The window ends: a backward from here on adds to what is handed out."""
         if self._window.micro_batches == 0 and self._ranks.ends_together:
             self._runner.prepare_window()  # as its first micro-batch would have: other ranks may have had one
-        self._runner.captures.set_listening(False)
+        self._runner.listen(False)
 
     def _make_room(self) -> None:
         """Before a window's first micro-batch: do what that would do for parameters that were unfrozen."""
@@ -876,7 +876,7 @@ class FusedAccumulator:
             self._refuse_unsynced(caller)
         nothing = isinstance(ignore, tuple) and not ignore
         self._end.steps.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
-        if self._runner.captures.uncounted:
+        if self._runner.is_uncounted():
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"

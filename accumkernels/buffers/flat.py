@@ -164,6 +164,10 @@ class FlatBuffer:
         """Note, for every segment, whether it holds a sum."""
         self.touched = bytearray(touched)
 
+    def touch(self, index: int) -> None:
+        """Note that a segment holds a sum."""
+        self.touched[index] = True
+
     def untouch(self, index: int) -> None:
         """Note that a segment's sum was dropped."""
         self.touched[index] = False

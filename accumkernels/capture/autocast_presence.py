@@ -64,17 +64,20 @@ class AutocastPresence:
         self._stays = always or bool(split(module)[1])
         self._until_look = 0  # backwards
         self._every = EVERY
-        self._keeps_whole = False
         self.route: AutocastRoute | None = None
         if self._stays:
             self.put_on()
 
-    def put_on(self) -> None:
-        """Put the route on the modules."""
+    def put_on(self, keeps_whole: bool = False) -> None:
+        """Put the route on the modules.
+
+        Args:
+            keeps_whole: Whether no gradient of the open window may come in several parts.
+        """
         module = self._module()
         if module is not None:
             self.route = self._make(module, self._smallest)
-            self.route.keeps_whole = self._keeps_whole
+            self.route.renew(keeps_whole)
             self._captures.append(self.route)
 
     def finds_casts(self, loss: Tensor) -> bool:
@@ -88,24 +91,14 @@ class AutocastPresence:
         self._until_look = self._every - 1
         return _casts(loss.grad_fn, self._store, self._smallest)
 
-    def open_window(self, keeps_whole: bool) -> None:
-        """Take the route off where the window that ended did without autocast; one without a backward says nothing.
-
-        Args:
-            keeps_whole: Whether no gradient of the next window may come in several parts.
-        """
-        self._keeps_whole = keeps_whole
-        route = self.route
-        if route is None:
-            return
-        if route.backwards and not route.used and not self._stays:
+    def take_off(self, route: AutocastRoute) -> None:
+        """Take the route off, after a window whose backwards did without autocast."""
+        if not self._stays:
             route.remove()
             self._captures.remove(route)
             self.route = None
             self._every *= 2  # casts that are not autocast's, or that no module makes, look alike in the graph
             self._until_look = self._every
-        else:
-            route.renew(keeps_whole)
 
 
 def _casts(root: Any, store: Store, smallest: int) -> bool:

@@ -103,11 +103,6 @@ class Capture:
     def forget(self) -> None:
         """Forget what was taken: the micro-batch was counted."""
 
-    def open_window(self) -> None:
-        """Begin anew, and take what backward makes."""
-        self.forget()
-        self.set_listening(True)
-
     def discard(self) -> bool:
         """Forget the micro-batch under way; whether some of it may be in the sums, so that the window is broken."""
         broken = self.added

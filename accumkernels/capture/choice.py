@@ -104,31 +104,9 @@ class Captures(list[Capture]):
         self.buckets.listen(grown)
 
     @property
-    def uncounted(self) -> bool:
-        """Whether gradients were taken that no `accumulate` has counted."""
-        return self.added or bool(self.gradients.stashed)
-
-    @property
     def added(self) -> bool:
         """Whether gradients of the micro-batch under way were taken with their weight, which cannot change now."""
         return any(capture.added for capture in self)
-
-    def open_window(self, keeps_whole: bool) -> None:
-        """Begin anew: what was taken is forgotten, and backwards are listened to.
-
-        Args:
-            keeps_whole: Whether no gradient of the window may come in several parts.
-        """
-        if self.presence is not None:
-            self.presence.open_window(keeps_whole)
-        self.gradients.forget()
-        for capture in self:
-            capture.open_window()
-
-    def set_listening(self, listening: bool) -> None:
-        """Whether what backward makes is taken; else it is left to torch."""
-        for capture in self:
-            capture.set_listening(listening)
 
     def discard(self) -> bool:
         """Forget the micro-batch under way, and drop every `.grad`; whether some of it may be in the sums."""

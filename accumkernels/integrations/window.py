@@ -193,8 +193,7 @@ class TrainerWindow:
     @property
     def reached(self) -> bool:
         """Whether a backward has left gradients that were not counted."""
-        captures = self.parts.runner.captures
-        return captures.uncounted or any(entry.param.grad is not None for entry in self.parts.store.named)
+        return self.parts.runner.is_uncounted() or any(entry.param.grad is not None for entry in self.parts.store.named)
 
     # ---- gradients to look at inside a window of sums, as autograd leaves them
 

@@ -314,7 +314,7 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
             saved = state["sums"].get(segment.name)
             if saved is not None:
                 buffer.views[segment.index].copy_(local(saved))
-                buffer.touched[segment.index] = True
+                buffer.touch(segment.index)
         tags = [state["flags"].get(segment.name, 0) for segment in buffer.segments]
         buffer.flags.copy_(torch.tensor(tags, dtype=torch.int32))
     if store.states:

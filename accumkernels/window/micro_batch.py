@@ -70,7 +70,7 @@ class MicroBatchRunner:
         options.update(overflow=overflow, scaled=scaler.scaler is not None, sends=ranks.reduces_sums)
         self.captures = Captures(module, store, self, add, **options)
         self._sums = Sums(store, ranks, scaler, overflow, noise)
-        self._shared_loss = SharedLoss(store, self.captures)
+        self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
 
     # ---- the life of a window
 
@@ -78,8 +78,24 @@ class MicroBatchRunner:
         """Take what comes from now on into `window`."""
         self._window = window
         self._crosses_ranks = None
-        self._shared_loss.forget()
-        self.captures.open_window(keeps_whole=self._noise.on)
+        if self._shared_loss.found:
+            self._shared_loss.forget()
+        captures, presence = self.captures, self.captures.presence
+        route = None if presence is None else presence.route
+        if presence is not None and route is not None:
+            if route.backwards and not route.used:  # a window without a backward says nothing
+                presence.take_off(route)
+            route.renew(self._noise.on)
+        if captures.gradients.stashed:
+            captures.gradients.forget()
+        for capture in captures:
+            capture.forget()
+            capture.set_listening(True)
+
+    def listen(self, listening: bool) -> None:
+        """Whether what backward makes is taken; else it is left to torch."""
+        for capture in self.captures:
+            capture.set_listening(listening)
 
     def prepare_window(self) -> None:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
@@ -96,6 +112,13 @@ class MicroBatchRunner:
         for capture in self.captures:
             ready = capture.is_ready() and ready
         return ready
+
+    def is_uncounted(self) -> bool:
+        """Whether captures have taken gradients that no `accumulate` has counted."""
+        for capture in self.captures:
+            if capture.added:
+                return True
+        return bool(self.captures.gradients.stashed)
 
     def discard(self) -> None:
         """Drop the gradients of the micro-batch that is under way; the window breaks where some were added."""
@@ -171,7 +194,7 @@ class MicroBatchRunner:
                 if failed and (capture.broken or self._sender.begun):
                     self._window.break_()
         if finds_casts and presence is not None:
-            presence.put_on()
+            presence.put_on(keeps_whole=self._noise.on)
 
     def _sink(self, micro_batch: MicroBatch) -> Sink:
         # What is left in `.grad`, by an earlier backward of this micro-batch too, `accumulate` adds after this one.
@@ -181,21 +204,13 @@ class MicroBatchRunner:
     @property
     def has_gradients(self) -> bool:
         """Whether a backward has left gradients that were not counted."""
-        return self.captures.uncounted or any(p.grad is not None for b in self._store.buffers for p in b.params)
+        return self.is_uncounted() or any(p.grad is not None for b in self._store.buffers for p in b.params)
 
     def _add_of_loop(self, bucket: Bucket) -> None:
         """Add what a backward of the loop's own has made, for which no window was prepared; its weight is 1."""
         self._store.allocate()
-        self._check_not_sent([bucket])
+        self._sender.check_not_sent(bucket)
         self._sums.add(bucket, MicroBatch(1.0, self.serial + 1))
-
-    def _check_not_sent(self, buckets: Sequence[Bucket]) -> None:
-        try:
-            for bucket in buckets:
-                self._sender.check_not_sent(bucket)
-        except RuntimeError:
-            self._window.break_()
-            raise
 
     @profiled
     def accumulate(self, micro_batch: MicroBatch) -> None:
@@ -219,8 +234,6 @@ class MicroBatchRunner:
             return
         if window.unsynced:
             window.check_unsynced(micro_batch)
-        if self._sender.begun:
-            self._check_not_sent(buckets)
 
         # Check the whole micro-batch first, where it may be dropped.
         drops = None
@@ -232,18 +245,21 @@ class MicroBatchRunner:
             self.serial = micro_batch.tag
             window.drop_unsynced()  # their gradients came with these
             window.loss.drop_unsynced()
-            self._raise_overflow()
+            raise self._sums.overflow_error(micro_batch, window.micro_batches)
 
         # Add. The op that adds the last bucket counts the micro-batch too, and unsynced ones, whose gradients came now.
         counted = window.with_unsynced(micro_batch) if window.unsynced else micro_batch
         if not buckets or (window.unsynced and not captures.gradients.drained):
             buckets.append([])
         try:
+            for bucket in buckets if self._sender.begun else ():
+                self._sender.check_not_sent(bucket)
             for bucket in buckets[:-1]:
                 self._sums.add(bucket, micro_batch)
             self._sums.add(buckets[-1], counted, count=True, drops=drops)
         except BaseException:
-            if added or self._sums.partial:  # an op refuses all of its gradients, others may have run
+            # An op refuses all of its gradients, but others may have run.
+            if added or self._sums.partial or self._sender.begun:
                 window.break_()
             raise
         window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, dropped)
@@ -271,14 +287,6 @@ class MicroBatchRunner:
         if micro_batch.last:
             self._sender.end_last()
         return True
-
-    def _raise_overflow(self) -> None:
-        last, names = self._store.flagged()
-        if last == self.serial:
-            what = f"gradients of {', '.join(names)}"
-        else:
-            what = "the weight, or gradients on another rank" if self._ranks.judged_together else "the weight"
-        raise FloatingPointError(f"micro-batch {self._window.micro_batches} of the window dropped: not finite: {what}")
 
     def _owns_some(self, optimizer: Optimizer) -> bool:
         return any(self._store.place(p) is not None for p in owned((optimizer,)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..buffers.store import Store
-from ..capture.choice import Captures
 from ..errors import wrong_type
 from ..hooks import Follower, follow
 from ..ranks.base import Ranks
@@ -31,14 +30,14 @@ class MisuseDetector(Follower):
         store: Whose parameters.
         ranks: Where other ranks take part in a window, only all of them together know that it is empty.
         scaler: The one that the accumulator was built with.
-        captures: They may hold gradients that were not counted.
+        uncounted: Whether gradients were taken that nobody counted.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, captures: Captures) -> None:
+    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, uncounted: Callable[[], bool]) -> None:
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
-        self._captures = captures
+        self._uncounted = uncounted
         self._warned: set[str] = set()
         self._looked_for_scalers = False
         self._looked_for_unscaling = False
@@ -196,7 +195,7 @@ class MisuseDetector(Follower):
 
     def _check_closed(self, optimizer: Optimizer) -> None:
         count = self._window.micro_batches
-        if (count or self._captures.uncounted) and self._holds(owned((optimizer,))):
+        if (count or self._uncounted()) and self._holds(owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside a window: the gradients of {count} micro-batches are in the "
                 "accumulator, and this step would not see them. Call acc.step(optimizer) instead, or, in the long "
@@ -231,7 +230,7 @@ class MisuseDetector(Follower):
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping where every gradient is in the accumulator."""
-        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._captures.uncounted):
+        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._uncounted()):
             return
         if all(p.grad is None for p in params) and self._holds(params):
             raise RuntimeError(
@@ -242,7 +241,7 @@ class MisuseDetector(Follower):
 
     def _holds(self, params: list[Tensor]) -> bool:
         """Whether a sum of this window is of one of these parameters or masters."""
-        if self._captures.uncounted:  # the autocast route has gradients of parameters that are not touched yet
+        if self._uncounted():  # the autocast route has gradients of parameters that are not touched yet
             return any(self._store.place(p) is not None for p in params)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
         return any(id(p) in touched for p in params)

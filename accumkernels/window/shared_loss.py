@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..buffers.store import Store
 from ..capture.captures import MicroBatch
-from ..capture.choice import Captures
 
 _all: weakref.WeakSet[SharedLoss] = weakref.WeakSet()  # one for each accumulator
 
@@ -23,15 +22,15 @@ class SharedLoss:
 
     Args:
         store: Whose parameters.
-        captures: They may have taken gradients that are in no `.grad`.
+        uncounted: Whether captures have taken gradients, which are in no `.grad`, and that nobody counted.
 
     Attributes:
         found: The first parameter of an accumulator that has left such gradients here; empty where none has.
     """
 
-    def __init__(self, store: Store, captures: Captures) -> None:
+    def __init__(self, store: Store, uncounted: Callable[[], bool]) -> None:
         self._store = store
-        self._captures = captures
+        self._uncounted = uncounted
         self.found = ""
         self._grads: dict[int, Tensor] = {}  # by id of the parameter, those of the other's backward
         self._taken = False  # whether captures have some of them
@@ -42,24 +41,26 @@ class SharedLoss:
         if micro_batch.loss_weight is None:
             backward()
             return
-        others = [(other, other._found(), other._captures.uncounted) for other in _all if other is not self]
+        others = [(other, other.left()) for other in _all if other is not self]
         try:
             backward()
         finally:
-            for other, before, uncounted in others:
-                other._note(self._store.named[0].name, before, uncounted)
+            for other, before in others:
+                other.compare(before, self._store.named[0].name)
 
-    def _found(self) -> dict[int, tuple[Tensor, int]]:
-        """By id of the parameter, `.grad` and its version."""
+    def left(self) -> tuple[dict[int, tuple[Tensor, int]], bool]:
+        """What backwards have left here: by id of the parameter, `.grad` and its version; whether captures have any."""
         found = ((id(entry.param), entry.param.grad) for entry in self._store.named)
-        return {key: (grad, grad._version) for key, grad in found if grad is not None}
+        return {key: (grad, grad._version) for key, grad in found if grad is not None}, self._uncounted()
 
-    def _note(self, weighted_by: str, before: dict[int, tuple[Tensor, int]], uncounted: bool) -> None:
-        for key, (grad, version) in self._found().items():
-            had, had_version = before.get(key, (None, -1))
+    def compare(self, before: tuple[dict[int, tuple[Tensor, int]], bool], weighted_by: str) -> None:
+        """After a backward of a weighted loss, by the accumulator of `weighted_by`: note what it has left here."""
+        grads, uncounted = self.left()
+        for key, (grad, version) in grads.items():
+            had, had_version = before[0].get(key, (None, -1))
             if had is not grad or had_version != version:
                 self._grads[key], self.found = grad, weighted_by
-        if self._captures.uncounted and not uncounted:
+        if uncounted and not before[1]:
             self._taken, self.found = True, weighted_by
 
     def check(self) -> None:

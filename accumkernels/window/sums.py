@@ -166,6 +166,15 @@ class Sums:
             drops = {device: move(bad, device) for device in drops}
         return drops
 
+    def overflow_error(self, micro_batch: MicroBatch, number: int) -> FloatingPointError:
+        """What to raise for a micro-batch that was found not to be finite, the one after `number` others."""
+        last, names = self._store.flagged()
+        if last == micro_batch.tag:
+            what = f"gradients of {', '.join(names)}"
+        else:
+            what = "the weight, or gradients on another rank" if self._ranks.judged_together else "the weight"
+        return FloatingPointError(f"micro-batch {number} of the window dropped: not finite: {what}")
+
 
 def _over(weight: float | Tensor, loss_scale: Tensor | None) -> float | Tensor:
     """`weight / loss_scale`, as a number where no device has to be waited for."""
