@@ -293,7 +293,7 @@ class FusedAccumulator:
         """
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
-        if not self._ranks.begun:
+        if not self._ranks.sender.begun:
             self._store.check_sums(self.micro_batches, self._overflow is not None)
         return self._store.state()[State.FOUND_INF].float()
 
@@ -509,7 +509,7 @@ class FusedAccumulator:
             )
         last = sends and (last or self._in_last is not None)
         if last:
-            self._ranks.mark_last()
+            self._ranks.sender.mark_last()
         return last
 
     @property
@@ -542,7 +542,7 @@ class FusedAccumulator:
             batch = following
         self._in_last = token = object()
         if self._sends_in_backward:  # also where the batch fails, and is discarded
-            self._ranks.mark_last()
+            self._ranks.sender.mark_last()
         try:
             yield batch
         finally:
@@ -698,7 +698,7 @@ class FusedAccumulator:
         Raises:
             RuntimeError: parts of the window were sent to other ranks, which wait for the rest.
         """
-        if self._ranks.begun and self._window.phase not in (Phase.REDUCING, Phase.FINALIZED):
+        if self._ranks.sender.begun and self._window.phase not in (Phase.REDUCING, Phase.FINALIZED):
             raise RuntimeError(
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
@@ -736,7 +736,7 @@ class FusedAccumulator:
                 between the micro-batch with `last=True` and `finalize`; or FSDP2 keeps gradients that it has not
                 reduced.
         """
-        if self._ranks.begun and self._window.phase is not Phase.FINALIZED:
+        if self._ranks.sender.begun and self._window.phase is not Phase.FINALIZED:
             raise RuntimeError(
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )
@@ -819,7 +819,8 @@ class FusedAccumulator:
         self._window = Window(self._ended, WindowLoss(self._store.device))
         if self._noise.on or self._noise.measuring:
             self._noise.open_window()
-        self._ranks.open_window()
+        if self._ranks.reduces_sums:
+            self._ranks.sender.open_window()
         self._runner.open_window(self._window)
         self._misuse.open_window(self._window)
 
@@ -836,7 +837,7 @@ class FusedAccumulator:
 
     def _require_accumulating(self, caller: str) -> None:
         ready = self._runner.is_ready()
-        if not ready or self._window.phase is not Phase.OPEN or not self._store.has_claim or self._ranks.begun:
+        if not ready or self._window.phase is not Phase.OPEN or not self._store.has_claim or self._ranks.sender.begun:
             self._refuse_phase(caller)
 
     def _refuse_phase(self, caller: str) -> None:
@@ -863,7 +864,7 @@ class FusedAccumulator:
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
                 f"(release={self._release!r}); drop the window with {out}"
             )
-        if self._ranks.begun and adds:
+        if self._ranks.sender.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
     def _check_end(

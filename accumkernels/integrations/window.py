@@ -90,7 +90,7 @@ class TrainerWindow:
         self._current.remove()
 
     def _drop(self) -> None:
-        if self.parts.ranks.begun and not self.finalized:  # an exception came: nobody sums the rest
+        if self.parts.ranks.sender.begun and not self.finalized:  # an exception came: nobody sums the rest
             self.parts.scaler.forget()
             self.parts.store.drop_grads()
         else:
@@ -229,7 +229,7 @@ class TrainerWindow:
             self.parts.scaler.make_up_for(1)
             self.take()
         if self._current.sends_in_backward and self.accumulator.micro_batches:
-            self.parts.ranks.end_last()
+            self.parts.ranks.sender.end_last()
 
     def _divisor(self) -> float | None:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
@@ -331,7 +331,7 @@ class TrainerWindow:
 
     def close(self) -> None:
         """Drop the window, stepped or not, and open the next; collective where sums are on their way to other ranks."""
-        if self.parts.ranks.begun:
+        if self.parts.ranks.sender.begun:
             self.finalize()
         self._visible.forget()
         self.accumulator.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple, Protocol
 
 import torch
@@ -168,7 +168,6 @@ class Ranks:
         sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
         judged_together: Whether ranks hold different parts of the same gradients, so that all of them are judged. Those
             are right in `.grad` alone, where others have reduced or divided them: nothing is taken inside modules.
-        begun: Whether parts of the open window were sent, so that nothing can be added to them.
         sender: Decides what is sent while a backward runs.
     """
 
@@ -179,7 +178,6 @@ class Ranks:
     reduces_sums = False
     sharded = False
     judged_together = False
-    begun = False
     sender = Sender()
 
     def __str__(self) -> str:
@@ -198,27 +196,6 @@ class Ranks:
 
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
         """Let ranks take these tensors from rank 0 after each window, in place of the module's buffers."""
-
-    def open_window(self) -> None:
-        """Nothing of the next window was sent yet."""
-
-    def already_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> str | None:
-        """The name of a segment among these that was sent; None if none was."""
-        return None
-
-    def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
-        """Note that segments are complete, and send what may go while backward still runs."""
-
-    @property
-    def awaited(self) -> Set[tuple[FlatBuffer, int]] | None:
-        """Segments whose gradients other ranks wait for, in a micro-batch that sends; None: all of them."""
-        return frozenset()
-
-    def mark_last(self) -> None:
-        """The micro-batch that begins was said to be the last, whatever becomes of it."""
-
-    def end_last(self) -> None:
-        """The micro-batch that was said to be the last is complete: send everything that was not sent."""
 
     # ---- at its end
 

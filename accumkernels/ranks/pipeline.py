@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
@@ -25,7 +24,26 @@ from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
 from .base import Ended, GlobalStats, LocalStats, Look, Ranks, SingleProcess, end_reduced
 from .packing import Packer, different_limits, different_windows
-from .sender import ChunkSender
+from .sender import Sender
+
+
+class _AfterSchedules(Sender):
+    """Sends nothing before the window ends, since a schedule's backwards are over by then.
+
+    Args:
+        replicas: The sender of the ranks that have the same stages.
+    """
+
+    def __init__(self, replicas: Sender) -> None:
+        self._replicas = replicas
+
+    def open_window(self) -> None:
+        """See `Sender`."""
+        self._replicas.open_window()
+
+    def end_last(self) -> None:
+        """See `Sender`."""
+        self._replicas.end_last()
 
 
 class Pipeline(Ranks):
@@ -46,7 +64,7 @@ class Pipeline(Ranks):
         self.size, self.rank = replicas.size, replicas.rank
         self.reduces_sums, self.sharded = replicas.reduces_sums, replicas.sharded
         self.stage = group.rank()
-        self.sender = ChunkSender(weakref.proxy(self))
+        self.sender = _AfterSchedules(replicas.sender)
 
     def __str__(self) -> str:
         replicas = str(self._replicas)
@@ -176,14 +194,6 @@ class Pipeline(Ranks):
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
         """See `Ranks`."""
         self._replicas.share_from(shared)
-
-    def open_window(self) -> None:
-        """See `Ranks`."""
-        self._replicas.open_window()
-
-    def end_last(self) -> None:
-        """See `Ranks`; nothing is sent before the window ends, since a schedule's backwards are over by then."""
-        self._replicas.end_last()
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """See `Ranks`; over replicas."""

@@ -1,13 +1,25 @@
-"""What goes to other ranks before a window ends: decided here, of what captures report while the last backward runs."""
+"""What goes to other ranks before a window ends: decided here, of what captures report while the last backward runs.
+
+Chunks are sent in one order, which is the same on every rank: each as soon as the last micro-batch has added its part
+to it and to all before it, the rest at the end of the window.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
-from ..buffers.flat import FlatBuffer
+import torch
+from torch import Tensor
 
-_Place = tuple[FlatBuffer, int]  # a segment
+from ..buffers.flat import FlatBuffer
+from .chunks import Chunk, Place, as_they_come, cut
+from .group import Group
+
+_IN_FLIGHT = 4  # chunks whose narrower copies are alive; those that are reduced in place need no limit
+_LEARNING = 2  # windows in which rank 0 may show in which order gradients come; the host reads these back
+
 _Bucket = Sequence[tuple[FlatBuffer, Any]]  # what follows the buffer has the indices of segments, `segments`
 
 
@@ -19,6 +31,15 @@ class Sender:
     """
 
     begun = False
+
+    def open_window(self) -> None:
+        """Nothing of the next window was sent yet."""
+
+    def mark_last(self) -> None:
+        """The micro-batch that begins was said to be the last, whatever becomes of it."""
+
+    def end_last(self) -> None:
+        """The micro-batch that was said to be the last is complete: send everything that was not sent."""
 
     def sink(self, sums: Any, captures: Sequence[Any], sends: bool) -> Any:
         """What captures are to report to while a backward runs.
@@ -37,66 +58,200 @@ class Sender:
             RuntimeError: names the parameter.
         """
 
-    def end_last(self) -> None:
-        """The micro-batch that was said to be the last is complete: send everything that was not sent."""
-
 
 class ChunkSender(Sender):
     """Sends chunks of flat buffers as the last backward completes them.
 
     Args:
-        chunks: Knows which segments are complete, and sends the chunks that are.
+        group: Whom to sum with.
+        early: Whether the last micro-batch of a window may send chunks; the same on all ranks.
+
+    Attributes:
+        marked: Whether the last micro-batch of the window was said to be.
     """
 
-    def __init__(self, chunks: Any) -> None:
-        self._chunks = chunks
+    def __init__(self, group: Group, early: bool) -> None:
+        self._group = group
+        self._early = early
+        self._buffers: Sequence[FlatBuffer] = ()
+        self._known = 0
+        self._agreements = 0  # since the layout last grew
+        self._chunks: list[Chunk] = []
+        self._chunked = 0  # buffers that have chunks
+        self._agreed = 0  # of the chunks, the first ones: all ranks are known to have them
+        self._came: Sequence[float] = ()  # see `as_they_come`; empty while that is not known
+        self._last: Set[Place] = frozenset()  # of each chunk, the segment that comes last
+        self.open_window()
 
-    @property
-    def begun(self) -> bool:  # type: ignore[override]
+    def follow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Send these flat buffers from now on; the list may grow between windows."""
+        self._buffers = buffers
+        self._known = len(buffers)  # of the buffers, the first ones: ranks have compared their parameters
+
+    def open_window(self) -> None:
         """See `Sender`."""
-        return self._chunks.begun
+        self.begun = False
+        self.marked = False
+        self._sent = 0
+        self._waited = 0
+        self._flying: deque[tuple[Chunk, Tensor, Any]] = deque()
+        self._complete: dict[Place, int] = {}  # segments, and when each was
+        self._gone: set[Place] = set()  # segments of which some part was sent
+
+    # ---- while the last backward runs
+
+    def mark_last(self) -> None:
+        """See `Sender`."""
+        self.marked = True
+
+    def end_last(self) -> None:
+        """See `Sender`."""
+        self.marked = True
+        if self._group.own:
+            self._send_all()
 
     def sink(self, sums: Any, captures: Sequence[Any], sends: bool) -> Any:
         """See `Sender`."""
-        return _Sending(self, self._chunks, sums, captures) if sends else _Checking(self, sums)
+        return _Sending(self, sums, captures) if sends else _Checking(self, sums)
 
     def check_not_sent(self, bucket: _Bucket) -> None:
         """See `Sender`."""
         for buffer, captured in bucket:
-            self.check_segments_not_sent(buffer, captured.segments)
+            for index in captured.segments:
+                self.check_place((buffer, index))
 
-    def check_segments_not_sent(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
+    def check_place(self, place: Place) -> None:
         """See `check_not_sent`."""
-        late = self._chunks.already_sent(buffer, segments)
-        if late is not None:
+        if place in self._gone:
             raise RuntimeError(
-                f"{late!r} got a gradient after last=True had sent its sum: in the last micro-batch, a parameter "
-                "may get one only (reentrant checkpointing of a layer that is called twice makes more: "
-                "use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch')"
+                f"{place[0].segments[place[1]].name!r} got a gradient after last=True had sent its sum: in the last "
+                "micro-batch, a parameter may get one only (reentrant checkpointing of a layer that is called twice "
+                "makes more: use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch')"
             )
 
-    def end_last(self) -> None:
-        """See `Sender`."""
-        self._chunks.end_last()
+    def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
+        """Note that segments are complete, and send all chunks that are, up to the first that is not."""
+        self._list_chunks()
+        for index in segments:
+            self._complete.setdefault((buffer, index), len(self._complete) + 1)
+        complete = self._complete.keys()
+        while self._group.own and self._sent < self._agreed and self._chunks[self._sent].places <= complete:
+            self._send()
+
+    @property
+    def awaited(self) -> Set[Place] | None:
+        """Segments whose gradients other ranks wait for; None: all, until rank 0 knows in which order they come."""
+        if not self._group.own:
+            return frozenset()
+        self._list_chunks()
+        return None if not self._came and self._agreements < _LEARNING else self._last
+
+    # ---- at the end of a window
+
+    def send_before_stats(self) -> None:
+        """Every rank issues its collectives in one order: chunks come first where a backward may have sent some."""
+        if self._early:
+            self._send_all()
+        else:
+            self._clear_untouched()
+
+    def came(self) -> list[float]:
+        """For each segment, in the order of buffers, when its gradient came; 0 where none did, or that is known."""
+        learns = self._agreements < _LEARNING
+        return [self._complete.get((b, s.index), 0) if learns else 0 for b in self._buffers for s in b.segments]
+
+    def learns(self) -> bool:
+        """Count an agreement of ranks; whether it still tells in which order gradients come."""
+        self._agreements += 1
+        return self._agreements <= _LEARNING
+
+    def agree(self, came: Sequence[float]) -> None:
+        """All ranks have the same layout, and know when gradients came on rank 0."""
+        self._known, self._agreed = len(self._buffers), len(self._chunks)
+        if self._agreements <= _LEARNING and any(came) and not self._came:
+            self._came = came
+
+    def send_rest(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+        """Send what was not sent, and look at chunks while the next are on their way.
+
+        Args:
+            look: Gets the parts of touched segments, of half the chunks that are left at a time: few calls, the last of
+                which has one chunk. Narrower copies are few, so that their chunks are looked at one by one: the link
+                would wait for a look at many.
+        """
+        done, count = 0, len(self._chunks)
+        narrower = any(chunk.sent_in != chunk.buffer.dtype for chunk in self._chunks)
+        ahead = _IN_FLIGHT if narrower else count
+        while done < count:
+            end = done + (1 if narrower else max(1, (count - done) // 2))
+            while self._sent < min(done + ahead, count):
+                self._send()
+            while self._waited < end:
+                self._wait()
+            parts: dict[FlatBuffer, list[Tensor]] = {}
+            for chunk in self._chunks[done:end]:
+                parts.setdefault(chunk.buffer, []).extend(chunk.parts(touched=True))
+            for buffer, of_buffer in parts.items():
+                if of_buffer:
+                    look(buffer, of_buffer)
+            done = end
+        if self._came and self._agreements <= _LEARNING:
+            self._chunks, self._last = as_they_come(self._chunks, self._buffers, self._came)
+
+    # ---- inside
+
+    def _send_all(self) -> None:
+        self._clear_untouched()
+        while self._sent < self._agreed:
+            self._send()
+
+    def _clear_untouched(self) -> None:
+        """Segments that this rank did not touch hold what earlier windows left; other ranks may have touched them."""
+        self._list_chunks()
+        stale = [part for chunk in self._chunks[self._sent :] for part in chunk.parts(touched=False)]
+        if stale:
+            torch._foreach_zero_(stale)
+
+    def _list_chunks(self) -> None:
+        """The layout only grows, between windows."""
+        if self._chunked < len(self._buffers):
+            self._agreements, self._came = 0, ()
+            chunks = [cut(buffer, self._group.comm_dtype) for buffer in self._buffers]
+            self._chunks = [chunk for of_buffer in chunks for chunk in of_buffer]
+            # What was unfrozen here, other ranks may not have: that goes out only when the vector has said so.
+            self._agreed = sum(map(len, chunks[: self._known]))
+            self._last = {(chunk.buffer, chunk.segments[-1]) for chunk in self._chunks if chunk.segments}
+            self._chunked = len(self._buffers)
+
+    def _send(self) -> None:
+        chunk = self._chunks[self._sent]
+        self._flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
+        self._gone |= chunk.places
+        self._sent += 1
+        self.begun = True
+        while len(self._flying) > _IN_FLIGHT and self._flying[0][1].dtype != chunk.buffer.dtype:
+            self._wait()
+
+    def _wait(self) -> None:
+        chunk, sent, work = self._flying.popleft()
+        work.wait()
+        if sent.dtype != chunk.buffer.dtype:
+            chunk.tensor.copy_(sent)
+        self._waited += 1
 
 
 class _Checking:
-    """A sink of gradients that may come too late."""
+    """A sink of gradients that may come too late; see `Sink` in capture/captures.py."""
 
-    awaited: Set[_Place] | None = frozenset()
+    awaited: Set[Place] | None = frozenset()
 
     def __init__(self, sender: ChunkSender, sums: Any) -> None:
         self._sender = sender
         self._sums = sums
+        self.multiplier = sums.multiplier
+        self.check_writable = sender.check_place
 
-    def multiplier(self, micro_batch: Any) -> Any:
-        """See `Sink` in capture/captures.py, as of the others."""
-        return self._sums.multiplier(micro_batch)
-
-    def check_writable(self, place: _Place) -> None:
-        self._sender.check_segments_not_sent(place[0], [place[1]])
-
-    def leaf_ran(self, place: _Place, pending: bool) -> bool:
+    def leaf_ran(self, place: Place, pending: bool) -> bool:
         return False
 
     def add(self, bucket: _Bucket, micro_batch: Any) -> None:
@@ -107,29 +262,29 @@ class _Checking:
 class _Sending(_Checking):
     """A sink that sends what becomes complete in the last backward."""
 
-    def __init__(self, sender: ChunkSender, chunks: Any, sums: Any, captures: Sequence[Any]) -> None:
+    def __init__(self, sender: ChunkSender, sums: Any, captures: Sequence[Any]) -> None:
         super().__init__(sender, sums)
-        self.awaited = chunks.awaited
-        self._chunks = chunks
+        self.awaited = sender.awaited
         self._captures = captures
-        self._leaves_ran: set[_Place] = set()
+        self._leaves_ran: set[Place] = set()
 
-    def leaf_ran(self, place: _Place, pending: bool) -> bool:
+    def leaf_ran(self, place: Place, pending: bool) -> bool:
         """Send a segment that nothing more comes to; a part of it may still be in a bucket."""
         self._leaves_ran.add(place)
         if not pending:
-            self._chunks.send_complete(place[0], [place[1]])
-        awaited = self._chunks.awaited
+            self._sender.send_complete(place[0], [place[1]])
+        awaited = self._sender.awaited
         return awaited is None or place in awaited
 
     def add(self, bucket: _Bucket, micro_batch: Any) -> None:
         super().add(bucket, micro_batch)
         for buffer, captured in bucket:
             complete = [index for index in captured.segments if self._is_complete((buffer, index))]
-            self._chunks.send_complete(buffer, complete)
+            self._sender.send_complete(buffer, complete)
 
-    def _is_complete(self, place: _Place) -> bool:
+    def _is_complete(self, place: Place) -> bool:
         """Whether no more gradients of this backward come to a segment that got one."""
-        if any(capture.reports(place) for capture in self._captures):
-            return place in self._leaves_ran
+        for capture in self._captures:
+            if capture.reports(place):
+                return place in self._leaves_ran
         return not any(capture.in_parts(place) for capture in self._captures)

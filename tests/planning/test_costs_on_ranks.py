@@ -16,7 +16,7 @@ import accumkernels as ak
 from accumkernels.buffers.store import has_accumulator
 from accumkernels.planning.averaging import Averaging
 from accumkernels.planning.costs import measure_step_costs
-from accumkernels.ranks import data_parallel
+from accumkernels.ranks import chunks, data_parallel
 from tests.support import ranks
 from tests.support.ranks import message, parameters
 
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 def _measure(model, **arguments):
     wanted = {"input_shape": 2, "output_shape": 2, "num_iterations": 2, "duration": 1e-3}
-    with unittest.mock.patch.object(data_parallel, "CHUNK_BYTES", 2**18):
+    with unittest.mock.patch.object(chunks, "CHUNK_BYTES", 2**18):
         return measure_step_costs(model, "cpu", 2, **{**wanted, **arguments})
 
 

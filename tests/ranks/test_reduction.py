@@ -9,7 +9,8 @@ import torch
 
 import accumkernels as ak
 from accumkernels.accumulator import parts_of
-from accumkernels.ranks import data_parallel
+from accumkernels.ranks import chunks
+from accumkernels.ranks.sender import _IN_FLIGHT, ChunkSender
 from tests.support import coupled_scenarios as coupled
 from tests.support import data_parallel_metrics_scenarios as metrics
 from tests.support import data_parallel_scenarios as training
@@ -44,47 +45,44 @@ class OneRank:
         self.sent += 1
         return piece.to(dtype), types.SimpleNamespace(wait=lambda: self.waited.append(number))
 
-    def share(self):
-        """No module buffers."""
-
 
 def looks_at_the_end(layers, comm_dtype, monkeypatch):
     """The number of chunks; for each look, how many were sent and had come, and offset and size of what it got."""
-    monkeypatch.setattr(data_parallel, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 512)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(layers)))
     acc = ak.FusedAccumulator(model, process_group=False)
     acc.backward(model(torch.ones(2, 16)).sum())
     group, looks = OneRank(comm_dtype), []
-    ranks = data_parallel.DataParallel(group, 2 * layers, early=False)
-    ranks.follow(parts_of(acc).store.buffers)
-    ranks._list_chunks()
+    sender = ChunkSender(group, early=False)
+    sender.follow(parts_of(acc).store.buffers)
+    sender.send_before_stats()
 
     def look(_, parts):
         looks.append((group.sent, len(group.waited), [(p.storage_offset(), p.numel()) for p in parts]))
 
-    ranks.reduce(look)
+    sender.send_rest(look)
     end = 0
     for offset, numel in (span for _, _, spans in looks for span in spans):  # each sum once
         assert offset >= end
         end = offset + numel
     assert sum(numel for _, _, spans in looks for _, numel in spans) == sum(p.numel() for p in model.parameters())
-    chunks = len(ranks._chunks)
-    assert group.waited == list(range(chunks))
-    return chunks, looks
+    count = len(sender._chunks)
+    assert group.waited == list(range(count))
+    return count, looks
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 20])
 def test_chunks_are_looked_at_by_halves(layers, monkeypatch):
     """After they have come, in few looks; the last one is of one chunk. No look keeps the link waiting."""
-    chunks, looks = looks_at_the_end(layers, torch.float32, monkeypatch)
-    assert len(looks) <= chunks.bit_length() + 1
+    count, looks = looks_at_the_end(layers, torch.float32, monkeypatch)
+    assert len(looks) <= count.bit_length() + 1
     assert looks[-1][1] - (looks[-2][1] if len(looks) > 1 else 0) == 1
-    assert all(sent == chunks for sent, _, _ in looks)
+    assert all(sent == count for sent, _, _ in looks)
 
 
 @pytest.mark.parametrize("layers", [1, 20])
 def test_narrower_chunks_are_looked_at_one_by_one(layers, monkeypatch):
     """With as many as may be alive on their way meanwhile."""
-    chunks, looks = looks_at_the_end(layers, torch.bfloat16, monkeypatch)
-    assert [come for _, come, _ in looks] == list(range(1, chunks + 1))
-    assert all(sent == min(come - 1 + data_parallel._IN_FLIGHT, chunks) for sent, come, _ in looks)
+    count, looks = looks_at_the_end(layers, torch.bfloat16, monkeypatch)
+    assert [come for _, come, _ in looks] == list(range(1, count + 1))
+    assert all(sent == min(come - 1 + _IN_FLIGHT, count) for sent, come, _ in looks)

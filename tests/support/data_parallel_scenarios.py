@@ -285,11 +285,11 @@ def unused_parameters_hold_nothing_back(rank, size):
     """Chunks go out as gradients come, in an order that rank 0 has shown in the first window."""
     model, twin = FrontUnused(), FrontUnused()
     acc = ak.FusedAccumulator(model, process_group=group(), release="backward", bucket_bytes=2**20)
-    optimizer, reduction = sgd(acc, 0.0), acc._ranks
+    optimizer, sender = sgd(acc, 0.0), acc._ranks.sender
     sent = []
 
     def at_the_end(grad: Tensor) -> Tensor:
-        sent.append((reduction._sent, len(reduction._chunks)))
+        sent.append((sender._sent, len(sender._chunks)))
         return grad
 
     for window in range(4):
@@ -321,10 +321,10 @@ def chunks_wait_for_no_bucket(rank, size):
     acc = ak.FusedAccumulator(
         model, process_group=group(), release="backward", bucket_bytes=2**20, fuse_weight_gradients=True
     )
-    optimizer, reduction, sent = sgd(acc, 0.0), acc._ranks, []
+    optimizer, sender, sent = sgd(acc, 0.0), acc._ranks.sender, []
     for _ in range(3):
         x = torch.ones(4, 16, requires_grad=True)
-        x.register_hook(lambda grad: sent.append(len(reduction._chunks) - reduction._sent))
+        x.register_hook(lambda grad: sent.append(len(sender._chunks) - sender._sent))
         acc.backward(model(x).square().mean(), last=True)
         assert acc._runner.captures.ways()["fused"] > 0
         acc.step(optimizer)
@@ -368,7 +368,7 @@ def windows_look_one_ahead(rank, size):
                     assert taken == list(range(min(i + 2, 3)))
                 seen.append(i)
                 acc.backward(model(torch.ones(2, 5, dtype=torch.float64)).sum())
-                assert acc._ranks.begun is (release == "backward" and i == (2 if source is batches else 0))
+                assert acc._ranks.sender.begun is (release == "backward" and i == (2 if source is batches else 0))
             assert seen == list(source())
             acc.step(optimizer)
 
@@ -444,7 +444,7 @@ def tied_weights_in_the_last_backward(rank, size):
         for _ in range(3):  # in the third, chunks go in the order that the first two have shown
             for ids in acc.window(batches[rank]):
                 acc.backward(model(ids), len(ids))
-            assert acc._ranks.begun
+            assert acc._ranks.sender.begun
             acc.finalize(sgd(acc))
             assert_close([p.grad for p in model.parameters()], expected)
             acc.zero_()
@@ -498,7 +498,7 @@ def what_devices_conclude(rank, size):
             LocalStats(state=tensor, touched=bytes(segments), loss=lambda v=loss: v, **given)
         )
         acc._ranks.reduce(lambda buffer, parts: None)
-        acc._ranks.open_window()
+        acc._ranks.sender.open_window()
         assert stats.state.tolist() == expected
         assert stats.loss.tolist() == ([0.0, 0.0] if "dropped" in options else [12.0, 4.0])
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
-from accumkernels.ranks import data_parallel
+from accumkernels.ranks import chunks
 from tests.support.models import mlp
 from tests.support.rank_scenarios import MAX_NORM, WINDOWS, adamw, micro_batches, sgd
 from tests.support.ranks import parameters
@@ -134,7 +134,7 @@ def fused_weights(rank, size):
 
     Returns, by (autocast, fused, with DistributedDataParallel), the parameters, and whether sums were sent in backward.
     """
-    usual, data_parallel.CHUNK_BYTES = data_parallel.CHUNK_BYTES, 256
+    usual, chunks.CHUNK_BYTES = chunks.CHUNK_BYTES, 256
     found = {}
     for autocast, fused, wrapped in itertools.product((False, True), (False, True), (False, True)):
         inner = Language(rank)
@@ -153,12 +153,12 @@ def fused_weights(rank, size):
                 ids = torch.randint(
                     11, (2, 4 + rank), generator=torch.Generator().manual_seed(9 * window + 3 * i + rank)
                 )
-                inner.watch = (lambda _, seen=seen, acc=acc: seen.append(acc._ranks.begun)) if i == 2 else None
+                inner.watch = (lambda _, seen=seen, acc=acc: seen.append(acc._ranks.sender.begun)) if i == 2 else None
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     loss = model(ids)
                 acc.backward(loss, weight=ids.numel(), last=i == 2)
             acc.step(optimizer, max_norm=MAX_NORM)
         found[autocast, fused, wrapped] = parameters(inner), seen
         acc.remove()
-    data_parallel.CHUNK_BYTES = usual
+    chunks.CHUNK_BYTES = usual
     return found
