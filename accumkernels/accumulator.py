@@ -58,7 +58,7 @@ class FusedAccumulator:
 
     A window is the micro-batches between two optimizer steps. Its gradient is the weighted mean
     `sum_i w_i * g_i / sum_i w_i` over the micro-batches that really ran, so unequal micro-batches and a short last
-    window are right without a `loss / accumulation_steps`:
+    window need no `loss / accumulation_steps`:
 
         acc = FusedAccumulator(model, scaler=scaler)
         optimizer = torch.optim.AdamW(acc.parameters(), lr=3e-4, fused=True)
@@ -75,48 +75,50 @@ class FusedAccumulator:
     `acc.finalize(optimizer)`, `acc.clip_grad_norm_(1.0)`, `scaler.step(optimizer)`, `scaler.update()`, `acc.zero_()`.
 
     Args:
-        params: A module, also in DistributedDataParallel, or an iterable of parameters, of (name, parameter) pairs, or
-            of param groups. Frozen parameters take no memory until they are unfrozen. For DTensors (call FSDP2's
+        params: A module, bare or in DistributedDataParallel, or an iterable of parameters, of (name, parameter) pairs,
+            or of param groups. Frozen parameters take no memory until they are unfrozen. For DTensors (call FSDP2's
             `fully_shard` first), each rank accumulates its local shard: see docs/fsdp2.md.
         scaler: A `torch.amp.GradScaler`; a disabled one means the same as None. Gradients are unscaled while they are
             accumulated; do not call `scaler.unscale_`.
         overflow: What happens when a gradient has inf or nan. "window" (default): the step is skipped and the scale
             backs off. "microbatch": the micro-batch contributes neither gradient nor weight, and the others are used.
-            "raise": `accumulate` raises FloatingPointError, one synchronisation per micro-batch. None: nothing is
-            checked.
+            "raise": `accumulate` raises FloatingPointError, at the cost of one synchronisation per micro-batch. None:
+            nothing is checked.
         release: When gradients are added. "backward": in buckets while backward runs, so that they never live all at
             once. The weight must then be known before backward: pass it to `acc.backward`. An exception in backward
             breaks the window until `zero_()`. "microbatch": by `accumulate()`, which consumes `.grad`; an exception in
-            backward leaves the window whole. "auto" (default): in `acc.backward` in buckets, where all gradients
-            together are larger than a bucket; else, in a loop's own `loss.backward()`, and with `overflow="microbatch"`
-            or "raise", as "microbatch". An exception breaks the window only where a bucket was added before it.
+            backward leaves the window whole. "auto" (default): `acc.backward` adds in buckets if all gradients together
+            are larger than a bucket. In smaller models, in a loop's own `loss.backward()`, and with
+            `overflow="microbatch"` or "raise", it works as "microbatch" does. An exception breaks the window only if a
+            bucket was added before it.
         bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
             any moment. None (default): 16 MiB on a GPU; on a CPU twice the largest gradient, 2 to 32 MiB.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
             of their own dtype, rounded once.
-        process_group: The ranks of data parallel training. False: do not reduce across ranks. Leave it out where
-            `params` is a DistributedDataParallel module, which has a group, and for DTensors, which know their ranks.
-            Parameters and module buffers are broadcast from the group's rank 0 now, and buffers again after every
-            window. Micro-batches communicate nothing (a DistributedDataParallel module is kept silent); `finalize` and
-            `step` are collective, also on a rank that ran no micro-batch: see `finalize`. For pipeline stages, the
-            group that they were built with, or that of the ranks with the same stages: see docs/pipeline.md.
+        process_group: The ranks of data parallel training. False: do not reduce across ranks. Leave it out if `params`
+            is a DistributedDataParallel module, which has a group, and for DTensors, which know their ranks. The
+            constructor broadcasts parameters and module buffers from the group's rank 0, and every window ends with a
+            broadcast of module buffers. Micro-batches communicate nothing (a DistributedDataParallel module is kept
+            silent); `finalize` and `step` are collective, even on a rank that ran no micro-batch: see `finalize`. For
+            pipeline stages, pass the group that they were built with, or the group of the ranks with the same stages:
+            see docs/pipeline.md.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
-        autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them: 10 bytes
-            per element and micro-batch instead of 24, the same bits. Needs `params` to be a module. "auto" (default)
-            does so inside `acc.backward`, where nobody can miss a `.grad`, for modules with a parameter of at least
-            2**16 elements, and elsewhere leaves fp32 `.grad`s as torch does; True does so in every backward, for all
-            modules; False never. After `param.data.copy_` in mid-window, which torch's
+        autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them, which moves
+            10 bytes per element and micro-batch instead of 24 and gives the same bits. `params` must be a module.
+            "auto" (default) does so inside `acc.backward`, where no code can miss a `.grad`, for modules with a
+            parameter of at least 2**16 elements, and leaves fp32 `.grad`s as torch does elsewhere. True does so in
+            every backward, for all modules. False never does so. After `param.data.copy_` in mid-window, which torch's
             version counters do not notice either, old values are used until the window ends.
         fuse_weight_gradients: Let the backward of `nn.Linear` and `nn.Embedding` add the weight's gradient to the flat
-            buffer, so that no gradient of it exists: inside `acc.backward`, for a `params` that is a module, without
-            hooks of your own on the weight. Such a gradient is not rounded to 16 bit first: it is nearer to float64,
-            and not bit-equal to stock's. "auto" (default) does so where gradients are added in buckets (`release`),
-            for weights of at least 2**18 elements: embeddings, and linear weights in bf16 and fp32 where no GradScaler
-            is enabled; in bf16 not where the sums stay in the cache of a CPU with AMX. True: for every such weight and
-            with `release="microbatch"`, where an exception in backward then breaks the window; in fp16 with a
-            GradScaler too, where a sum that overflows fp16 and not fp32 no longer skips the step. False: never.
+            buffer, so that it never exists on its own. This happens inside `acc.backward`, if `params` is a module and
+            the weight has no hooks of yours. Such a gradient is not rounded to 16 bit first, so it is nearer to float64
+            and not bit-equal to stock's. "auto" (default) fuses weights of at least 2**18 elements if gradients are
+            added in buckets (`release`): embeddings, and linear weights in bf16 and fp32 if no GradScaler is enabled,
+            except in bf16 if the sums stay in the cache of a CPU with AMX. True fuses every such weight, also with
+            `release="microbatch"`, where an exception in backward then breaks the window, and in fp16 with a
+            GradScaler, where a sum that overflows fp16 and not fp32 no longer skips the step. False fuses nothing.
             `overflow="microbatch"`, "raise" and a measured noise scale need whole gradients, and fuse nothing. Under
             autocast linear weights are fused where the autocast route takes them.
         backend: "auto", "native", "triton" or "reference".
@@ -126,9 +128,9 @@ class FusedAccumulator:
             "auto": bf16 for sums of bf16 parameters, fp32 for others.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it and its value.
-        RuntimeError: a parameter already has an accumulator, a forced backend does not work, torch.distributed runs
-            several ranks and `process_group` does not say what to do about it, or ranks differ in their parameters.
+        TypeError, ValueError: An argument is wrong; the message names it and its value.
+        RuntimeError: A parameter already has an accumulator, the chosen backend does not work, torch.distributed runs
+            several ranks and `process_group` is missing, or ranks differ in their parameters.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class FusedAccumulator:
     def parameters(self) -> Iterator[Tensor]:
         """The tensors to build the optimizer over, in the order given, frozen parameters included.
 
-        With `master_weights=True` these are the fp32 masters of fp16 and bf16 parameters, and all other parameters
+        With `master_weights=True` it yields the fp32 masters of fp16 and bf16 parameters, and all other parameters
         themselves.
         """
         return (self._store.target(entry.param) for entry in self._store.named)
@@ -225,7 +227,7 @@ class FusedAccumulator:
             groups: Dicts with a `params` entry, as torch.optim takes them; other entries are kept.
 
         Raises:
-            TypeError, ValueError: a group is no dict, or has no `params`.
+            TypeError, ValueError: A group is not a dict, or has no `params`.
         """
         groups = list(expect_iterable(groups, "groups", "an iterable of dicts"))
         for index, group in enumerate(groups):
@@ -235,7 +237,7 @@ class FusedAccumulator:
         return self._store.masters.param_groups(groups)
 
     def refresh_masters(self) -> None:
-        """Take the model's values into the masters, after `model.load_state_dict` or another change by hand."""
+        """Copy the model's values into the masters, after `model.load_state_dict` or another change by hand."""
         if self._store.masters is not None:
             self._store.masters.refresh()
 
@@ -245,7 +247,7 @@ class FusedAccumulator:
         Its content is undefined until the parameter gets a gradient in this window.
 
         Raises:
-            TypeError, ValueError: `param` is no tensor, not accumulated here, or frozen.
+            TypeError, ValueError: `param` is not a tensor, not accumulated here, or frozen.
         """
         place = self._store.place(expect(param, Tensor, "main_grad(): param", "a parameter"))
         if place is None:
@@ -261,9 +263,10 @@ class FusedAccumulator:
         return buffer.views[segment.index]
 
     def release_buffers(self) -> None:
-        """Free the flat buffers between windows, for evaluation or generation; the next `accumulate` makes them anew.
+        """Free the flat buffers between windows, for evaluation or generation.
 
-        Masters stay. `flat_buffers` is empty until then, and views taken before do not follow.
+        The next `accumulate` allocates them again; until then `flat_buffers` is empty. Old views keep the old memory.
+        Masters stay.
 
         Raises:
             RuntimeError: inside a window.
@@ -274,14 +277,14 @@ class FusedAccumulator:
 
     @property
     def micro_batches(self) -> int:
-        """`accumulate` calls in this window, dropped micro-batches too."""
+        """How many `accumulate` calls this window has had, dropped micro-batches included."""
         return self._window.micro_batches
 
     @property
     def weight(self) -> Tensor:
-        """Sum of the weights of the window's micro-batches, dropped ones not counted; fp64 0-d, on the first device.
+        """Sum of the weights of the window's micro-batches, without dropped ones; fp64 0-d, on the first device.
 
-        Until `finalize` it is this rank's sum, afterwards that of all ranks. The same holds for `found_inf`.
+        Until `finalize` it is this rank's sum, afterwards the sum over all ranks. The same holds for `found_inf`.
         """
         return self._store.state()[State.WEIGHT].clone()
 
@@ -289,7 +292,7 @@ class FusedAccumulator:
     def found_inf(self) -> Tensor:
         """Whether any gradient of this window was not finite: fp32 0-d, 0.0 or 1.0, on the first device.
 
-        With DTensors, ranks agree when the window ends; until then it is what this rank found.
+        With DTensors, ranks agree when the window ends; until then it is this rank's own value.
         """
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
@@ -305,24 +308,25 @@ class FusedAccumulator:
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises.
 
-        Fused weights are looked at when the window ends. Where one of them is not finite, the names are those of the
-        whole window.
+        Fused weights are checked when the window ends. If one of them is not finite, the names are those of the whole
+        window.
 
-        With DTensors, it names those whose local shard was not finite.
+        With DTensors, it names the parameters whose local shard was not finite.
         """
         return self._store.flagged()[1]
 
     def noise_scale(self) -> NoiseScale:
-        """The critical batch size, as measured so far: how large a batch is worth it.
+        """The critical batch size, as measured so far: how large a batch pays off.
 
-        The first call turns the measuring on, from the next window to open, where the constructor's `noise_scale`
-        did not: the squared norms of the micro-batches' gradients and of their sum, in the accumulate pass. Windows
-        count that were not skipped and have at least two micro-batches of positive weight. `float()` of the result is
-        in the unit of `weight`; reading it synchronises, calling this does not. Assumes that a micro-batch of weight w
-        is a mean over w independent samples; with sum-reduced losses and `divisor`, the unit is the micro-batch.
+        If the constructor's `noise_scale` did not turn the measurement on, the first call does so from the next window
+        on. The accumulate pass then takes the squared norms of the micro-batches' gradients and of their sum. Only
+        windows count that were not skipped and have at least two micro-batches of positive weight. `float()` of the
+        result is in the unit of `weight`; reading it synchronises, calling this method does not. The estimate assumes
+        that a micro-batch of weight w is a mean over w independent samples; with sum-reduced losses and `divisor`, the
+        unit is the micro-batch.
 
-        The estimate is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
-        (arXiv:1812.06162), appendix A.1, for unequal weights; see `accumkernels.window.noise_scale`.
+        The estimator follows McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162),
+        appendix A.1, extended to unequal weights; see `accumkernels.window.noise_scale`.
         """
         if not self._noise.on:
             self._noise.turn_on(now=self.micro_batches == 0)
@@ -331,16 +335,17 @@ class FusedAccumulator:
     def metrics(self) -> dict[str, float | Tensor]:
         """A snapshot of the last finished window for a logger: numbers and 0-d tensors, none of them read back.
 
-        A logger that wants numbers takes `float(value)` of each, which waits for the device: best every so many
-        windows. A window is finished by `step` or `finalize`. Keys that do not apply are absent:
+        For numbers take `float(value)` of each, which waits for the device, so do so only every few windows. `step` or
+        `finalize` finishes a window. Keys that do not apply are absent:
 
-        * `micro_batches`: `accumulate` calls; `micro_batches_used`: those not dropped, of positive weight;
+        * `micro_batches`: `accumulate` calls; `micro_batches_used`: those that were not dropped and had a positive
+          weight;
         * `weight`: sum of their weights; `grad_norm`: the norm before clipping, where one was computed;
-        * `loss`: `sum w_i l_i / sum w_i` over the micro-batches used, of all ranks, where losses are known: `backward`
-          sees them, and `accumulate(loss=...)`;
-        * `found_inf`, `step_skipped`: 1.0 where it was so, else 0.0;
+        * `loss`: `sum w_i l_i / sum w_i` over the micro-batches used, of all ranks, if losses are known from `backward`
+          or `accumulate(loss=...)`;
+        * `found_inf`, `step_skipped`: 1.0 if true, else 0.0;
         * `windows`, `windows_skipped`: how many have ended since construction, and how many of them without a step;
-        * `loss_scale`: of the GradScaler, as it is now; `noise_scale`: the critical batch size, where it is measured.
+        * `loss_scale`: the GradScaler's current scale; `noise_scale`: the critical batch size, if it is measured.
         """
         metrics = self._end.metrics.read()
         loss_scale = self._scaler.current_scale()
@@ -371,11 +376,11 @@ class FusedAccumulator:
 
         Args:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
-            weight: See `accumulate`. With several ranks it goes into the loss, so that unequal weights are right where
-                backward itself crosses ranks.
-            last: This is the window's last micro-batch on this rank, as it is on all others that ran any: with a
-                process group, sums are sent while backward completes them, where it adds buckets, else when it has
-                ended. The result is the same. `window` does it by itself.
+            weight: See `accumulate`. With several ranks the loss is multiplied by it, so that unequal weights are right
+                where backward itself crosses ranks.
+            last: This is the window's last micro-batch, on this rank and on all others that ran any. With a process
+                group, sums are sent while backward completes them if it adds buckets, otherwise when it has ended. The
+                result is the same. `window` sets this by itself.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         self._require_accumulating("backward()")
@@ -388,20 +393,20 @@ class FusedAccumulator:
     def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
         """Add the gradients in `.grad` to the window, multiplied by `weight / loss_scale`, and free them.
 
-        Nothing waits for the device (except with `overflow="raise"`).
+        The host does not wait for the device (except with `overflow="raise"`).
 
         Args:
-            weight: What this micro-batch counts in the weighted mean: 1 for a mean over micro-batches, the number of
-                samples or tokens that a mean-reduced loss averaged over. Non-negative and finite; int, float or 0-d
-                tensor. One on the device is checked there, and counts as overflow when it is not.
-            last: As of `backward`; sums are sent now.
+            weight: How much this micro-batch counts in the weighted mean: 1 for a mean over micro-batches, or the
+                number of samples or tokens that a mean-reduced loss averages. Non-negative and finite; int, float or
+                0-d tensor. A tensor on the device is checked there, and a bad value counts as overflow.
+            last: See `backward`; sums are sent now.
             loss: The plain loss of this micro-batch, one element, for `metrics()`; it is copied, not read.
 
         Raises:
-            TypeError, ValueError: `weight` or `loss` is wrong.
-            RuntimeError: the window is finalized, or its last micro-batch was; a parameter changed since construction;
-                a gradient is sparse; `scaler.unscale_` was called.
-            FloatingPointError: with `overflow="raise"`, names the parameters whose gradients are not finite.
+            TypeError, ValueError: `weight` or `loss` is invalid.
+            RuntimeError: The window is finalized, or its last micro-batch was counted; a parameter changed since
+                construction; a gradient is sparse; `scaler.unscale_` was called.
+            FloatingPointError: With `overflow="raise"`, gradients are not finite; the message names their parameters.
         """
         self._require_accumulating("accumulate()")
         if not self._looked_for_stages:  # they may have been built after the accumulator
@@ -432,21 +437,21 @@ class FusedAccumulator:
         *,
         weight: float | Tensor = 1.0,
     ) -> Tensor:
-        """Accumulate one micro-batch whose loss couples its samples (contrastive, for one), chunk by chunk.
+        """Accumulate one micro-batch whose loss couples its samples, such as a contrastive loss, chunk by chunk.
 
-        The result is that of the whole micro-batch at once, with the activations of one chunk: the first pass encodes
-        all chunks without a graph, the loss of all encodings gives the gradient of each, and the second pass encodes
-        chunk by chunk with a graph, with the random numbers of the first, and runs backward from there (Gao et al.
-        2021, arXiv:2101.06983).
+        The result equals the whole micro-batch at once, with the activations of one chunk in memory. The first pass
+        encodes all chunks without a graph. The loss of all encodings gives the gradient of each. The second pass
+        encodes each chunk with a graph and the same random numbers, and runs backward from there (Gao et al. 2021,
+        arXiv:2101.06983).
 
             loss = acc.backward_coupled(zip(images.split(64), texts.split(64)), encode_pair, clip_loss)
 
         Args:
-            chunks: Any number of parts of the micro-batch, kept until the end of the call.
-            encode: Is called with each chunk, twice; returns a tensor, or a tuple or dict of tensors, one row per
-                sample. It must do the same both times: with BatchNorm in training it would not.
-            loss_fn: Returns the loss of all encodings, concatenated over chunks: of a tensor, of a tuple as arguments
-                or of a dict as keyword arguments (as one argument where it takes only one). It may have parameters of
+            chunks: The parts of the micro-batch, kept until the end of the call.
+            encode: Called with each chunk, twice; returns a tensor, or a tuple or dict of tensors, with one row per
+                sample. It must do the same both times, which a BatchNorm in training would not.
+            loss_fn: Returns the loss of all encodings, concatenated over chunks. A tuple is passed as arguments and a
+                dict as keyword arguments (or as one argument if `loss_fn` takes only one). It may have parameters of
                 its own, and may gather encodings of other ranks by differentiable collectives.
             weight: See `accumulate`.
 
@@ -454,10 +459,10 @@ class FusedAccumulator:
             The loss, detached.
 
         Raises:
-            TypeError, ValueError: an argument is wrong; encodings are not tensors with one row per sample; a BatchNorm
+            TypeError, ValueError: An argument is wrong; encodings are not tensors with one row per sample; a BatchNorm
                 is in training.
-            RuntimeError: as `accumulate`; or `encode` returned other shapes in its second pass. After an exception the
-                window is as it was, unless gradients were added in buckets: then it is broken.
+            RuntimeError: As `accumulate`; or `encode` returned other shapes in its second pass. After an exception the
+                window is as it was, unless gradients were added in buckets, which breaks it.
         """
         self._require_accumulating("backward_coupled()")
         last = self._check_last(False)
@@ -517,17 +522,17 @@ class FusedAccumulator:
         return self._ranks.reduces_sums and self._runner.captures.release_early
 
     def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Iterate over a window's batches, and know the last: its sums are reduced over ranks while its backward runs.
+        """Iterate over a window's batches and mark the last, whose backward overlaps with the reduction over ranks.
 
             for x, y in acc.window(batches):
                 acc.backward(loss_fn(model(x), y), weight=y.numel())
             acc.step(optimizer)
 
-        The result is that of iterating over `batches`; only the last micro-batch is `last=True` (see `backward`), where
-        that is allowed and of use. One batch more than the one at hand is taken from `batches`.
+        The result is the same as without it; the last micro-batch gets `last=True` (see `backward`) if that is allowed
+        and useful. The iterator reads one batch ahead of the current one.
 
         Args:
-            batches: All that this rank has in the window, one for each `backward` or `accumulate`; there may be none.
+            batches: All batches of this rank in the window, one for each `backward` or `accumulate`; there may be none.
 
         Yields:
             The batches.
@@ -551,14 +556,14 @@ class FusedAccumulator:
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
-        """Drop the `.grad`s of a micro-batch that is not to be accumulated, for instance after an exception.
+        """Drop the `.grad`s of a micro-batch that should not be accumulated, for instance after an exception.
 
-        The rest of the window is used, on this and on other ranks. Gradients may have been added in buckets already
-        (`release`); then the window is broken until `zero_()`, or with a process group dropped as a whole.
+        The rest of the window is used, on this and on other ranks. If gradients were already added in buckets
+        (`release`), the window is broken until `zero_()`, or dropped as a whole with a process group.
 
         Args:
-            window: Drop the whole window, on all ranks: nothing is communicated now, but `finalize` and `step`, which
-                all ranks go on to, then skip the step and leave the loss scale alone. More micro-batches may come.
+            window: Drop the whole window, on all ranks. Nothing is communicated now; all ranks still call `finalize` or
+                `step`, which then skips the step and leaves the loss scale alone. More micro-batches may follow.
         """
         self._runner.discard()
         self._window.discard(window, together=self._ranks.ends_together)
@@ -570,31 +575,32 @@ class FusedAccumulator:
     def finalize(
         self, *optimizers: Optimizer, divisor: float | Tensor | None = None, ignore: Iterable[Tensor] = ()
     ) -> None:
-        """Average the window and hand the result out as `.grad`.
+        """Average the window and set `.grad` to the result.
 
         Afterwards `.grad` of every parameter that got a gradient is a view of its flat buffer (for 16-bit parameters, a
-        copy rounded once); of every other parameter it is None. `scaler.step` knows that gradients are unscaled, and
-        skips on overflow.
+        copy rounded once); of every other parameter it is None. `scaler.step` then knows that gradients are unscaled,
+        and skips on overflow.
 
-        With a process group this is collective, and the window is that of all ranks: the sum of weighted gradients over
-        the sum of weights, `.grad` of a parameter that got a gradient on any rank, the step skipped by all for an
-        overflow or a `discard(window=True)` on any. Checks of this rank's own come before it communicates: where it
-        raises one, or dies, the others get torch.distributed's error, at the latest after the group's timeout.
+        With a process group this is collective, and the window spans all ranks. The mean is the sum of weighted
+        gradients over the sum of weights of all ranks, a parameter gets a `.grad` if any rank had a gradient for it,
+        and all ranks skip the step for an overflow or a `discard(window=True)` on any rank. A rank makes its own checks
+        before it communicates. If one of them raises, or the rank dies, the others get torch.distributed's error, at
+        the latest after the group's timeout.
 
         Args:
             *optimizers: All optimizers that step this window; each accumulated parameter belongs to exactly one.
-                Without an enabled GradScaler there may be none, for an update written by hand: it reads the `.grad`s
-                where `step_was_skipped` is False.
-            divisor: What to divide by instead of the sum of weights; positive and finite. For sum-reduced losses. Over
-                several ranks that of them all, the same number on each.
-            ignore: Parameters that no optimizer needs to own, since they are to stay as they are. Their gradients
-                count in the norm all the same, as they do in stock's norm of `model.parameters()`.
+                Without an enabled GradScaler there may be none, for an update written by hand, which uses the `.grad`s
+                if `step_was_skipped` is False.
+            divisor: Replaces the sum of weights, for sum-reduced losses; positive and finite. With several ranks it is
+                the divisor of all ranks together, the same number on each.
+            ignore: Parameters that no optimizer needs to own, since they should stay as they are. Their gradients still
+                count in the norm, as they do in stock's norm of `model.parameters()`.
 
         Raises:
-            TypeError: an optimizer is none, or wrapped by a trainer.
+            TypeError: An argument is not an optimizer, or a trainer has wrapped it.
             ValueError: `divisor` is zero, negative or not finite.
-            RuntimeError: finalized already; gradients that were never accumulated; an accumulated parameter that no
-                optimizer owns; a parameter that changed since construction; `scaler.unscale_` was called.
+            RuntimeError: The window is already finalized; gradients were never accumulated; no optimizer owns an
+                accumulated parameter; a parameter changed since construction; `scaler.unscale_` was called.
         """
         self._check_end("finalize()", optimizers, divisor, ignore)
         given = self._end.divisor(self._window, divisor)
@@ -610,16 +616,17 @@ class FusedAccumulator:
         """Clip the averaged gradient, as `torch.nn.utils.clip_grad_norm_` does; call it after `finalize`.
 
         Args:
-            max_norm: Largest norm allowed.
-            norm_type: Order of the norm; any that torch takes, `inf` too.
+            max_norm: The largest norm allowed.
+            norm_type: The order of the norm; any order that torch accepts, including `inf`.
             error_if_nonfinite: Raise when the norm is not finite; synchronises.
 
         Returns:
-            The norm before clipping, 0-d on the first device; fp32 (fp64 for fp64 parameters). Nothing is read back.
+            The norm before clipping, 0-d on the first device; fp32 (fp64 for fp64 parameters). The host does not read
+            it.
 
         Raises:
-            TypeError, ValueError: `max_norm` or `norm_type` is wrong.
-            RuntimeError: before `finalize`; or the norm is not finite and that was to be an error.
+            TypeError, ValueError: `max_norm` or `norm_type` is invalid.
+            RuntimeError: `finalize` was not called before; or the norm is not finite, with `error_if_nonfinite`.
         """
         limit = as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
         try:
@@ -653,25 +660,25 @@ class FusedAccumulator:
         """End the window: average, clip, `scaler.step`, `scaler.update`, and open the next.
 
         With torch's fused optimizers over fp32 parameters, average and clip are folded into the optimizer's own pass
-        (`optimizer.grad_scale`, `optimizer.found_inf`), and nothing waits for the device; otherwise one read of
-        found_inf does. Several optimizers are stepped in the order given, or all skipped. A window without weight is a
+        (`optimizer.grad_scale`, `optimizer.found_inf`), and the host does not wait for the device; otherwise it reads
+        found_inf once. Several optimizers are stepped in the order given, or all skipped. A window without weight is a
         no-op that leaves the scale alone. With a process group this is collective, as `finalize` is; on a GPU, a rank
-        where a parameter got no gradient reads whether others have one.
+        where a parameter got no gradient reads whether other ranks have one.
 
         Args:
             *optimizers: Each accumulated parameter belongs to exactly one of them.
-            max_norm: Clip the averaged gradient to this 2-norm. Or a list of pairs (parameters, max_norm), as
-                `[(head.parameters(), 0.1), (body.parameters(), 1.0)]` or one for each param group: each is clipped by a
-                norm of its own, and parameters in none of them are not clipped. `math.inf` only measures.
+            max_norm: Clip the averaged gradient to this 2-norm. A list of pairs (parameters, max_norm), such as
+                `[(head.parameters(), 0.1), (body.parameters(), 1.0)]` or one for each param group, clips each part by a
+                norm of its own; parameters in no pair are not clipped. `math.inf` only measures.
             divisor: See `finalize`.
             ignore: See `finalize`.
 
         Returns:
-            The norm before clipping (see `clip_grad_norm_`) when `max_norm` is given, a list of norms when it is a
-            list, else None.
+            The norm before clipping (see `clip_grad_norm_`) if `max_norm` is given, a list of norms if it is a list;
+            otherwise None.
 
         Raises:
-            TypeError: an optimizer's step needs a closure; and as `finalize`.
+            TypeError: An optimizer's step needs a closure; and as `finalize`.
         """
         parts = read_parts(max_norm, self._store) if isinstance(max_norm, list | tuple) else None
         limit = None if parts is not None else self._end.limit(max_norm)  # type: ignore[arg-type]
@@ -693,10 +700,10 @@ class FusedAccumulator:
     def zero_(self) -> None:
         """Drop the window, finished or not, and open the next: every `.grad` is None afterwards.
 
-        With a process group only this rank's part is dropped; `discard(window=True)` is for all.
+        With a process group only this rank's part is dropped; `discard(window=True)` drops it on all ranks.
 
         Raises:
-            RuntimeError: parts of the window were sent to other ranks, which wait for the rest.
+            RuntimeError: Parts of the window were sent to other ranks, which wait for the rest.
         """
         if self._ranks.sender.begun and self._window.phase not in (Phase.REDUCING, Phase.FINALIZED):
             raise RuntimeError(
@@ -715,26 +722,26 @@ class FusedAccumulator:
 
     @torch.no_grad()
     def state_dict(self, *, reduced: bool = False) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on bit for bit: at any moment, also inside a window.
+        """Everything that a resumed run needs to continue bit for bit, at any moment, inside a window too.
 
-        By parameter name: the sums of the window, masters, which gradients were not finite; and weights, the last norm
-        and the noise scale. Tensors are copies, where they were; `torch.load(weights_only=True)` takes them. The
-        GradScaler, the model and the optimizer have state of their own. Saved between `finalize` and `zero_`, the
-        averages are kept, and `finalize` is to be called again. Synchronises.
+        The dict holds, by parameter name, the window's sums, the masters and which gradients were not finite; and the
+        weights, the last norm and the noise scale. Tensors are copies on the same devices;
+        `torch.load(weights_only=True)` accepts them. The GradScaler, the model and the optimizer have their own states.
+        A dict saved between `finalize` and `zero_` keeps the averages, and the resumed run calls `finalize` again.
+        Synchronises.
 
-        With DTensors (FSDP2) all ranks call it together, sums and masters are DTensors, and there is a sum for every
-        trainable parameter, so that the dict has the same entries at any moment, as `torch.distributed.checkpoint`
-        needs: `dcp.save({"acc": acc})`, `dcp.load({"acc": acc})`. See docs/checkpoints.md.
+        With DTensors (FSDP2) all ranks call it together, and sums and masters are DTensors. Every trainable parameter
+        has a sum, so that the dict has the same entries at any moment, as `torch.distributed.checkpoint` needs:
+        `dcp.save({"acc": acc})`, `dcp.load({"acc": acc})`. See docs/checkpoints.md.
 
         Args:
-            reduced: Add up the sums of all ranks, which all call it together: the state is then the same on all of
-                them, and any number of ranks may load it, inside a window too. Without a process group it changes
-                nothing.
+            reduced: Add up the sums of all ranks, which call this together. The state is then the same on all of them,
+                and any number of ranks may load it, inside a window too. It has no effect without a process group.
 
         Raises:
-            RuntimeError: with `release="backward"`, between a backward and its `accumulate`, in a broken window, or
-                between the micro-batch with `last=True` and `finalize`; or FSDP2 keeps gradients that it has not
-                reduced.
+            RuntimeError: The window is broken; with `release="backward"`, a backward was not followed by its
+                `accumulate`; a micro-batch with `last=True` was not followed by `finalize`; or FSDP2 keeps gradients
+                that it has not reduced.
         """
         if self._ranks.sender.begun and self._window.phase is not Phase.FINALIZED:
             raise RuntimeError(
@@ -760,16 +767,17 @@ class FusedAccumulator:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken. The window that is open here is dropped.
+        """Continue where `state_dict()` was taken, and drop the window that is open now.
 
-        Masters are loaded and rounded into the model. Prefixes that wrappers add to names do not count. Afterwards
+        Masters are loaded and rounded into the model. Prefixes that wrappers add to names are ignored. Afterwards
         `micro_batches` says how many of the window's micro-batches are done. Inside a window, a state of another data
-        parallel rank, or of another number of them, is refused; one of all ranks (DTensors, or `reduced=True`) is not.
+        parallel rank, or of another number of ranks, is refused; a state of all ranks (DTensors, or `reduced=True`) is
+        not.
 
         Raises:
-            TypeError: it is no dict.
-            RuntimeError: lists names that are missing, unexpected or of another shape, or says what else does not fit;
-                nothing is changed then.
+            TypeError: `state_dict` is not a dict.
+            RuntimeError: The state does not fit; the message lists names that are missing, unexpected or of another
+                shape. Nothing is changed then.
         """
         expect(state_dict, Mapping, "state_dict", "a dict")
         self._runner.is_ready()
@@ -787,7 +795,7 @@ class FusedAccumulator:
         self._noise.load_state_dict(state["noise_scale"], self._store.device)
 
     def remove(self) -> None:
-        """Let go of the parameters, so that another accumulator may take them. Also done on leaving `with`."""
+        """Release the parameters, so that another accumulator may take them. Leaving `with` does this too."""
         self._runner.captures.remove_hooks()
         unfollow(self._misuse)
         if self._silence is not None:
