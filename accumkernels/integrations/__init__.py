@@ -1,1 +1,1 @@
-"""FusedAccumulator inside other people's training loops: one module per trainer, each needs the extra of its name."""
+"""FusedAccumulator inside trainers' loops: one module per trainer, which needs the extra of the same name."""

@@ -43,18 +43,18 @@ _ONE_PROCESS_A_DEVICE = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU
 
 
 class FusedOptimizer(AcceleratedOptimizer):
-    """What `Accelerator.prepare` returns for an optimizer: steps windows of its accumulator."""
+    """What `Accelerator.prepare` returns for an optimizer. It steps the windows of its accumulator."""
 
     window: TrainerWindow | None = None  # None while no model is prepared whose parameters it steps
 
     def step(self, closure: Any = None) -> None:
-        """Step at the end of a window; nothing inside one.
+        """Step at the end of a window; inside one, do nothing.
 
         Args:
-            closure: Is called once, before the step.
+            closure: Called once, before the step.
 
         Raises:
-            TypeError: the optimizer evaluates its closure a second time.
+            TypeError: The optimizer evaluates its closure a second time.
         """
         if self.window is None:
             super().step(closure)
@@ -68,7 +68,7 @@ class FusedOptimizer(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the window that has ended, stepped or not.
 
-        Inside `accumulate()`, with more than one step to a window, one that is open is kept.
+        Inside `accumulate()`, with more than one step to a window, an open window is kept.
         """
         if self.window is None:
             super().zero_grad(set_to_none)
@@ -79,7 +79,7 @@ class FusedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped: for overflow, of fused optimizers too, or for a window without weight."""
+        """Whether the last step was skipped, for overflow (fused optimizers included) or a window without weight."""
         return bool(super().step_was_skipped or (self.window is not None and self.window.step_was_skipped))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,31 +87,31 @@ class FusedOptimizer(AcceleratedOptimizer):
 
 
 class Accelerator(Stock):
-    """`accelerate.Accelerator`, where FusedAccumulator accumulates.
+    """`accelerate.Accelerator` in which FusedAccumulator accumulates.
 
     `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `sync_gradients`, `no_sync`, `optimizer_step_was_skipped`
     and the prepared optimizers and schedulers mean what they do in accelerate, in one process or in several: under
     DistributedDataParallel, where a window communicates once, and FSDP2. Each optimizer has an accumulator of its own.
 
     Inside `accumulate()`, a window is the weighted mean over the micro-batches that ran, on all ranks, and `.grad` is
-    None before its last backward, then the averaged, unscaled gradient. Outside of it, a loop counts and scales its
-    losses itself; without weights they are added up as in accelerate, and averaged over ranks.
+    None before its last backward, then the averaged, unscaled gradient. Outside of it, a loop counts its micro-batches
+    and scales its losses itself; losses without weights are added up as in accelerate, and averaged over ranks.
 
     Args:
         *args: Of `accelerate.Accelerator`.
-        accumulator_options: Of FusedAccumulator, as `{"release": "backward"}`.
+        accumulator_options: Options of FusedAccumulator, such as `{"release": "backward"}`.
         **kwargs: Of `accelerate.Accelerator`.
 
     Attributes:
-        micro_batch_weight: Weight of micro-batches whose `backward` gives none; None unless set.
-        loss_divided_by: What the losses given to `backward` were divided by before, by whoever calls it; 1 unless set.
-        reads_gradients: Whether the loop looks at `.grad` between backward and step. Set to False, averaging and
-            clipping are left to `optimizer.step()`, which folds them into the pass of a fused optimizer: `.grad` stays
-            None, and the norm that `clip_grad_norm_` returned has its value after the step.
-        counts_micro_batches: Whether whoever calls `backward` outside of `accumulate()` sets `sync_gradients`.
+        micro_batch_weight: The weight of micro-batches whose `backward` gets none; None unless set.
+        loss_divided_by: What the caller of `backward` has divided its losses by; 1 unless set.
+        reads_gradients: Whether the loop looks at `.grad` between backward and step. If it is set to False,
+            `optimizer.step()` averages and clips, in the pass of a fused optimizer: `.grad` stays None, and the norm
+            that `clip_grad_norm_` returned gets its value in the step.
+        counts_micro_batches: Whether the caller of `backward` outside of `accumulate()` sets `sync_gradients`.
 
     Raises:
-        ValueError: accelerate runs with FSDP1, DeepSpeed, Megatron-LM or on a TPU.
+        ValueError: accelerate runs with FSDP1, DeepSpeed or Megatron-LM, or on a TPU.
     """
 
     def __init__(self, *args: Any, accumulator_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -138,15 +138,15 @@ class Accelerator(Stock):
 
     @property
     def accumulators(self) -> list[FusedAccumulator]:
-        """The accumulators of the optimizers that were prepared, in their order."""
+        """The accumulators of the prepared optimizers, in the same order."""
         return [window.accumulator for window in self._windows]
 
     @property
     def accumulator(self) -> FusedAccumulator:
-        """The accumulator of the optimizer that was prepared, with its metrics and its `state_dict`.
+        """The accumulator of the prepared optimizer, with its metrics and its `state_dict`.
 
         Raises:
-            RuntimeError: none was, or several.
+            RuntimeError: No optimizer was prepared, or several were.
         """
         if len(self._windows) != 1:
             raise RuntimeError(
@@ -160,7 +160,7 @@ class Accelerator(Stock):
     # ---- preparing
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate; an optimizer gets an accumulator when a model that it steps is prepared, too."""
+        """As in accelerate; an optimizer gets an accumulator once a model that it steps is prepared too."""
         self._preparing = True
         try:
             prepared = super().prepare(*args, **kwargs)
@@ -186,11 +186,11 @@ class Accelerator(Stock):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As in accelerate."""
         prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
-        prepared.__class__ = FusedOptimizer  # accelerate has no place to say which class wraps optimizers
+        prepared.__class__ = FusedOptimizer  # accelerate offers no way to choose the class that wraps optimizers
         return prepared
 
     def adopt(self, model: nn.Module) -> None:
-        """Take a model that was prepared before `free_memory()`, wrapped as it is."""
+        """Take back a model that was prepared before `free_memory()`, wrapped as it is."""
         self._note(model)
         self._make_windows()
 
@@ -199,7 +199,7 @@ class Accelerator(Stock):
             self._wrapped.append(model)
 
     def _make_windows(self) -> None:
-        """Give each optimizer a window of the models that it steps, if there are any yet."""
+        """Give each optimizer a window over the models that it steps, if any are prepared yet."""
         steps = [{id(p) for p in owned((optimizer,))} for optimizer in self._optimizers]
         alike = driven([optimizer.optimizer for optimizer in self._optimizers])
         for optimizer, stepped in zip(self._optimizers, steps, strict=True):
@@ -222,12 +222,12 @@ class Accelerator(Stock):
                 optimizer.window = window
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in accelerate; accumulators let go of their models too."""
+        """As in accelerate; accumulators release their models too."""
         self.release_accumulator()
         return super().free_memory(*objects)
 
     def release_accumulator(self) -> None:
-        """Let go of models and optimizers, so that other accumulators may take them; `prepare` makes new ones."""
+        """Release models and optimizers, so that other accumulators may take them; `prepare` makes new ones."""
         for optimizer in self._optimizers:
             if getattr(optimizer, "window", None) is not None:
                 optimizer.window.release()
@@ -235,7 +235,7 @@ class Accelerator(Stock):
         self._wrapped = []
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate. Registered for checkpointing, `accumulator` saves windows that are open, and masters."""
+        """As in accelerate. If `accumulator` is registered for checkpointing, it saves open windows and masters."""
         for window in self._windows:
             if window.stepped:
                 window.close()
@@ -244,7 +244,7 @@ class Accelerator(Stock):
     # ---- a window
 
     def open_window(self) -> None:
-        """Begin the next window where the last one was stepped; `accumulate` and `backward` do so by themselves.
+        """Open the next window if the last one was stepped; `accumulate` and `backward` do so by themselves.
 
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
@@ -269,7 +269,7 @@ class Accelerator(Stock):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As in accelerate; with FSDP2, whose micro-batches are reduced one by one, without effect."""
+        """As in accelerate; it has no effect with FSDP2, which reduces each micro-batch."""
         if self.is_fsdp2 and any(model is module for window in self._windows for module in window.modules):
             yield
         else:
@@ -288,10 +288,10 @@ class Accelerator(Stock):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As in accelerate where batches are even.
+        """As in accelerate, if batches are even.
 
         Raises:
-            ValueError: they are not, and ranks would have unequal numbers of windows.
+            ValueError: Batches are uneven, so ranks would have unequal numbers of windows.
         """
         if self.multi_device and self._windows and not (self.even_batches if even_batches is None else even_batches):
             raise ValueError(
@@ -303,17 +303,17 @@ class Accelerator(Stock):
             yield
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
-        """`FusedAccumulator.backward`; with the last micro-batch of a window `.grad` becomes the averaged gradient.
+        """`FusedAccumulator.backward`; after a window's last micro-batch `.grad` is the averaged gradient.
 
         Args:
             loss: As in accelerate: the plain loss of a micro-batch.
-            weight: What it counts: the number of samples or tokens that the loss is the mean of. Without, 1 inside
+            weight: The number of samples or tokens that the loss averages. Without it, the micro-batch counts 1 inside
                 `accumulate()`; outside, losses are added up as they are.
             **kwargs: Of `Tensor.backward`.
 
         Raises:
-            RuntimeError: a second backward of one micro-batch, or one after the end of a window; a weight, and nothing
-                is prepared that could use it.
+            RuntimeError: This is a second backward of one micro-batch, or one after the end of a window; or there is a
+                weight, and nothing is prepared that could use it.
         """
         windows = self._windows
         if not windows:  # as in accelerate: gradients go where autograd leaves them
@@ -362,10 +362,10 @@ class Accelerator(Stock):
                 )
 
     def _ends(self, window: TrainerWindow) -> bool:
-        """Whether the backward that is under way is the last one of its window."""
+        """Whether the backward that is running is the last one of its window."""
         if window.micro_batch is not None or self.counts_micro_batches:
             return bool(self.sync_gradients)
-        # Others count themselves. DistributedDataParallel would have averaged now; one process does nothing yet.
+        # Other loops count themselves. DistributedDataParallel would average now; one process does nothing yet.
         return window.several_ranks and not window.inside_no_sync
 
     def _finalize(self, windows: Iterable[TrainerWindow]) -> None:
@@ -374,7 +374,7 @@ class Accelerator(Stock):
                 window.finalize()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Gradients are unscaled while they are accumulated; afterwards `.grad` is there to be looked at."""
+        """End the window, so that `.grad` can be read; gradients were unscaled while they were accumulated."""
         if not self._windows:
             super().unscale_gradients(optimizer)
         asked = self._optimizers if optimizer is None else [optimizer]
@@ -382,7 +382,7 @@ class Accelerator(Stock):
         self._finalize(o.window for o in self._optimizers if o.window is not None and any(o is one for one in asked))
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """As in accelerate. All of an optimizer's parameters are clipped in flat fp32 buffers, others by torch."""
+        """As in accelerate. All parameters of an optimizer are clipped in flat fp32 buffers, other sets by torch."""
         params = _listed(parameters)
         windows = self._windows_of(params)
         if not windows:
@@ -414,7 +414,7 @@ class Accelerator(Stock):
             torch.nn.utils.clip_grad_value_(params, clip_value)
 
     def _windows_of(self, params: list[Tensor]) -> list[TrainerWindow]:
-        """Those that accumulate some of the parameters."""
+        """The windows that accumulate some of the parameters."""
         given = {id(p) for p in params}
         return [w for w in self._windows if any(id(entry.param) in given for entry in w.parts.store.named)]
 
@@ -422,7 +422,7 @@ class Accelerator(Stock):
         """The last window's numbers for `accelerator.log`: `FusedAccumulator.metrics` as floats; synchronises.
 
         Args:
-            prefix: Of the names; with several optimizers, their places are put after it: "accumulator/1/weight".
+            prefix: Of the names. With several optimizers, an optimizer's index follows it: "accumulator/1/weight".
         """
         expect(prefix, str, "prefix", "a string")
         several = len(self._windows) > 1
@@ -434,7 +434,7 @@ class Accelerator(Stock):
 
 
 def _ready(windows: list[TrainerWindow]) -> list[TrainerWindow]:
-    """Those that a backward may add to. One of several that has ended may wait for its `zero_grad()`."""
+    """The windows that a backward may add to. With several, one that has ended may wait for its `zero_grad()`."""
     return [window for window in windows if len(windows) == 1 or not window.finalized or window.stepped]
 
 
@@ -443,23 +443,23 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _targets(windows: list[TrainerWindow], params: list[Tensor]) -> list[Tensor]:
-    """What optimizers step for parameters of the model."""
+    """The tensors that optimizers step for these parameters of the model."""
     for window in windows:
         params = window.targets(params)
     return params
 
 
 def fuse(accelerator: Stock, **options: Any) -> Accelerator:
-    """Turn an accelerator that somebody else has made, and that has prepared nothing yet, into ours.
+    """Turn an accelerator that other code has made, and that has prepared nothing yet, into ours.
 
     Args:
-        accelerator: Is changed, and returned.
+        accelerator: Changed in place, and returned.
         **options: Of FusedAccumulator.
 
     Raises:
-        TypeError: it is none, or of a subclass of `accelerate.Accelerator`.
-        RuntimeError: it has prepared a model or an optimizer.
-        ValueError: as `Accelerator`.
+        TypeError: It is not an `accelerate.Accelerator`, or is of a subclass.
+        RuntimeError: It has prepared a model or an optimizer.
+        ValueError: As `Accelerator`.
     """
     if type(accelerator) is not Stock:
         raise wrong_type("fuse(): accelerator", "an accelerate.Accelerator itself, of no subclass", accelerator)

@@ -16,7 +16,7 @@ from ..ranks.ddp import Silence
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Without what torch.compile puts around it."""
+    """The module inside torch.compile's wrapper, if it has one."""
     while "_orig_mod" in module._modules:
         module = module._modules["_orig_mod"]  # type: ignore[assignment]
     return module
@@ -28,7 +28,7 @@ _no_syncs: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictio
 
 @dataclasses.dataclass
 class _Shared:
-    """What the windows of a module need once."""
+    """State that the windows of one module share."""
 
     held: Any
     windows: int = 0
@@ -36,7 +36,7 @@ class _Shared:
 
 @contextlib.contextmanager
 def silent(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Keep the module silent until the last of its windows has gone."""
+    """Keep the module silent until the last of its windows is closed."""
     if ddp not in _silences:
         _silences[ddp] = _Shared(Silence(ddp))
     _silences[ddp].windows += 1
@@ -50,7 +50,7 @@ def silent(ddp: DistributedDataParallel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
-    """The module's `no_sync`, which from now on knows whether a loop is inside it."""
+    """Replace the module's `no_sync` by one that knows whether a loop is inside it."""
     if ddp not in _no_syncs:
         ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
         _no_syncs[ddp] = _Shared(ddp.no_sync)
@@ -65,7 +65,7 @@ def counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
 
 
 class _NoSync:
-    """Counts who is inside `no_sync`; a copy or a pickle of the module has one that does nothing."""
+    """Counts the loops inside `no_sync`; in a copy or pickle of the module it does nothing."""
 
     def __init__(self, kind: type[DistributedDataParallel], ddp: weakref.ref[DistributedDataParallel]) -> None:
         self.depth = 0

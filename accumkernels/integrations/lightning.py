@@ -30,7 +30,7 @@ try:
 except ImportError as error:
     raise missing("lightning") from error
 
-# Whoever overrides one of these may look at `.grad` between the last backward of a window and the next window.
+# Code that overrides one of these may look at `.grad` between the last backward of a window and the next window.
 _READERS = (
     "on_before_optimizer_step",
     "on_before_zero_grad",
@@ -44,20 +44,20 @@ class FusedAccumulation(pl.Callback):
     """Accumulates in place of Lightning, in automatic and in manual optimization.
 
     `accumulate_grad_batches`, `precision`, `gradient_clip_val` and the hooks of LightningModule mean what they do in
-    Lightning, on one device, with `strategy="ddp"` in its variants, where a window communicates once, and with
+    Lightning: on one device, with `strategy="ddp"` and its variants, where a window communicates once, and with
     ModelParallelStrategy (FSDP2). `.grad` is the averaged, unscaled gradient from `on_before_optimizer_step` on, and
-    None before. Fused optimizers can be clipped in fp16 too; averaging and clipping are folded into their pass where no
+    None before. Fused optimizers can be clipped in fp16 too; averaging and clipping are folded into their pass if no
     hook of the user's could look at `.grad`.
 
     In manual optimization each `manual_backward` is a micro-batch of the optimizers whose parameters it reaches, and
-    `optimizer.step()` ends the optimizer's window: no division by the number of micro-batches, and no `zero_grad`,
-    which drops the optimizer's window.
+    `optimizer.step()` ends the optimizer's window. Do not divide by the number of micro-batches, and do not call
+    `zero_grad`, which drops the optimizer's window.
 
     Args:
-        weight: From a batch the number of samples or tokens that its loss is the mean of; None: every batch counts 1.
-            The mean is over the batches of all ranks.
+        weight: Maps a batch to the number of samples or tokens that its loss averages. None: every batch counts 1. The
+            mean is over the batches of all ranks.
         metrics: Whether to log the accumulator's metrics of each window, as `accumulator/grad_norm`.
-        **options: Of FusedAccumulator, as `release="backward"`.
+        **options: Options of FusedAccumulator, such as `release="backward"`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FusedAccumulation(pl.Callback):
 
     @property
     def accumulators(self) -> list[FusedAccumulator]:
-        """The accumulators of the optimizers, in their order, while `fit()` runs."""
+        """The accumulators of the optimizers, in the same order, while `fit()` runs."""
         return [window.accumulator for window in self._windows]
 
     @property
@@ -84,7 +84,7 @@ class FusedAccumulation(pl.Callback):
         """The accumulator, while `fit()` runs.
 
         Raises:
-            RuntimeError: it does not; or there are several optimizers, each with an accumulator.
+            RuntimeError: `fit()` does not run, or there are several optimizers, each with an accumulator.
         """
         if len(self._windows) != 1:
             raise RuntimeError(
@@ -100,7 +100,7 @@ class FusedAccumulation(pl.Callback):
         """Make the accumulators.
 
         Raises:
-            ValueError: the strategy shards or accumulates by itself.
+            ValueError: The strategy shards or accumulates by itself.
         """
         strategy = trainer.strategy
         ddp = type(strategy) is DDPStrategy  # by type: DeepSpeedStrategy is one
@@ -116,7 +116,7 @@ class FusedAccumulation(pl.Callback):
         scaler = getattr(precision, "scaler", None)
         model = strategy.model if strategy.model is not None else pl_module
         alone = len(trainer.optimizers) == 1
-        # Nobody looks for `.grad` inside a window. FSDP2 casts parameters itself.
+        # No code reads `.grad` inside a window. FSDP2 casts parameters itself.
         routed = not isinstance(strategy, ModelParallelStrategy)
         options = {"autocast_route": True, **self._options} if routed else self._options
         for optimizer in driven(trainer.optimizers):
@@ -124,7 +124,7 @@ class FusedAccumulation(pl.Callback):
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
         self._load()
-        # Methods, not a plugin of our own: what was put there by others (its class, its scaler, its checkpoints) stays.
+        # Methods rather than a plugin of our own: what other code has set (class, scaler, checkpoints) stays.
         self._precision = precision
         precision.optimizer_step = self._optimizer_step
         precision.clip_gradients = self._clip_gradients
@@ -139,7 +139,7 @@ class FusedAccumulation(pl.Callback):
                     optimizer.zero_grad = optimizer.optimizer.zero_grad = _Drop(window)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the model's values into masters: Lightning may have loaded or reset them since `on_fit_start`."""
+        """Copy the model's values into masters: Lightning may have loaded or reset them since `on_fit_start`."""
         for window in self._windows:
             window.close()
             window.accumulator.refresh_masters()
@@ -193,14 +193,14 @@ class FusedAccumulation(pl.Callback):
             window.begin()
 
     def _backward(self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """The precision plugin's, whose gradients are taken while it runs, or after it."""
+        """Run the precision plugin's backward, and take its gradients while it runs or after it."""
         assert self._precision is not None
         own = functools.partial(type(self._precision).backward, self._precision)
         windows = self._windows
         scaler = getattr(self._precision, "scaler", None)
         self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
         if len(windows) == 1 and windows[0].alone:
-            # In manual optimization nobody knows which backward is the last.
+            # In manual optimization we cannot know which backward is the last.
             last = model.automatic_optimization and not model.trainer.fit_loop._should_accumulate()
             run = lambda loss: own(loss, model, *args, **kwargs)  # noqa: E731
             windows[0].run(run, tensor, self._batch_weight, last=last)
@@ -208,7 +208,7 @@ class FusedAccumulation(pl.Callback):
             own(weigh_for_all(windows, tensor, self._batch_weight), model, *args, **kwargs)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the gradients, for the optimizers that they are of."""
+        """Take the gradients, each for the optimizer that steps its parameter."""
         for window in self._windows:
             if window.alone or window.reached:
                 window.take(self._loss)
@@ -216,7 +216,7 @@ class FusedAccumulation(pl.Callback):
     # ---- the end of a window, in place of the precision plugin's
 
     def _window_of(self, optimizer: Any) -> TrainerWindow | None:
-        """None for an optimizer that is left to Lightning."""
+        """The optimizer's window; None if the optimizer is left to Lightning."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return next((window for window in self._windows if window.optimizer is optimizer), None)
 
@@ -270,7 +270,7 @@ class FusedAccumulation(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the windows that this batch has ended were like; nothing is read back from the device."""
+        """Log the metrics of windows that this batch has ended; nothing is read back from the device."""
         for index in self._stepped if self.metrics else ():
             name = "accumulator/" if len(self._windows) == 1 else f"accumulator/{index}/"
             values = self._windows[index].accumulator.metrics()
@@ -279,19 +279,19 @@ class FusedAccumulation(pl.Callback):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The accumulators': masters, and what is in a window that is open; with FSDP2 nothing, between windows."""
+        """The accumulators' states: masters and an open window; empty with FSDP2, between windows."""
         if not self._windows or any(window.sharded for window in self._windows):
             return {}
         states = [window.state_dict() for window in self._windows]
         return states[0] if len(states) == 1 else {"windows": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until `fit` makes the accumulators."""
+        """Keep the state until `fit` makes the accumulators."""
         self._saved = dict(state_dict) or None
 
 
 class _Drop:
-    """`zero_grad` of an optimizer in manual optimization: as in Lightning, what was accumulated is dropped."""
+    """`zero_grad` of an optimizer in manual optimization: as in Lightning, it drops what was accumulated."""
 
     def __init__(self, window: TrainerWindow) -> None:
         self._window = window

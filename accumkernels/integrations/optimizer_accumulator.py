@@ -1,4 +1,4 @@
-"""An accumulator fitted to a trainer's optimizer, which may get masters in place of parameters, and others later."""
+"""The accumulator of a trainer's optimizer, which may step masters, and may get further parameters later."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class OptimizerAccumulator:
-    """The accumulator of the parameters that an optimizer steps, and the optimizer of their masters if there are any.
+    """Accumulates the parameters that an optimizer steps, and lets the optimizer step their masters if there are any.
 
     Args:
-        modules: Those that have such parameters.
-        optimizer: Is changed while this lives.
-        scaler: The trainer's, if it is enabled.
+        modules: The modules that have such parameters.
+        optimizer: Changed while this object lives.
+        scaler: The trainer's GradScaler, if it is enabled.
         alone: Whether no other optimizer steps parameters of the modules.
         **options: Of FusedAccumulator.
 
     Attributes:
-        accumulator: Made anew by `renew`.
-        parts: The accumulator's.
+        accumulator: Replaced by `renew`.
+        parts: The accumulator's parts.
         sends_in_backward: Whether sums can be sent to other ranks while a backward runs.
     """
 
@@ -59,7 +59,7 @@ class OptimizerAccumulator:
         self._build()
 
     def _build(self) -> None:
-        """Make the accumulator of the parameters that the optimizer steps, and let it step masters."""
+        """Make the accumulator of the parameters that the optimizer steps, and give the optimizer the masters."""
         self._owned = self._owners()
         stepped = {id(p) for p in owned((self._optimizer,))}
         wrapped = [ddp for ddp in map(unwrapped, self._modules) if isinstance(ddp, DistributedDataParallel)]
@@ -84,7 +84,7 @@ class OptimizerAccumulator:
                 )
         self.parts = parts_of(self.accumulator)
         self._no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
-        # In a static graph a parameter may get several gradients in a backward, and nothing tells which is the last.
+        # In a static graph a parameter may get several gradients in a backward, and we cannot tell which is the last.
         static = any(ddp.static_graph for ddp in wrapped)
         early = self.parts.runner.captures.release_early
         self.sends_in_backward = self.parts.ranks.reduces_sums and early and not static
@@ -99,7 +99,7 @@ class OptimizerAccumulator:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
 
     def _translate(self, target: Callable[[Tensor], Tensor]) -> None:
-        """Let the optimizer step other tensors, with the state that it has."""
+        """Let the optimizer step other tensors, and move its state to them."""
         for group in self._optimizer.param_groups:
             new = [target(p) for p in group["params"]]
             for old, other in zip(group["params"], new, strict=True):
@@ -110,11 +110,11 @@ class OptimizerAccumulator:
 
     @property
     def outgrown(self) -> bool:
-        """Whether the optimizer has got other parameters since."""
+        """Whether the optimizer has got other parameters since the accumulator was made."""
         return self._owners() != self._owned
 
     def remove(self) -> dict[int, Tensor]:
-        """Give model and optimizer back as they were, but trained; the masters, by id of the parameter."""
+        """Restore model and optimizer, keeping what was trained; returns the masters by id of their parameter."""
         store = self.parts.store
         masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
         params = {id(store.target(e.param)): e.param for e in store.named}
@@ -140,7 +140,7 @@ class OptimizerAccumulator:
 
 
 class _Stepped(FusedAccumulator):
-    """Leaves out what the optimizer does not step, as trainers do: a frozen tower, or layers that are added later."""
+    """Leaves out parameters that the optimizer does not step, such as a frozen tower, or layers added later."""
 
     def __init__(self, module: nn.Module, stepped: set[int], **options: Any) -> None:
         self._stepped = stepped

@@ -1,4 +1,4 @@
-"""Backwards whose gradients may be those of several optimizers, each with windows of its own."""
+"""Backwards whose gradients may belong to several optimizers, each with windows of its own."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _log = logging.getLogger(__name__)
 def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """The optimizers that can have windows of their own; others are left to the trainer.
 
-    Those are optimizers without parameters, and those that share some: a gradient that several step has no one window.
+    Optimizers without parameters are left to the trainer. So are optimizers that share some, since a gradient that
+    several optimizers step belongs to no single window.
 
     Raises:
-        ValueError: optimizers share parameters, and torch.distributed runs several ranks: accumulators keep
-            DistributedDataParallel silent, and nobody would reduce what is left to the trainer.
+        ValueError: Optimizers share parameters, and torch.distributed runs several ranks. Accumulators keep
+            DistributedDataParallel silent, so nothing would reduce the gradients that are left to the trainer.
     """
     owners: dict[int, int] = {}
     for p in owned(optimizers):
@@ -44,20 +45,20 @@ def backward_of_all(
     scaler: torch.amp.GradScaler | None,
     **kwargs: Any,
 ) -> list[TrainerWindow]:
-    """A backward whose gradients may be those of several optimizers; it counts for those that it reaches.
+    """Run a backward whose gradients may belong to several optimizers; it counts for the ones it reaches.
 
     Args:
-        windows: Those that are open have had `begin`.
+        windows: All windows; `begin` was called on the open ones.
         loss: The trainer's.
-        weight: What it counts.
+        weight: The micro-batch's weight.
         scaler: The trainer's.
         **kwargs: Of `Tensor.backward`.
 
     Returns:
-        The windows that it reached.
+        The windows that the backward reached.
 
     Raises:
-        RuntimeError: it reaches parameters of a window that has ended and was not stepped.
+        RuntimeError: The loss reaches parameters of a window that has ended and was not stepped.
     """
     ended = [window for window in windows if window.finalized]
     kept = [(p, p.grad) for window in ended for p in window.accumulator.parameters() if p.grad is not None]
@@ -83,7 +84,7 @@ def backward_of_all(
 
 
 def weigh_for_all(windows: Sequence[TrainerWindow], loss: Tensor, weight: float | Tensor) -> Tensor:
-    """The loss to run a backward of that several windows may count."""
+    """The loss to run backward of, if several windows may count it."""
     loss, weighed = windows[0].weigh(loss, weight)
     for window in windows:
         window.under_way = weighed._replace(tag=window.parts.runner.micro_batch(weighed.weight).tag)

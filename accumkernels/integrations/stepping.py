@@ -1,4 +1,4 @@
-"""Steps of a trainer's optimizer: beside others that have the same GradScaler, with a closure or without."""
+"""Steps of a trainer's optimizer, with or without a closure, when other optimizers share its GradScaler."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..window.optimizers import check_optimizer
 
 
 def check_optimizer_once(optimizer: Optimizer) -> None:
-    """Refuse optimizers that are wrapped, and those that evaluate the loss more than once in a step.
+    """Refuse wrapped optimizers, and optimizers that evaluate the loss more than once in a step.
 
     Raises:
-        TypeError: names it, and what to use.
+        TypeError: Names the optimizer, and what to use instead.
     """
     check_optimizer(optimizer, "accumkernels.integrations")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -30,13 +30,13 @@ def check_optimizer_once(optimizer: Optimizer) -> None:
 
 @functools.cache
 def needs_closure(optimizer_class: type[Optimizer]) -> bool:
-    """Whether `step` cannot be called without one."""
+    """Whether `step` cannot be called without a closure."""
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
-    """A closure for an optimizer that needs one: its backward has run already."""
+    """A closure for an optimizer that needs one, whose backward has already run."""
     calls = iter([result])
 
     def closure() -> Any:
@@ -53,7 +53,7 @@ def once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def apart(scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> Iterator[None]:
-    """Keep what a GradScaler knows of other optimizers out of one's step and update, and let it know it afterwards."""
+    """Hide a GradScaler's state of other optimizers from this one's step and update, and restore it afterwards."""
     if scaler is None:
         yield
         return

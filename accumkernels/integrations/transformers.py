@@ -5,7 +5,7 @@
     args = TrainingArguments(gradient_accumulation_steps=8, bf16=True, ...)
     Trainer(model=model, args=args, train_dataset=dataset).train()
 
-A subclass of `transformers.Trainer` (also of other packages) takes `FusedAccumulationMixin` before it among its bases.
+A subclass of `transformers.Trainer`, from any package, lists `FusedAccumulationMixin` before it among its bases.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ IGNORED = -100  # label of positions that have no loss
 class FusedAccumulationMixin(Base):
     """Lets FusedAccumulator accumulate in a `transformers.Trainer`.
 
-    Where the loss is normalized by `num_items_in_batch`, the gradient is the Trainer's own. Where the model or the loss
-    function does not take `num_items_in_batch`, the Trainer averages the micro-batches' mean losses; here each counts
-    as many labels as its mean was taken over (`micro_batch_weight`), on all ranks. One GPU per process, with
-    DistributedDataParallel or FSDP2 where there are several.
+    If the loss is normalized by `num_items_in_batch`, the gradient is the Trainer's own. If the model or the loss
+    function does not take `num_items_in_batch`, the Trainer averages the micro-batches' mean losses; this class weights
+    each by the number of labels that its mean was taken over (`micro_batch_weight`), on all ranks. It needs one GPU per
+    process, with DistributedDataParallel or FSDP2 if there are several.
 
     Args:
         *args: Of the Trainer.
-        accumulator_options: Of FusedAccumulator, as `{"release": "backward"}`.
-        log_windows: Whether what the Trainer logs has the accumulator's metrics of the last window, too, as
+        accumulator_options: Options of FusedAccumulator, such as `{"release": "backward"}`.
+        log_windows: Whether the Trainer's logs include the accumulator's metrics of the last window, such as
             `accumulator/weight`.
         **kwargs: Of the Trainer.
     """
@@ -70,15 +70,15 @@ class FusedAccumulationMixin(Base):
         return self.accelerator.accumulator
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; the accelerator gets an accumulator when the model and the optimizer are prepared."""
+        """As in the Trainer; the accelerator gets an accumulator when the model and the optimizer are prepared."""
         super().create_accelerator_and_postprocess()
         fuse(self.accelerator, **self._accumulator_options).counts_micro_batches = True
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; afterwards the model is free for another one.
+        """As in the Trainer; afterwards the model is free for another accumulator.
 
         Raises:
-            ValueError: several GPUs in one process (`torch.nn.DataParallel`).
+            ValueError: There are several GPUs in one process (`torch.nn.DataParallel`).
         """
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -91,13 +91,13 @@ class FusedAccumulationMixin(Base):
             self.accelerator.release_accumulator()
 
     def micro_batch_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
-        """How many samples or tokens a mean loss is the mean of; override it where it is not over the labels.
+        """How many samples or tokens a mean loss averages; override it if the mean is not over the labels.
 
         Args:
-            inputs: Of the model, a micro-batch.
+            inputs: The model's inputs, a micro-batch.
 
         Returns:
-            The number of labels that are not -100, those that a causal model predicts where `labels` are shifted; 1
+            The number of labels that are not -100 (of those that a causal model predicts, if `labels` are shifted); 1
             without labels. Nothing is read back from the device.
         """
         labels = inputs.get("shift_labels", inputs.get("labels"))
@@ -110,14 +110,14 @@ class FusedAccumulationMixin(Base):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """As the Trainer's, which divides the loss by the number of micro-batches unless it is scaled already."""
+        """As in the Trainer, which divides the loss by the number of micro-batches unless it is already scaled."""
         self.accelerator.open_window()
         self.accelerator.reads_gradients = self._somebody_reads_gradients()
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
-        # Scaled losses add up to the window's; means are weighted, and what they were divided by is undone.
+        # Scaled losses add up to the window's loss. Means are weighted, and the Trainer's division is undone.
         self.accelerator.micro_batch_weight = None if scaled else self.micro_batch_weight(inputs)
         self.accelerator.loss_divided_by = self.current_gradient_accumulation_steps
         takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -134,7 +134,7 @@ class FusedAccumulationMixin(Base):
         return super()._prepare_for_training(*args, **kwargs)
 
     def _somebody_reads_gradients(self) -> bool:
-        """Whether anything of the user's runs between the last backward of a window and `zero_grad`."""
+        """Whether any code of the user's runs between the last backward of a window and `zero_grad`."""
         base = transformers.TrainerCallback
         return any(
             getattr(type(callback), hook) is not getattr(base, hook)
@@ -146,7 +146,7 @@ class FusedAccumulationMixin(Base):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; with `log_windows` beside the accumulator's metrics."""
+        """As in the Trainer; `log_windows` adds the accumulator's metrics."""
         if self._log_windows and "loss" in logs:
             logs = {**logs, **self.accelerator.window_metrics()}
         super().log(logs, *args, **kwargs)
@@ -169,4 +169,4 @@ class FusedAccumulationMixin(Base):
 
 
 class Trainer(FusedAccumulationMixin, transformers.Trainer):
-    """`transformers.Trainer`, where FusedAccumulator accumulates."""
+    """`transformers.Trainer` in which FusedAccumulator accumulates."""

@@ -1,4 +1,4 @@
-"""Sums shown as `.grad` inside a window, as autograd leaves gradients, and taken in again as they were left."""
+"""Sums shown as `.grad` inside a window, as autograd leaves gradients, and taken back with the loop's changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..buffers.store import Store
 
 
 class VisibleGrads:
-    """What of a window is shown. On one rank, and where sums are not to be divided: it is what stock has."""
+    """The part of a window that is shown, on one rank and only if sums are not divided, as in stock torch."""
 
     def __init__(self) -> None:
         self._grads: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
@@ -21,7 +21,7 @@ class VisibleGrads:
         return bool(self._grads)
 
     def show(self, store: Store) -> None:
-        """Let `.grad` be the sum so far."""
+        """Set `.grad` to the sum so far."""
         for buffer, segment in store.touched():
             view = buffer.views[segment.index]
             target = store.target(segment.param)
@@ -31,10 +31,10 @@ class VisibleGrads:
 
     @torch.no_grad()
     def take_back(self) -> bool:
-        """Take `.grad` in again, as it was left: changed, replaced, or None.
+        """Take `.grad` back as the loop left it: changed, replaced, or None.
 
         Returns:
-            Whether all are None: the window was dropped.
+            Whether all are None, which means that the window was dropped.
         """
         shown, self._grads = self._grads, []
         if shown and all(target.grad is None for _, _, target, _, _ in shown):
@@ -51,5 +51,5 @@ class VisibleGrads:
         return False
 
     def forget(self) -> None:
-        """The window has gone."""
+        """Forget what is shown, after the window has ended."""
         self._grads = []

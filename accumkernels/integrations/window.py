@@ -1,4 +1,4 @@
-"""What the adapters share: a window between the calls of a trainer that divides its losses and steps when it likes."""
+"""What the adapters share: a window driven by a trainer that divides its losses and decides when to step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .visible_grads import VisibleGrads
 
 
 class TrainerWindow:
-    """The windows of one optimizer, driven by a trainer. A trainer has one for each of its optimizers.
+    """The windows of one optimizer, driven by a trainer. A trainer has one of these for each of its optimizers.
 
-    A trainer divides each loss by a number of steps before it scales it. That is left so, since then 16-bit
-    intermediates, overflows and the loss scale are those of the trainer's own accumulation, and undone in the pass that
-    adds the gradients: the gradient of a window is `sum_i w_i g_i / sum_i w_i` of the undivided losses, over the
-    micro-batches of all ranks. Losses that are to be added up as they are (`sums`) are averaged over ranks, as by
-    DistributedDataParallel, and divided by nothing else.
+    A trainer divides each loss by a number of steps before it scales it. We keep this division, so that 16-bit
+    intermediates, overflows and the loss scale are the same as in the trainer's own accumulation, and undo it in the
+    pass that adds the gradients. So the gradient of a window is `sum_i w_i g_i / sum_i w_i` of the undivided losses,
+    over the micro-batches of all ranks. Losses that are added up as they are (`sums`) are averaged over ranks, as in
+    DistributedDataParallel, and not divided otherwise.
 
     Args:
-        modules: Those that have parameters which the optimizer steps, wrapped in DistributedDataParallel or sharded by
-            FSDP2 where there are several ranks.
-        optimizer: With `master_weights=True` it gets the masters in place of 16-bit parameters, and its state goes with
-            them. A parameter that is added to it later is accumulated from the next window on.
-        scaler: The trainer's.
+        modules: The modules with parameters that the optimizer steps, wrapped in DistributedDataParallel or sharded by
+            FSDP2 if there are several ranks.
+        optimizer: With `master_weights=True` it gets the masters in place of 16-bit parameters, and keeps its state. A
+            parameter that is added to it later is accumulated from the next window on.
+        scaler: The trainer's GradScaler.
         alone: Whether no other optimizer steps parameters of the modules.
         **options: Of FusedAccumulator.
 
@@ -41,9 +41,9 @@ class TrainerWindow:
         sums: Whether losses are added up as they are; the same for all micro-batches of a window.
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
-        folds: Whether nobody looks at `.grad` before the step or after it.
-        under_way: The micro-batch whose backward has begun by `run`, until it is counted.
-        micro_batch: Backwards in the micro-batch that the trainer says is under way; None where it says nothing.
+        folds: Whether no code looks at `.grad` before the step or after it.
+        under_way: The micro-batch whose backward `run` has started, until it is counted.
+        micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class TrainerWindow:
 
     @property
     def accumulator(self) -> FusedAccumulator:
-        """Made anew where the optimizer gets other parameters."""
+        """The accumulator, which is replaced when the optimizer gets other parameters."""
         return self._current.accumulator
 
     @property
     def parts(self) -> Parts:
-        """The accumulator's."""
+        """The accumulator's parts."""
         return self._current.parts
 
     def release(self) -> None:
-        """Give the model and the optimizer back as they were, but trained."""
+        """Restore the model and the optimizer, keeping what was trained."""
         self._drop()
         self._current.remove()
 
     def _drop(self) -> None:
-        if self.parts.ranks.sender.begun and not self.finalized:  # an exception came: nobody sums the rest
+        if self.parts.ranks.sender.begun and not self.finalized:  # after an exception: no rank sums the rest
             self.parts.scaler.forget()
             self.parts.store.drop_grads()
         else:
@@ -112,13 +112,13 @@ class TrainerWindow:
         return self.parts.ranks.ends_together
 
     def targets(self, params: list[Tensor]) -> list[Tensor]:
-        """What the optimizer steps for some of the model's parameters."""
+        """The tensors that the optimizer steps for these parameters of the model."""
         return self.accumulator.param_groups([{"params": params}])[0]["params"]
 
     # ---- micro-batches
 
     def open(self) -> None:
-        """Before a forward or a backward: begin the next window where the last one has ended.
+        """Before a forward or a backward, open the next window if the last one has ended.
 
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
@@ -137,10 +137,10 @@ class TrainerWindow:
             self._current.renew()
 
     def begin(self, sums: bool = False) -> None:
-        """Before a backward: what its gradients are multiplied by while they are added.
+        """Before a backward, set the factor of its gradients.
 
         Raises:
-            RuntimeError: the window has micro-batches of the other kind.
+            RuntimeError: The window has micro-batches of the other kind.
         """
         self.take_back()
         if self.accumulator.micro_batches == 0:
@@ -154,12 +154,12 @@ class TrainerWindow:
         self.under_way = None
 
     def backward(self, loss: Tensor, weight: float | Tensor, *, last: bool = False, **kwargs: Any) -> None:
-        """A micro-batch, after `open` and `begin`.
+        """Run and count a micro-batch, after `open` and `begin`.
 
         Args:
             loss: The trainer's.
             weight: What it counts.
-            last: Whether it ends the window on this rank; others may end theirs otherwise.
+            last: Whether it ends the window on this rank; other ranks may end theirs differently.
             **kwargs: Of `Tensor.backward`.
         """
         last = last and self._current.sends_in_backward
@@ -168,24 +168,24 @@ class TrainerWindow:
     def run(
         self, backward: Callable[[Tensor], None], loss: Tensor, weight: float | Tensor, *, last: bool = False
     ) -> None:
-        """A micro-batch whose backward somebody else calls; after `open` and `begin`, and before `take`.
+        """Run a micro-batch by a backward of the caller's, after `open` and `begin`, and before `take`.
 
         Args:
-            backward: Is called with the loss that backward is to be run of.
-            loss: The trainer's, scaled.
+            backward: Called with the loss to run backward of.
+            loss: The trainer's loss, scaled.
             weight: What it counts.
-            last: As of `backward`.
+            last: See `backward`.
         """
         loss, self.under_way = self.weigh(loss, weight, last and self._current.sends_in_backward)
         self.parts.runner.run(functools.partial(backward, loss), loss, self.under_way)
 
     def weigh(self, loss: Tensor, weight: float | Tensor, last: bool = False) -> tuple[Tensor, MicroBatch]:
-        """The loss to run backward of, with its weight where backward may cross ranks; and the micro-batch."""
+        """The loss to run backward of, weighted if backward may cross ranks; and the micro-batch."""
         weight = as_scalar(1.0 if self.sums else weight, "weight", self.parts.store.device)
         return self.parts.runner.weigh(loss, self.parts.runner.micro_batch(weight, last))
 
     def take(self, loss: Tensor | None = None) -> None:
-        """Count the micro-batch under way, whose loss, not scaled, was this."""
+        """Count the current micro-batch; `loss` is its unscaled loss."""
         micro_batch, self.under_way = self.under_way or self.parts.runner.micro_batch(1.0), None
         with torch.no_grad():
             self.parts.runner.accumulate(micro_batch._replace(loss=loss))
@@ -195,21 +195,21 @@ class TrainerWindow:
         """Whether a backward has left gradients that were not counted."""
         return self.parts.runner.is_uncounted() or any(entry.param.grad is not None for entry in self.parts.store.named)
 
-    # ---- gradients to look at inside a window of sums, as autograd leaves them
+    # ---- `.grad` inside a window of sums, as autograd leaves it
 
     def show(self) -> None:
         """Let `.grad` be the sum so far."""
         self._visible.show(self.parts.store)
 
     def take_back(self) -> None:
-        """Take `.grad` in again, as it was left; where all of it was dropped, so is the window."""
+        """Take `.grad` back as the loop left it; if the loop dropped all of it, drop the window."""
         if self._visible and self._visible.take_back():
             self.close()
 
     # ---- the end of a window
 
     def finalize(self) -> None:
-        """Average and hand the result out as `.grad`; nothing where that is done, or nothing was accumulated."""
+        """Average and set `.grad`, unless that is done or nothing was accumulated."""
         if self.finalized:
             return
         self._take_uncounted()
@@ -219,39 +219,39 @@ class TrainerWindow:
         self.finalized = True
 
     def _take_uncounted(self) -> None:
-        """Before the end: what `.grad` was made of it, and gradients of backwards that the trainer did not see.
+        """Before the end, take what the loop made of `.grad`, and gradients of backwards that the trainer did not see.
 
-        A window that ends otherwise than by a micro-batch that was known to be the last has no other, then.
+        If the window's last micro-batch was marked as the last, there are no such gradients.
         """
         self.take_back()
         self.under_way = None
-        if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, what there is counts once
+        if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, its gradients count once
             self.parts.scaler.make_up_for(1)
             self.take()
         if self._current.sends_in_backward and self.accumulator.micro_batches:
             self.parts.ranks.sender.end_last()
 
     def _divisor(self) -> float | None:
-        """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by that."""
+        """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by it."""
         if not self.sums:
             return None
         return 1.0 if self.sharded else float(self.parts.ranks.size)
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
-        """Clip the averaged gradient of all parameters; the answer is its norm before."""
+        """Clip the averaged gradient of all parameters; returns its norm before clipping."""
         self.finalize()
         if not self.finalized:
             return torch.zeros(())
         return self.accumulator.clip_grad_norm_(max_norm, norm_type)
 
     def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
-        """Clip in `step_as_agreed`, which fills the norm that is returned now; nobody looks at `.grad` before."""
+        """Clip in `step_as_agreed`, which fills in the norm returned here; no code looks at `.grad` before."""
         store = self.parts.store
         self._promised = max_norm, torch.zeros((), dtype=store.result_dtype, device=store.device)
         return self._promised[1]
 
     def step_as_agreed(self, result: Any = None, **kwargs: Any) -> None:
-        """`step`, with what `folds` and `clip_in_step` have said."""
+        """`step`, folding and clipping as `folds` and `clip_in_step` have set."""
         max_norm, norm = self._promised or (None, None)
         self._promised = None
         found = self.step(result, max_norm=max_norm, fold=self.folds, **kwargs)
@@ -266,10 +266,10 @@ class TrainerWindow:
         `.grad` stays until the next window, as after any optimizer's step.
 
         Args:
-            result: What a closure has returned; an optimizer that needs one gets it from there.
+            result: A closure's result; an optimizer that needs a closure gets one that returns it.
             max_norm: Clip to this norm.
-            fold: Nobody looks at `.grad` any more: averaging and clipping are left to the optimizer's own pass where it
-                can do that. `.grad` is None afterwards.
+            fold: No code looks at `.grad` any more, so the optimizer's own pass averages and clips if it can. `.grad`
+                is None afterwards.
             **kwargs: Of the optimizer's `step`.
 
         Returns:
@@ -290,7 +290,7 @@ class TrainerWindow:
                     return norm
                 self.finalize()
             self._idle = self._empty
-            if self._idle:  # as in stock: nothing moves, and schedulers go on
+            if self._idle:  # as in stock torch: nothing moves, and schedulers go on
                 self.stepped = self.finalized
                 if self._scaler is None and not closure_needed:
                     self.optimizer.step(**kwargs)
@@ -308,29 +308,29 @@ class TrainerWindow:
 
     @property
     def _empty(self) -> bool:
-        """Whether no rank had a micro-batch; where there are several, the window is finalized."""
+        """Whether no rank had a micro-batch; with several ranks, this finalizes the window."""
         store = self.parts.store
         return self.accumulator.micro_batches == 0 and next(iter(store.touched()), None) is None
 
     def _rerecord(self) -> None:
-        """Tell the scaler again that gradients are unscaled: another optimizer's update has made it forget."""
+        """Mark gradients as unscaled in the scaler again, since another optimizer's update has reset it."""
         verdict = self.parts.window().verdict
         assert verdict is not None
         self.parts.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, for overflow or weights that sum to zero; not for want of backwards."""
+        """Whether the last step was skipped, for overflow or weights that sum to zero; not for lack of backwards."""
         return not self._idle and self.accumulator.step_was_skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The accumulator's, for a checkpoint that one rank writes: collective where several are inside a window."""
+        """The accumulator's state, for a checkpoint of one rank; collective if several ranks are inside a window."""
         if self.stepped:
             self.close()
         return self.accumulator.state_dict(reduced=self.several_ranks and self.accumulator.micro_batches > 0)
 
     def close(self) -> None:
-        """Drop the window, stepped or not, and open the next; collective where sums are on their way to other ranks."""
+        """Drop the window, stepped or not, and open the next; collective if sums are being sent to other ranks."""
         if self.parts.ranks.sender.begun:
             self.finalize()
         self._visible.forget()
