@@ -10,20 +10,21 @@ from torch import Tensor
 
 def is_dtensor(tensor: object) -> bool:
     """Whether this is a `torch.distributed.tensor.DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import, and without it there are none
+    module = sys.modules.get("torch.distributed.tensor")  # the import takes a second, and before it no DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, the very tensor that it holds; any other tensor as it is."""
-    # to_local() would make another tensor of a parameter's shard.
+    """The local shard of a DTensor, the tensor that it holds itself; any other tensor unchanged."""
+    # to_local() would return a new tensor.
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_grad(param: Tensor) -> Tensor | None:
     """The local shard of `param.grad`, placed on the mesh as the parameter is.
 
-    FSDP2's gradients are already; those of other DTensors may have to be reduced or sharded first, which is collective.
+    FSDP2's gradients already are. Gradients of other DTensors may have to be reduced or sharded first, a collective
+    call.
     """
     grad: Any = param.grad
     if grad is None or not is_dtensor(param):
@@ -35,7 +36,7 @@ def local_grad(param: Tensor) -> Tensor | None:
 
 
 def shaped_like(part: Tensor, param: Any) -> Tensor:
-    """`part`, a local shard for `param`, as a DTensor on its mesh; `part` itself where `param` is not a DTensor."""
+    """`part`, a local shard, as a DTensor on the mesh of `param`; `part` itself if `param` is not a DTensor."""
     if not is_dtensor(param):
         return part
     return sys.modules["torch.distributed.tensor"].DTensor.from_local(

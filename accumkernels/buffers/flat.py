@@ -18,7 +18,7 @@ from .parameters import NamedParameter
 
 
 class FlatBuffer:
-    """Segments of one device and buffer dtype, side by side in one tensor, with what the ops need beside it.
+    """Segments of one device and buffer dtype, side by side in one tensor, and the tables that the ops need.
 
     Attributes:
         tensor: fp32 or fp64 `[elements]`. Padding between segments is never read.
@@ -26,11 +26,11 @@ class FlatBuffer:
         views: `tensor`'s segments, shaped and strided like the parameters.
         layout: int64 `[segments, 2]` (offset, numel) on the device; `layout_host` the same on the CPU.
         flags: int32 `[segments]`, the serial number of the last micro-batch whose gradient was not finite.
-        all_indices: of the segments.
+        all_indices: the indices of all segments.
         contiguous: whether all segments are in index order.
         touched: per segment, whether it holds a sum of this window.
-        unchecked: segments that something was added to without a check for overflow, each with the serial number of
-            the last micro-batch that did.
+        unchecked: segments with a sum that was not checked for overflow, each with the serial number of the last
+            micro-batch that was added without a check.
         sharded: whether any parameter is a DTensor.
         ops: the backend's module.
     """
@@ -45,7 +45,7 @@ class FlatBuffer:
         end = 0
         for index, entry in enumerate(named):
             p = local(entry.param)
-            stride = torch.empty_like(p, device="meta").stride()  # dense, also where p itself is not
+            stride = torch.empty_like(p, device="meta").stride()  # dense, even if p itself is not
             contiguous = torch.empty(p.shape, device="meta").stride() == stride
             self.segments.append(
                 Segment(
@@ -77,12 +77,12 @@ class FlatBuffer:
         self.allocate()
 
     def allocate(self) -> None:
-        """Make the tensor and its views, where `release` freed them."""
+        """Allocate the tensor and its views, if `release` freed them."""
         self.tensor = zeros(self.numel, self.dtype, self.device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
 
     def release(self) -> None:
-        """Free the tensor; what else belongs to the buffer stays. Views that a user kept keep their memory."""
+        """Free the tensor and keep the rest of the buffer. Views that a user has kept keep their memory."""
         self.tensor = self.tensor.new_empty(0)
         self.views = []
 
@@ -156,12 +156,12 @@ class FlatBuffer:
         return [self.segments[index].in_memory_order(grad) for index, grad in zip(segments, grads, strict=True)]
 
     def open_window(self) -> None:
-        """Forget the sums: no segment holds one."""
+        """Mark all segments as holding no sum."""
         self.touched = bytearray(len(self.segments))
         self.unchecked.clear()
 
     def set_touched(self, touched: Sequence[int]) -> None:
-        """Note, for every segment, whether it holds a sum."""
+        """Set, for every segment, whether it holds a sum."""
         self.touched = bytearray(touched)
 
     def touch(self, index: int) -> None:
@@ -173,7 +173,7 @@ class FlatBuffer:
         self.touched[index] = False
 
     def touch_unchecked(self, index: int, tag: int) -> None:
-        """Note that micro-batch `tag` was added to a segment, and nobody has looked whether the sum is finite."""
+        """Mark that micro-batch `tag` was added to a segment, without a check whether the sum is finite."""
         self.touched[index] = True
         self.unchecked[index] = tag
 
@@ -206,7 +206,7 @@ class FlatBuffer:
         return [self.views[s.index] for s in self.touched_segments() if only is None or id(s.param) in only]
 
     def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other one."""
+        """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other segment."""
         if segments is self.segments:
             return [self.tensor[: segments[-1].offset + segments[-1].numel]]
         ranges: list[tuple[int, int]] = []
@@ -220,7 +220,7 @@ class FlatBuffer:
         return [self.tensor[start:end] for start, end in ranges]
 
     def layout_alone(self, index: int) -> tuple[Tensor, Tensor]:
-        """`layout` and `layout_host` for a tensor that holds one segment and nothing else."""
+        """`layout` and `layout_host` for a tensor that holds only this segment."""
         if index not in self._alone:
             device, host = self.layout[index : index + 1].clone(), self.layout_host[index : index + 1].clone()
             device[:, 0] = host[:, 0] = 0

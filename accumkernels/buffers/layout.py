@@ -1,7 +1,7 @@
 """Where each parameter's gradient lives: segments of flat buffers.
 
-A layout only grows. Parameters that are frozen at first get a further buffer when they are unfrozen; a view that was
-handed out never moves.
+A layout only grows. Parameters that are frozen at first get a further buffer when they are unfrozen; existing views
+never move.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pai
 
 
 def aligned(numel: int, dtype: torch.dtype) -> int:
-    """`numel` rounded up so that what comes next in a flat tensor of `dtype` is aligned."""
+    """`numel` rounded up so that the next segment in a flat tensor of `dtype` is aligned."""
     elements = ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // elements) * elements
 
@@ -60,7 +60,7 @@ class Segment:
         return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
     def drift(self) -> str | None:
-        """What changed about the parameter since construction, in words; None when nothing did."""
+        """What changed about the parameter since construction, in words; None if nothing did."""
         p = local(self.param)
         if p.dtype != self.dtype:
             return f"{self.name!r} was {self.dtype} at construction and is {p.dtype} now"

@@ -1,4 +1,4 @@
-"""fp32 masters of 16-bit parameters: what optimizers step, and what the model's values are rounded from."""
+"""fp32 masters of 16-bit parameters, which optimizers step and the model's values are rounded from."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .parameters import NamedParameter
 
 
 class Masters(Follower):
-    """The masters of one store. They are views of flat fp32 buffers, one for each flat buffer of gradients.
+    """The masters of one store, as views of flat fp32 buffers, one for each flat buffer of gradients.
 
     After a step of any optimizer that owns masters, their values are rounded into the model's parameters.
 
     Args:
-        named: All parameters. Those of 16 bit get a master each; that of a frozen one has the right shape but no memory
-            of its own, until the parameter is unfrozen.
+        named: All parameters. Each 16-bit parameter gets a master. The master of a frozen parameter has its shape but
+            no memory, until the parameter is unfrozen.
     """
 
     def __init__(self, named: Sequence[NamedParameter]) -> None:
@@ -40,11 +40,11 @@ class Masters(Follower):
         follow(self)
 
     def target(self, param: Tensor) -> Tensor:
-        """What an optimizer steps for a parameter: its master, or itself."""
+        """The tensor that an optimizer steps for a parameter: its master, or the parameter itself."""
         return self._masters.get(id(param), param)
 
     def grow(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Give the masters of parameters that got a place in flat buffers memory, and the parameters' values."""
+        """Allocate the masters of parameters that got a segment, and copy the parameters' values into them."""
         for buffer in buffers:
             segments = [s for s in buffer.segments if id(s.param) in self._masters]
             sizes = [aligned(s.numel, torch.float32) for s in segments]
@@ -64,7 +64,7 @@ class Masters(Follower):
             local(master).copy_(local(segment.param))
 
     def refresh(self) -> None:
-        """Take the model's values."""
+        """Copy the model's values into the masters."""
         with torch.no_grad():
             for master, param, _ in self._pairs.values():
                 local(master).copy_(local(param))
@@ -82,15 +82,15 @@ class Masters(Follower):
             if param.stride() == master.stride():
                 outputs.append(param.detach())
                 inputs.append(master.detach())
-            else:  # not dense: the op works in memory order
+            else:  # not dense, and the op works in memory order
                 param.detach().copy_(master.detach())
         for ops, outputs, inputs in parts.values():
             ops.scaled_copy_(outputs, inputs)
-        # Ops do not count as in-place changes of their own accord; a backward through old values must notice.
+        # Our ops do not bump version counters by themselves, and a backward through old values must fail.
         torch.autograd.graph.increment_version([param for _, param, _ in pairs])
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Round what the optimizer stepped."""
+        """Round the masters that the optimizer stepped."""
         self.round(p for group in optimizer.param_groups for p in group["params"])
 
     def values(self) -> dict[int, Tensor]:
@@ -98,7 +98,7 @@ class Masters(Follower):
         return {id(param): master for master, param, _ in self._pairs.values()}
 
     def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
-        """Param groups with every parameter replaced by what an optimizer steps for it."""
+        """Param groups with every parameter replaced by the tensor that an optimizer steps for it."""
         translated = []
         for group in groups:
             params = group["params"]

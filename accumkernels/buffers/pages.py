@@ -1,4 +1,4 @@
-"""Large CPU tensors on huge pages, where the system gives them to whoever asks: an eighth less time per pass."""
+"""Large CPU tensors on huge pages, if the system grants them on request: an eighth less time per pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADV_HUGEPAGE = 14
 
 
 def setting() -> str | None:
-    """The system's transparent huge pages: "always", "madvise" (for whoever asks) or "never"; None where unknown."""
+    """The system's setting of transparent huge pages: "always", "madvise" (on request), "never"; None if unknown."""
     try:
         text = _SETTING.read_text()
     except OSError:
@@ -33,10 +33,10 @@ def _asked() -> bool:
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.zeros`, 1-d; on the CPU on huge pages, if it has at least two."""
     tensor = torch.empty(numel, dtype=dtype, device=device)
-    # Before the first write, which makes the pages. A fake tensor has none.
+    # This comes before the first write, which allocates the pages. A fake tensor has none.
     if device.type == "cpu" and type(tensor) is Tensor and tensor.nbytes >= 2 * _HUGE and _asked():
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        # An answer other than 0 leaves the pages as they were.
+        # If madvise returns an error, the pages stay as they were.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor.zero_()

@@ -1,4 +1,4 @@
-"""From what a user calls "the parameters" to a list of named, checked leaf tensors."""
+"""Turns what a user passes as the parameters into a list of named, checked leaf tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NamedParameter:
     owners: list[tuple[dict[str, Any], str]] = field(default_factory=list, repr=False)
 
     def check_identity(self) -> str | None:
-        """Say in words that the module tree holds another tensor in this parameter's place; None when it does not."""
+        """Say in words that the module tree holds another tensor in this parameter's place; None if it does not."""
         for owner, key in self.owners:
             found = owner.get(key)
             if found is not self.param and not _unsharded(found, self.param):
@@ -33,15 +33,14 @@ class NamedParameter:
 
 
 def _unsharded(found: Any, param: Any) -> bool:
-    """Whether `found` may be what FSDP2 puts in the place of `param` from a forward to its backward, or longer."""
+    """Whether `found` may be the tensor by which FSDP2 replaces `param` from a forward to its backward, or longer."""
     return is_dtensor(param) and not (is_dtensor(found) and found.device_mesh == param.device_mesh)
 
 
 def strip_prefixes(names: list[str]) -> list[str]:
-    """Parameter names without what torch.compile and DistributedDataParallel add, so that wrapping does not rename.
+    """Parameter names without the prefixes of torch.compile and DistributedDataParallel.
 
-    `_orig_mod.` goes wherever it stands, `module.` only from the front of names that all begin with it: a submodule may
-    be called so.
+    `_orig_mod.` is removed anywhere, `module.` only if all names begin with it, since a submodule may have that name.
     """
     names = [".".join(part for part in name.split(".") if part != "_orig_mod") for name in names]
     if all(name.startswith("module.") for name in names):
@@ -59,10 +58,10 @@ def _from_module(module: nn.Module) -> list[NamedParameter]:
 
 
 def check_group(group: Any, index: int) -> None:
-    """Refuse what torch.optim would not take as a param group.
+    """Refuse what torch.optim would not accept as a param group.
 
     Raises:
-        TypeError, ValueError: says which group it is.
+        TypeError, ValueError: Says which group it is.
     """
     if not isinstance(group, dict):
         raise wrong_type(f"params: group {index}", "a dict", group)
@@ -90,7 +89,7 @@ def _refuse_sharded(name: str, param: Tensor) -> None:
     """Refuse a parameter that FSDP1 or DeepSpeed ZeRO-3 has sharded.
 
     Raises:
-        ValueError: names it.
+        ValueError: Names the parameter.
     """
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         raise ValueError(f"params: {name!r} is sharded by FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2)")
@@ -99,16 +98,16 @@ def _refuse_sharded(name: str, param: Tensor) -> None:
 
 
 def named_parameters(params: Any) -> list[NamedParameter]:
-    """List the parameters that a FusedAccumulator is asked to take care of.
+    """List the parameters that a FusedAccumulator should accumulate.
 
     Args:
         params: A module, or an iterable of parameters, of (name, parameter) pairs, or of param groups as
             torch.optim takes them.
 
     Raises:
-        TypeError: `params`, or an item of it, is of another kind.
-        ValueError: there are none, one appears twice, two share a name, or one cannot be accumulated (not a leaf, not
-            fp16, bf16, fp32 or fp64, on the meta device, sparse).
+        TypeError: `params`, or one of its items, is of another type.
+        ValueError: There are no parameters, one appears twice, two share a name, or one cannot be accumulated (not a
+            leaf, not fp16, bf16, fp32 or fp64, on the meta device, sparse).
     """
     if isinstance(params, nn.Module):
         named = _from_module(params)

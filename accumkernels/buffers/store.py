@@ -29,7 +29,7 @@ _stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> wea
 
 
 def has_accumulator(param: Tensor) -> bool:
-    """Whether an accumulator that is alive takes care of the parameter."""
+    """Whether a live accumulator has the parameter."""
     claim = _stores.get(param)
     return claim is not None and claim() is not None
 
@@ -79,17 +79,17 @@ class _AsBuilt:
 
 
 class Store:
-    """Flat buffers and device states; grows when frozen parameters are unfrozen.
+    """Flat buffers and device states, which grow when frozen parameters are unfrozen.
 
     Attributes:
         named: All parameters, in the order given, frozen ones too.
-        buffers: The flat buffers of those that were ever trainable.
+        buffers: The flat buffers of parameters that were ever trainable.
         masters: fp32 masters of 16-bit parameters, or None.
-        states: Per device, the fp64 state tensor that the kernels keep (`ops.schema.State`).
-        has_claim: Whether the parameters are still this store's.
-        rounds: Whether any sum is handed out in a narrower dtype.
-        device: The first one: where weights are counted and results are returned.
-        result_dtype: Of norms: fp32, or fp64 where any parameter is.
+        states: For each device, the fp64 state tensor that the kernels update (`ops.schema.State`).
+        has_claim: Whether the parameters still belong to this store.
+        rounds: Whether any `.grad` has a narrower dtype than its sum.
+        device: The first device, where weights are counted and results are returned.
+        result_dtype: The dtype of norms: fp32, or fp64 if any parameter is fp64.
     """
 
     def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
@@ -110,7 +110,7 @@ class Store:
     def _claim(self) -> None:
         for entry in self.named:
             if has_accumulator(entry.param):
-                gc.collect()  # it may be dead already, in a cycle of a trainer or a notebook
+                gc.collect()  # it may be garbage in a cycle of a trainer or a notebook
             if has_accumulator(entry.param):
                 raise RuntimeError(
                     f"{entry.name!r} already has a FusedAccumulator; call its remove(), or keep parameters apart"
@@ -144,11 +144,11 @@ class Store:
         )
 
     def target(self, param: Tensor) -> Tensor:
-        """What an optimizer steps for a parameter, and gets `.grad`: the parameter, or its master."""
+        """The tensor that gets `.grad` and that an optimizer steps: the parameter, or its master."""
         return param if self.masters is None else self.masters.target(param)
 
     def place(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
-        """Where the gradient of a parameter or master is summed; None when it is frozen, or not ours."""
+        """Where the gradient of a parameter or master is summed; None if it is frozen, or not ours."""
         return self._places.get(id(param))
 
     def unplaced(self) -> list[NamedParameter]:
@@ -156,7 +156,7 @@ class Store:
         return [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
 
     def grow(self, fresh: list[NamedParameter]) -> list[FlatBuffer]:
-        """Give parameters a place in new buffers, which are returned."""
+        """Lay out parameters in new buffers, and return these."""
         devices = dict.fromkeys(e.param.device for e in fresh)
         backends = {device: ops.select(self._backend, device) for device in devices}
         with torch.inference_mode(False), torch.no_grad():
@@ -184,10 +184,10 @@ class Store:
         return buffers
 
     def check_drift(self) -> None:
-        """Refuse to go on with parameters that are not what they were.
+        """Refuse parameters that have changed since construction.
 
         Raises:
-            RuntimeError: names the parameter and its change of dtype, device, shape or identity.
+            RuntimeError: Names the parameter and its change of dtype, device, shape or identity.
         """
         if self._as_built is not None and self._as_built.holds():
             return
@@ -210,7 +210,7 @@ class Store:
     def state(self) -> Tensor:
         """The first device's state, with the flags of all devices.
 
-        Weights are counted on the first device alone; overflow may be found on any.
+        Only the first device counts weights; overflow may be found on any.
         """
         if not self.states:
             return torch.zeros(len(State), dtype=torch.float64, device=self.device)
@@ -260,11 +260,11 @@ class Store:
         return last, [e.name for e in self.named if last and tags.get(e.name) == last]
 
     def agreed(self, state: Tensor, touched: Sequence[int] | None) -> None:
-        """Take over what all ranks know together.
+        """Adopt the state that all ranks agreed on.
 
         Args:
-            state: Of the first device.
-            touched: For each segment, in the order of buffers, whether it holds a sum; None to keep what is known.
+            state: The state of the first device.
+            touched: For each segment, in the order of buffers, whether it holds a sum; None to leave that as it is.
         """
         if self.states:
             self.states[self.device].copy_(state)
@@ -284,7 +284,7 @@ class Store:
                 self.masters.target(entry.param).grad = None
 
     def allocate(self) -> None:
-        """Make flat buffers anew that `release` freed."""
+        """Allocate again the flat buffers that `release` freed."""
         for buffer in self.buffers:
             if buffer.released:
                 with torch.inference_mode(False), torch.no_grad():
@@ -296,7 +296,7 @@ class Store:
             buffer.release()
 
     def open_window(self) -> None:
-        """Forget all sums: segments are untouched, states zero."""
+        """Reset all segments to untouched and all states to zero."""
         for state in self.states.values():
             state.zero_()
         for buffer in self.buffers:

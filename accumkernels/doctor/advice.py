@@ -1,4 +1,4 @@
-"""What to do about a problem, in one line: the doctor's knowledge, as a table from the words of a cause to advice."""
+"""One line of advice for each problem that the doctor knows, in a table keyed by words of the cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _REINSTALL = (
     "reinstall the wheel for this machine (pip install --force-reinstall --no-deps), or `make build` in a clone"
 )
 
-# The causes are texts of ours (ops/loading.py, ops/triton.py, csrc/cuda/probe.cu), of torch and of the system's loader.
+# The causes are our own texts (ops/loading.py, ops/triton.py, csrc/cuda/probe.cu), torch's and the system loader's.
 _ADVICE = (
     (r"needs torch", "pip install --upgrade torch"),
     (r"GLIBC|CXXABI", "the library was built on a newer Linux: build it on this machine, pip install . in a clone"),

@@ -1,4 +1,4 @@
-"""Memory that is free but in pieces: what to set so that a batch that should fit does."""
+"""Advice against fragmented memory, which keeps a batch from fitting although enough memory is free."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 
 import torch
 
-NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch >= 2.9 reads both, and warns of the old one
+NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch >= 2.9 reads both, and warns about the old one
 
 
 def allocator_advice(environ: Mapping[str, str] | None = None, on_gpu: bool | None = None) -> list[str]:
-    """Lines of advice on the CUDA caching allocator's settings; none where there is no GPU, or nothing to advise.
+    """Lines of advice on the CUDA caching allocator's settings; empty without a GPU, or if nothing needs changing.
 
     The allocator carves tensors out of segments that it gets from the driver. Batches of varying size leave gaps
-    between them that fit no other tensor, so that memory runs out though the gaps together would do. With expandable
-    segments one segment grows instead of many being cut up.
+    between tensors that fit no other tensor, so that memory runs out although the gaps together would be enough. With
+    expandable segments, one segment grows instead of many being cut up.
 
     Args:
-        environ: Default: the process's.
+        environ: The environment; default: the process's.
         on_gpu: Whether there is a CUDA GPU; default: whether torch finds one.
     """
     environ = os.environ if environ is None else environ

@@ -16,7 +16,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of everything that decides which backend works; None for what is not installed."""
+    """The versions of all packages that decide which backend works; None if one is not installed."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -33,7 +33,7 @@ def versions() -> dict[str, str | None]:
 
 
 def driver() -> str | None:
-    """The NVIDIA driver's version, for instance 580.65.06; None where none is loaded."""
+    """The NVIDIA driver's version, for instance 580.65.06; None if none is loaded."""
     try:
         text = _DRIVER.read_text()
     except OSError:
@@ -49,7 +49,7 @@ def devices() -> list[torch.device]:
 
 
 def describe(device: torch.device) -> str:
-    """Processor architecture of the CPU; name and compute capability of a GPU."""
+    """The architecture of a CPU, or the name and compute capability of a GPU."""
     if device.type == "cpu":
         return platform.machine()
     properties = torch.cuda.get_device_properties(device)
@@ -57,7 +57,7 @@ def describe(device: torch.device) -> str:
 
 
 def why_no_gpu() -> str | None:
-    """Why torch uses no GPU although an NVIDIA driver is loaded; None where that is no mystery."""
+    """Why torch uses no GPU although an NVIDIA driver is loaded; None if that is as expected."""
     if driver() is None or torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
@@ -66,6 +66,6 @@ def why_no_gpu() -> str | None:
         return None  # hidden on purpose
     try:
         torch.cuda.init()
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # whatever the error is, it is the cause
         return f"torch cannot use it: {str(error).partition(chr(10))[0]}"
     return "torch finds no device"

@@ -1,4 +1,4 @@
-"""`python -m accumkernels`: what works on this machine, why what does not work does not, and what to do about it."""
+"""`python -m accumkernels`: what works on this machine, why the rest does not, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def report(as_json: bool = False) -> int:
     """Print the report.
 
     Returns:
-        0, or 1 when something that should work does not: the library does not load or is another version's, a GPU is
-        left unused or with plain torch, or a backend fails its self-test.
+        0, or 1 if something that should work does not: the library does not load or is of another version, a GPU is
+        unused or gets plain torch, or a backend fails its self-test.
     """
     found = examine()
     print(json.dumps(found, indent=2) if as_json else render(found))
@@ -31,9 +31,9 @@ def report(as_json: bool = False) -> int:
 def examine() -> dict[str, Any]:
     """Everything the doctor knows, as `--json` prints it.
 
-    `problems` is a list of {"problem", "advice", "serious"}; "serious" is what should work and does not, the others are
-    what could be better. `ok` says that none is serious. `memory` is advice on the allocator, and on the pages of CPU
-    tensors.
+    `problems` is a list of {"problem", "advice", "serious"}. A serious problem is something that should work and does
+    not; others are possible improvements. `ok` says that no problem is serious. `memory` is advice on the allocator and
+    on huge pages for CPU tensors.
     """
     problems: list[dict[str, Any]] = []
 
@@ -73,7 +73,7 @@ def examine() -> dict[str, Any]:
 
 
 def _huge_pages() -> list[str]:
-    """What the system's setting means for flat buffers, shadows and masters on the CPU."""
+    """What the system's setting of huge pages means for flat buffers, 16-bit copies and masters on the CPU."""
     setting = pages.setting()
     if setting is None:
         return []
@@ -86,7 +86,7 @@ def _huge_pages() -> list[str]:
 
 
 def _library() -> dict[str, Any]:
-    """About the native library: where it is, what it was built from and with ("version", "nvcc", "archs", ...)."""
+    """Where the native library is, and what it was built from and with ("version", "nvcc", "archs", ...)."""
     info = ops.native.build_info()
     return {
         "path": str(ops.native.LIBRARY_PATH),
@@ -98,7 +98,7 @@ def _library() -> dict[str, Any]:
 
 
 def _examine(device: torch.device) -> dict[str, Any]:
-    """Which backend `device` gets; of each the `cause` why it is not there, or the `failure` of its self-test."""
+    """Which backend `device` gets; for each, the `cause` of its absence, or the `failure` of its self-test."""
     backends = []
     for module in (ops.native, ops.triton, ops.reference):
         cause = None if module is ops.reference else module.unavailable(device)
@@ -113,7 +113,7 @@ def _examine(device: torch.device) -> dict[str, Any]:
 
 
 def _chosen(device: torch.device) -> str:
-    """What FusedAccumulator's `backend="auto"` takes."""
+    """The backend that `FusedAccumulator(backend="auto")` chooses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the cause is in the report
         return ops.name(ops.select("auto", device))

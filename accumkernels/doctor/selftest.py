@@ -1,4 +1,4 @@
-"""A quick check of a backend's ops against float64, for the doctor: does it run here, and does it count right?"""
+"""A quick check, for the doctor, that a backend's ops run here and agree with float64."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TOLERANCE = 1e-6  # of fp32 arithmetic: conversion, two products, a sum and a qu
 
 
 def self_test(backend: ModuleType, device: torch.device) -> str | None:
-    """Say what `backend` does wrong on `device`, or return None when all is right."""
+    """Say what `backend` does wrong on `device`, or return None if it works."""
     try:
         return _accumulates(backend, device) or _sees_overflow(backend, device) or _rounds(backend, device)
-    except Exception as error:  # whatever it is, the doctor's business is to tell
+    except Exception as error:  # whatever the error is, the doctor reports it
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -31,7 +31,7 @@ def _gradients(seed: int) -> list[Tensor]:
 
 
 def _layout(grads: list[Tensor]) -> Tensor:
-    """Rows of (offset, numel), each on 128 bytes of an fp32 buffer."""
+    """Rows of (offset, numel), each aligned to 128 bytes in an fp32 buffer."""
     rows, offset = [], 0
     for grad in grads:
         rows.append((offset, grad.numel()))
@@ -42,7 +42,7 @@ def _layout(grads: list[Tensor]) -> Tensor:
 def _accumulate(
     backend: ModuleType, device: torch.device, batches: list[list[Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A window of `batches` with `WEIGHTS`: layout, and buffer and state where they were computed."""
+    """Accumulate a window of `batches` with `WEIGHTS`; returns the layout, and the buffer and state it computed."""
     layout = _layout(batches[0])
     segments = list(range(len(layout)))
     buffer = torch.zeros(int(layout[-1].sum()), device=device)
