@@ -1,4 +1,4 @@
-"""The time that a loop spends on gradients, from layers to the optimizer."""
+"""Measures the time that a loop spends on gradients, between the layers and the optimizer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-# What a gradient may pass between a layer's own backward and its sum: autocast's cast back to the parameter's dtype, or
-# FusedAccumulator's way around it.
+# Nodes that a gradient may pass between a layer's own backward and its sum: autocast's cast back to the parameter's
+# dtype, or FusedAccumulator's replacement for it.
 WIDENING = ("ToCopyBackward0", "_TakeBackward")
 
 
 def _handling_nodes(loss: Tensor) -> list[Node]:
-    """The nodes of the graph of `loss` that do nothing but bring gradients from layers into sums."""
+    """The nodes in the graph of `loss` that only bring gradients from layers into sums."""
     found: dict[Node, None] = {}
     waiting = [loss.grad_fn]
     while waiting:
@@ -36,7 +36,7 @@ def _handling_nodes(loss: Tensor) -> list[Node]:
 
 
 class Clock:
-    """Adds up the seconds spent inside `with clock:`, until the device has finished. Off unless `running` is set."""
+    """Adds up the seconds spent inside `with clock:`, device included. Off unless `running` is set."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,9 +58,10 @@ class Clock:
 
     @contextmanager
     def during_backward(self, loss: Tensor) -> Iterator[None]:
-        """Count what a backward of `loss` does with gradients once layers have made them.
+        """Count the time that a backward of `loss` spends on gradients once layers have computed them.
 
-        These are the nodes that bring them into sums, and what follows autograd until the call inside has returned.
+        That is the time of the nodes that bring them into sums, and of what follows autograd until the call inside
+        returns.
         """
         if not self.running:
             yield

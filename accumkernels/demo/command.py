@@ -1,4 +1,4 @@
-"""The demo from the command line's arguments to its files."""
+"""Runs the demo, from the command line's arguments to its files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from .methods import ACCUMULATION_STEPS, INIT_SCALE, MAX_NORM, METHODS, Method
 from .model import GPT
 from .train import MICRO_BATCH_SIZES, choose_size, seconds_per_sample, train
 
-# On the CPU fp16 is no choice: a product of 2048x128 and 128x512 takes 13 ms in fp16, 0.3 ms in bf16 (torch 2.13, two
-# Zen 5 cores with AVX-512 BF16). bf16 needs no loss scale, but takes the same way through the GradScaler as fp16.
+# fp16 is too slow on the CPU: a product of 2048x128 and 128x512 takes 13 ms in fp16, 0.3 ms in bf16 (torch 2.13, two
+# Zen 5 cores with AVX-512 BF16). bf16 needs no loss scale, but goes through the GradScaler like fp16.
 AMP_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
-# The model is too small for many: a window three ways takes 0.5 s with two threads, 0.8 s with one (two Zen 5 cores).
-# When other programs want the cores too, two take 8 to 30 s, since they wait for each other in every op, and one 1.5 s.
+# The model is too small for many threads: a window three ways takes 0.5 s with two threads, 0.8 s with one (two Zen 5
+# cores). When other programs use the cores too, two threads take 8 to 30 s, since they wait for each other in every op,
+# and one takes 1.5 s.
 THREADS = 1
-# At a width of 128 there are 0.4 M gradients, and what handling them takes is calls rather than bytes; here 3.7 M.
+# At a width of 128 there are 0.4 M gradients, whose handling is bound by calls rather than bytes; here are 3.7 M.
 WIDTH, HEADS = 384, 6
 
 
 class DemoError(Exception):
-    """Something the user can change; the message is one line."""
+    """An error that the user can fix; the message is one line."""
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device called `name`; by default a CUDA device where there is one.
+    """The device called `name`; by default a CUDA device if there is one.
 
     Raises:
-        DemoError: there is no such device.
+        DemoError: There is no such device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +58,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def timed_windows(steps: int) -> int:
-    """Windows over which the time in gradient handling is taken: 7, fewer in a short run."""
+    """The number of windows whose gradient handling is timed: 7, or fewer in a short run."""
     return min(7, steps)
 
 
@@ -143,11 +144,11 @@ def _demo(device: torch.device, out: Path, steps: int | None, seed: int, display
 
 
 def run(device: str | None, out: Path, steps: int | None, seed: int) -> int:
-    """Run the demo; the answer is the exit status.
+    """Run the demo, and return the exit status.
 
     Args:
         device: As for `choose_device`.
-        out: Directory for `demo.png` and `demo.json`; made where it does not exist.
+        out: Directory for `demo.png` and `demo.json`; created if it does not exist.
         steps: Windows to train; None for as many as fit into the time.
         seed: Of the weights and the order of the samples.
     """

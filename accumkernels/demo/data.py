@@ -1,4 +1,4 @@
-"""Real text that every machine has: sources of Python's standard library, cut into samples of unequal length."""
+"""Text that every machine has: sources of Python's standard library, cut into samples of unequal length."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BatchWindow:
 
     @cached_property
     def micro_batches(self) -> list[Batch]:
-        """The same samples in micro-batches; fewer of them, and a smaller last one, where the window is partial."""
+        """The same samples in micro-batches; a partial window has fewer of them, and a smaller last one."""
         size = self.micro_batch_size
         pieces = [self.samples[start : start + size] for start in range(0, len(self.samples), size)]
         return [Batch.collate(piece, self.device) for piece in pieces]
@@ -84,11 +84,11 @@ def read_samples(files: Sequence[str], root: Path | None = None) -> list[bytes]:
     """Cut source files into samples: paragraphs (text between blank lines), long ones into pieces of `CONTEXT` bytes.
 
     Args:
-        files: Paths relative to `root`; the ones that do not exist are left out.
+        files: Paths relative to `root`; paths that do not exist are left out.
         root: Default: the directory of Python's standard library.
 
     Raises:
-        FileNotFoundError: none of `files` exists.
+        FileNotFoundError: None of `files` exists.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     texts = [path.read_bytes() for path in (root / name for name in files) if path.is_file()]
@@ -109,8 +109,8 @@ class Corpus:
     Args:
         micro_batch_size: Samples of a micro-batch.
         accumulation_steps: Micro-batches of a full window.
-        device: Where batches are put.
-        seed: Of the order of the samples.
+        device: The device of the batches.
+        seed: Determines the order of the samples.
         root: As in `read_samples`.
     """
 

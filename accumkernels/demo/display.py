@@ -1,4 +1,4 @@
-"""Progress: live bars on a terminal, a line now and then in a log."""
+"""Shows progress: live bars on a terminal, an occasional line in a log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """A bar per method with its loss and the time left; what is going on is kept in `stage`.
+    """A bar per method with its loss and the time left; `stage` names the current activity.
 
     Args:
-        console: Where to.
+        console: Where to print.
     """
 
     def __init__(self, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""What training itself does not show: gradient errors, time in gradient handling, peak memory."""
+"""Measures what training itself does not show: gradient errors, time in gradient handling, peak memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _gradient(model: nn.Module) -> Tensor:
 def gradient_errors(
     methods: Sequence[type[Method]], model: nn.Module, window: BatchWindow, amp_dtypes: Sequence[torch.dtype | None]
 ) -> list[list[float]]:
-    """Distance of each method's gradient of `window` to the exact one, relative to the exact one's length (L2).
+    """Distance of each method's gradient of `window` to the exact gradient, relative to the latter's length (L2).
 
-    The exact one is the gradient of the big batch's mean loss in float64 without autocast, at the weights of `model`. A
+    The exact gradient is that of the big batch's mean loss in float64 without autocast, at the weights of `model`. A
     method works as in training: its gradient is the window's fp32 `.grad` after unscaling, before clipping.
 
     Returns:
-        Per method one number for each of `amp_dtypes`.
+        For each method, one number per dtype in `amp_dtypes`.
     """
     exact_model = copy.deepcopy(model).double()
     exact_model(window.big_batch.inputs, window.big_batch.targets).backward()
@@ -48,7 +48,7 @@ def gradient_errors(
 
 @contextmanager
 def _clock_running(method: Method) -> Iterator[None]:
-    """Let `method.clock` run, and stand still in the optimizer."""
+    """Let `method.clock` run, except in the optimizer."""
     clock = method.clock
     optimizer = method.optimizer
     step = optimizer.step
@@ -61,7 +61,7 @@ def _clock_running(method: Method) -> Iterator[None]:
         finally:
             clock.__enter__()
 
-    # Not by hooks of the optimizer: FusedAccumulator averages before them, as they may look at gradients.
+    # Hooks of the optimizer would not do: FusedAccumulator averages before them, as they may look at gradients.
     optimizer.step = step_outside  # type: ignore[method-assign]
     clock.running = True
     try:
@@ -74,9 +74,9 @@ def _clock_running(method: Method) -> Iterator[None]:
 def gradient_seconds(methods: Sequence[Method], windows: Sequence[BatchWindow]) -> list[float]:
     """Median seconds per window that each method spends on gradients; the methods take turns.
 
-    Counted is all that happens to gradients once the layers' backward has made them: autocast's casts to fp32 or the
-    route around them, autograd's AccumulateGrad nodes, what backward does after autograd, and all that follows a
-    window's last backward pass (average, unscale, check, clip, zero) but `optimizer.step` itself.
+    This counts everything that happens to gradients once the layers' backward has computed them: autocast's casts to
+    fp32 or the route around them, autograd's AccumulateGrad nodes, the work of backward after autograd, and everything
+    after a window's last backward (average, unscale, check, clip, zero) except `optimizer.step` itself.
     """
     seconds: list[list[float]] = [[] for _ in methods]
     with ExitStack() as stack:
@@ -91,13 +91,13 @@ def gradient_seconds(methods: Sequence[Method], windows: Sequence[BatchWindow]) 
 
 
 def peak_bytes(cls: type[Method], model: nn.Module, window: BatchWindow, amp_dtype: torch.dtype | None) -> int:
-    """Peak bytes of tensors while `cls` trains a copy of `model` for two windows; the batches themselves do not count.
+    """Peak bytes of tensors while `cls` trains a copy of `model` for two windows, without the batches themselves.
 
-    Weights, gradients, accumulators, optimizer state and activations are included. On CUDA the allocator keeps
-    count; on the CPU, where it does not, the storages alive after each op are added up.
+    Weights, gradients, accumulators, optimizer state and activations are included. On CUDA the allocator counts; on the
+    CPU we add up the storages that are alive after each op.
     """
     device = next(model.parameters()).device
-    batches = (window.big_batch, *window.micro_batches)  # cached by the window: made here, before counting starts
+    batches = (window.big_batch, *window.micro_batches)  # cached by the window, so create them before counting starts
 
     def run() -> None:
         method = cls(model, amp_dtype)

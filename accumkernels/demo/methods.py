@@ -1,4 +1,4 @@
-"""The three training loops that the demo compares. They differ only in how a window's gradient comes about."""
+"""The three training loops that the demo compares. They differ only in how they compute a window's gradient."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .data import Batch, BatchWindow
 
 ACCUMULATION_STEPS = 8
 MAX_NORM = 1.0
-# GradScaler starts at 2**16 by default and may first have to find its scale, at other steps for `loss / K` than for the
-# plain loss. From 2**12 fp16 does not overflow here, so the three loops take the same steps.
+# GradScaler starts at 2**16 by default and may skip steps until its scale has settled, and not the same ones for
+# `loss / K` as for the plain loss. From 2**12 fp16 does not overflow here, so the three loops take the same steps.
 INIT_SCALE = 2.0**12
 
 
 class Method(abc.ABC):
-    """A model of its own with optimizer and GradScaler; subclasses say how a window becomes one step.
+    """A copy of the model with optimizer and GradScaler; subclasses define how a window becomes one step.
 
     Args:
-        model: Copied; its device decides.
-        amp_dtype: Of autocast, None for none.
+        model: Copied; the copy stays on its device.
+        amp_dtype: The dtype of autocast; None disables it.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, window: BatchWindow) -> Tensor:
-        """Run a window's forward and backward passes; the answer is its mean loss per byte (0-d tensor)."""
+        """Run a window's forward and backward passes; returns its mean loss per byte (0-d tensor)."""
 
     def unscale(self) -> None:
-        """Make `.grad` the window's gradient without the loss scale."""
+        """Set `.grad` to the window's gradient without the loss scale."""
         self.scaler.unscale_(self.optimizer)
 
     def step(self) -> None:
-        """Clip, let the optimizer step and drop the gradients."""
+        """Clip, step the optimizer and drop the gradients."""
         with self.clock:
             self.unscale()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -61,7 +61,7 @@ class Method(abc.ABC):
             self.optimizer.zero_grad()
 
     def train(self, window: BatchWindow, learning_rate: float) -> Tensor:
-        """Take one optimizer step; the answer is as in `backward`."""
+        """Take one optimizer step; returns the same as `backward`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         loss = self.backward(window)
@@ -70,7 +70,7 @@ class Method(abc.ABC):
 
 
 class BigBatch(Method):
-    """The whole window in one forward and one backward pass: what accumulation stands in for."""
+    """The whole window in one forward and one backward pass, which accumulation imitates."""
 
     name = "big batch"
 
@@ -85,7 +85,7 @@ class BigBatch(Method):
 class StockAccumulation(Method):
     """The usual recipe: `loss / K`, gradients added up in `.grad`.
 
-    Every micro-batch counts the same, however few bytes it has, and a window of fewer than K micro-batches is still
+    Every micro-batch counts the same, however few bytes it has, and a window with fewer than K micro-batches is still
     divided by K.
     """
 
@@ -103,7 +103,7 @@ class StockAccumulation(Method):
 
 
 class Fused(Method):
-    """FusedAccumulator: the plain mean loss, weighted with the number of bytes it is a mean over."""
+    """FusedAccumulator: the plain mean loss, weighted by the number of bytes that it averages."""
 
     name = "FusedAccumulator"
 

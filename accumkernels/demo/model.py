@@ -1,4 +1,4 @@
-"""A byte-level GPT: pre-norm blocks, learned positions, output layer tied to the byte embedding."""
+"""A byte-level GPT with pre-norm blocks, learned positions, and an output layer tied to the byte embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's picture: loss curves, and bars of the gradient's error, of its time and of memory."""
+"""The demo's picture: loss curves, and bars for gradient error, gradient time and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from .report import Run
 
-# Okabe and Ito's colours, told apart with any colour vision; line styles, since two of the curves lie on each other.
+# Okabe and Ito's colours suit any colour vision; line styles differ, since two of the curves coincide.
 COLOURS = ("#999999", "#0072B2", "#D55E00")
 STYLES: tuple[dict[str, Any], ...] = (
     {"linewidth": 5.0, "alpha": 0.6},

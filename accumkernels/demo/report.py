@@ -1,4 +1,4 @@
-"""What the demo found: the table and the JSON file."""
+"""Writes the demo's results, as a table and a JSON file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def median_step_seconds(self) -> float:
-        """The mean over full windows, or the only window where there is one."""
+        """The median over full windows, or the only window if there is just one."""
         return statistics.median(self.step_seconds[:-1] or self.step_seconds)
 
     def as_json(self) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def print_table(console: Console, runs: Sequence[Run], **settings: Any) -> None:
     """Print a row per run, and what the columns mean.
 
     Args:
-        console: Where to.
+        console: Where to print.
         runs: The rows.
-        **settings: The values that `DEFINITIONS` names, but `exact`.
+        **settings: The values that `DEFINITIONS` names, except `exact`.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Training of all methods, window by window in turn, so that whatever slows the machine down slows all of them."""
+"""Trains all methods, window by window in turn, so that a slowdown of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .data import Batch, Corpus
 from .methods import ACCUMULATION_STEPS, METHODS, BigBatch, Method
 from .report import Run
 
-LEARNING_RATE = 1e-3  # at 2e-3 the rounding of bf16 alone drives two equal runs 0.4 % apart
+LEARNING_RATE = 1e-3  # at 2e-3 bf16 rounding alone makes two equal runs differ by 0.4 %
 MICRO_BATCH_SIZES = (4, 2)
 MAX_STEPS = 80
 ENOUGH_STEPS = 30
-# For forward and backward passes. 58 windows of 8 x 4 samples take 65 s on one core of a Xeon with AMX. Without it and
-# without AVX-512 BF16 matrix products are up to 50 times slower, and smaller windows keep the demo under three minutes.
+# For forward and backward passes. 58 windows of 8 x 4 samples take 65 s on one core of a Xeon with AMX. Without AMX and
+# AVX-512 BF16, matrix products are up to 50 times slower, and smaller windows keep the demo under three minutes.
 SECONDS = 75.0
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Rise over the first tenth of the steps, then fall along a cosine to a tenth."""
+    """The rate rises over the first tenth of the steps, then falls along a cosine to a tenth."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return LEARNING_RATE * (step + 1) / warm_up
@@ -34,7 +34,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 class Size(NamedTuple):
-    """How much to train: samples of a micro-batch, and windows."""
+    """How much to train: samples per micro-batch, and windows."""
 
     micro_batch_size: int
     steps: int
@@ -63,10 +63,10 @@ def seconds_per_sample(model: nn.Module, batch: Batch, amp_dtype: torch.dtype | 
 
 
 def choose_size(seconds: float) -> Size:
-    """What trains all methods in about `SECONDS`: `MAX_STEPS` of the largest size, else fewer, else smaller ones.
+    """The size that trains all methods in about `SECONDS`: `MAX_STEPS` large windows, else fewer, else smaller ones.
 
     Args:
-        seconds: As from `seconds_per_sample`.
+        seconds: The result of `seconds_per_sample`.
     """
     for micro_batch_size in MICRO_BATCH_SIZES:
         per_window = len(METHODS) * ACCUMULATION_STEPS * micro_batch_size * seconds
@@ -82,21 +82,21 @@ def train(
     """Train every method on the same `steps` windows, the last one partial.
 
     Args:
-        methods: They start from the same weights.
+        methods: All start from the same weights.
         corpus: The windows.
         steps: Number of windows.
         on_step: Called after each window with the methods' losses by name.
 
     Returns:
-        Per method its losses, seconds per window, and validation loss.
+        For each method, its losses, seconds per window, and validation loss.
     """
     runs = [Run(method.name) for method in methods]
     for step in range(steps):
         window = corpus.window(step, partial=step == steps - 1)
         rate = learning_rate(step, steps)
-        _ = window.big_batch, window.micro_batches  # cached: made here, so that no method pays for it
+        _ = window.big_batch, window.micro_batches  # cached: create them here, so that no method pays for it
         for turn in range(len(methods)):
-            index = (step + turn) % len(methods)  # nobody always goes first
+            index = (step + turn) % len(methods)  # no method always goes first
             loss, seconds = _timed(methods[index].device, partial(methods[index].train, window, rate))
             runs[index].losses.append(float(loss))
             runs[index].step_seconds.append(seconds)
