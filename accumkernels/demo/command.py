@@ -26,7 +26,7 @@ AMP_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
 # cores). When other programs use the cores too, two threads take 8 to 30 s, since they wait for each other in every op,
 # and one takes 1.5 s.
 THREADS = 1
-# At a width of 128 there are 0.4 M gradients, whose handling is bound by calls rather than bytes; here are 3.7 M.
+# At a width of 128 there are 0.4 M gradients, whose handling is bound by calls rather than bytes; here there are 3.7 M.
 WIDTH, HEADS = 384, 6
 
 

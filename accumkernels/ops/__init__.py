@@ -1,4 +1,4 @@
-"""The ops behind FusedAccumulator, in three backends of one signature each.
+"""The ops behind FusedAccumulator, in three backends with the same signatures.
 
 `schema` declares `torch.ops.accumkernels.*`; `reference` (plain torch), `native` (C++ and CUDA C++) and `triton` each
 have functions `accumulate_`, `check_finite_`, `norm_`, `scaled_copy_` and `judge_`. `select` chooses a backend, once
@@ -22,13 +22,13 @@ def select(backend: str, device: torch.device) -> ModuleType:
     """Choose the module whose functions work on tensors of `device`.
 
     Args:
-        backend: One of `BACKENDS`. "auto" takes native kernels, on a GPU else Triton's, else plain torch, and warns
-            once with the cause when it is not native.
+        backend: One of `BACKENDS`. "auto" takes native kernels, otherwise Triton's on a GPU, otherwise plain torch, and
+            warns once with the cause if it is not native.
         device: Where the tensors are.
 
     Raises:
         ValueError: `backend` is not one of `BACKENDS`.
-        RuntimeError: a backend named explicitly does not work on `device`; the message has the cause.
+        RuntimeError: A backend named explicitly does not work on `device`; the message has the cause.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")

@@ -1,4 +1,4 @@
-"""Keeping gradients alive for work that runs on another stream than the one they were allocated on."""
+"""Keeps gradients alive for work that runs on another stream than the one they were allocated on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FEW = 64  # tensors: so many calls of `record_stream` take as long as the event below
-_MOST = 16 * 2**20  # bytes that are held, at any moment, for each stream
+_FEW = 64  # tensors; this many calls of `record_stream` take as long as the event below
+_MOST = 16 * 2**20  # bytes held at any moment for each stream
 
 
 class _Held(NamedTuple):
@@ -25,17 +25,17 @@ _held: dict[tuple[int, int], _Held] = {}  # by device and stream
 def keep_until_done(tensors: Sequence[Tensor]) -> None:
     """Let CUDA `tensors` be freed right after the kernels now queued on the current stream are launched.
 
-    Their memory is not handed out again before those kernels have run. On the stream of their allocation the caching
-    allocator orders that by itself; which one that is, nothing tells. For other devices nothing is to be done.
+    Their memory is not reused before those kernels have run. On the stream of their allocation the caching allocator
+    ensures this by itself, but a tensor does not say which stream that is. Other devices need nothing.
 
-    `record_stream` takes half a microsecond, so many small tensors are held instead, with one event, until the next
-    call that holds some: kernels that have run by then need no more, and where the device lags behind, the host has
+    `record_stream` takes half a microsecond, so many small tensors are held with one event instead, until the next call
+    that holds some. If the kernels have run by then, nothing more is needed; if the device lags behind, the host has
     time for the calls.
     """
     if not tensors or not tensors[0].is_cuda:
         return
     stream = torch.cuda.current_stream(tensors[0].device)
-    many = len(tensors) > _FEW and not torch.cuda.is_current_stream_capturing()  # which forbids to ask for events
+    many = len(tensors) > _FEW and not torch.cuda.is_current_stream_capturing()  # a capture forbids event queries
     if not many or sum(map(attrgetter("nbytes"), tensors)) > _MOST:
         _record(tensors, stream)
         return
@@ -50,4 +50,4 @@ def keep_until_done(tensors: Sequence[Tensor]) -> None:
 
 
 def _record(tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-    deque(map(methodcaller("record_stream", stream), tensors), maxlen=0)  # without a loop of Python
+    deque(map(methodcaller("record_stream", stream), tensors), maxlen=0)  # avoids a Python loop

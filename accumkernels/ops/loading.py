@@ -1,6 +1,6 @@
-"""Loading the native library: what could be wrong with the file is found out first, since the loader's words mislead.
+"""Loads the native library, and checks the file first, since the system loader's messages mislead.
 
-It says "No such file or directory" of a library for another processor, and a truncated one kills the process.
+The loader says "No such file or directory" of a library for another processor, and a truncated file kills the process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-OLDEST_TORCH = (2, 10)  # whose stable ABI the library is built for
+OLDEST_TORCH = (2, 10)  # the library is built for its stable ABI
 _HEADER = struct.Struct("<16s2HI3QI6H")  # of 64-bit little-endian ELF
 _MACHINES = {21: "ppc64le", 62: "x86_64", 183: "aarch64", 243: "riscv64"}  # its e_machine, as platform.machine() says
 
 
 def load(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
-    """Load the library, which registers its kernels; returns it, or None and the cause in one sentence."""
+    """Load the library, which registers its kernels; returns (library, None) or (None, the cause in one sentence)."""
     cause = _torch_too_old() or _not_for_this_machine(path)
     if cause is not None:
         return None, cause
@@ -48,7 +48,7 @@ def _torch_too_old() -> str | None:
 
 
 def _not_for_this_machine(path: Path) -> str | None:
-    """Read the file's header: is it all there, and for this processor?"""
+    """Check in the file's header that it is complete and built for this processor; returns what is wrong."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

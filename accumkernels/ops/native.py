@@ -1,7 +1,7 @@
 """The ops in C++ (CPU) and CUDA C++, from the library `accumkernels/_native.so`.
 
-Importing this module never fails: `load_error` says why the library did not load, `unavailable` why it does not work
-on a device.
+Importing this module never fails. `load_error` says why the library did not load, and `unavailable` why it does not
+work on a device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ judge_ = torch.ops.accumkernels.judge_.default
 
 
 def build_info() -> dict[str, Any] | None:
-    """What the library was built from and for ("version", "cuda", "archs", ...); None when it is not loaded."""
+    """What the library was built from and for ("version", "cuda", "archs", ...); None if it is not loaded."""
     if _library is None:
         return None
     info: dict[str, Any] = json.loads(_library.accumkernels_build_info())
@@ -54,7 +54,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why native kernels do not work on `device`, in one sentence; None when they do."""
+    """Why native kernels do not work on `device`, in one sentence; None if they do."""
     if load_error is not None:
         return load_error
     if device.type == "cpu":
@@ -68,7 +68,7 @@ def unavailable(device: torch.device) -> str | None:
 
 @functools.cache
 def _probe(index: int) -> str | None:
-    """Try the library on one GPU: is the driver new enough, is there an image for the architecture?"""
+    """Try the library on one GPU: the driver may be too old, or the architecture's image missing."""
     assert _library is not None
     message = ctypes.create_string_buffer(512)
     failed = _library.accumkernels_probe(index, message, len(message))

@@ -1,7 +1,7 @@
-"""The ops in plain torch: the specification, written to be read.
+"""The ops in plain torch. This is their specification, written for readers.
 
-Registered as CompositeExplicitAutograd, so it also answers for meta and fake tensors (where it does nothing), and for
-CPU and CUDA tensors when no native library is loaded. `schema.py` says what each op means.
+They are registered as CompositeExplicitAutograd, so they also run for meta and fake tensors (where they do nothing),
+and for CPU and CUDA tensors if no native library is loaded. `schema.py` says what each op means.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _raise_flag(flag: Tensor, condition: Tensor) -> None:
-    """Set the one-element `flag` to 1 where the 0-d bool `condition` holds."""
+    """Set the one-element `flag` to 1 if the 0-d bool `condition` holds."""
     flag.masked_fill_(condition, 1)
 
 
@@ -154,7 +154,7 @@ def judge_(
     weight = state[State.WEIGHT]
     no_weight = weight == 0
     divide_by = weight if divisor is None else divisor.reshape(())
-    in_fp32 = divide_by.float()  # what gradients are divided in: 1e-50 would be 0 there
+    in_fp32 = divide_by.float()  # gradients are divided in fp32, where 1e-50 would be 0
     bad = ~((in_fp32 > 0) & torch.isfinite(in_fp32))
     if divisor is None:
         bad &= ~no_weight

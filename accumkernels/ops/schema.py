@@ -1,4 +1,4 @@
-"""Schemas of `torch.ops.accumkernels.*`, the one place where their arguments are declared.
+"""Schemas of `torch.ops.accumkernels.*`, the only place where their arguments are declared.
 
 Shared by all ops:
 
@@ -6,39 +6,40 @@ Shared by all ops:
   overlapping and dense, and its elements are taken in memory order;
 * scalars that live on the device are one-element tensors: `loss_scale` fp32 (as in `torch.amp.GradScaler`), all
   others fp64; a flag is exactly 0.0 or 1.0;
-* nothing is returned and nothing is read back: an op never waits for the device.
+* an op returns nothing and reads nothing back, so it never waits for the device.
 
 `accumulate_` adds `gradient * (weight / loss_scale)` into the flat `buffer` (fp32 or fp64). `layout` is int64
 `[segments, 2]` on the buffer's device, a row is (offset, numel) in elements; `layout_host` is the same on the CPU.
-`segments[i]` is the row of `grads[i]`, distinct within a call; without `segments`, they are rows 0, 1, 2, ...
-`overwrite[i]`, or the only element for all, says that it is the segment's first touch in the window: stored instead of
-added. With `contiguous`, a gradient whose memory order is not its index order is an error, before anything is done. The
-multiplier is computed in fp64 and rounded once to the buffer's dtype; the gradient is converted to the buffer's dtype,
-multiplied, and added, each rounded by itself (no fused multiply-add), so that all backends agree bit for bit. `state`
-is fp64 `[4]`, see `State`. With `flags` (int32 `[segments]`) values are checked: where a product is not finite,
-`flags[segment] = tag`, and FOUND_INF and POISONED become 1; where only the sum is not finite (its terms were, or an
-earlier micro-batch was not), FOUND_INF and POISONED alone. `weight_tensor` replaces `weight`. Where `drop` is not 0,
-the micro-batch leaves no trace but FOUND_INF, except that a dropped first touch stores zeros. `sq_norm` (fp64 `[2]`)
-receives in [0] `+= weight * sum((gradient / loss_scale)**2)` over the list, in [1] `+= sum(after**2 - before**2)` over
-the elements touched, a first touch from 0: what the squared norm of the window's sum grows by. Both are summed in fp64
-in a fixed order. With `count`, `state` takes in the weight: once per micro-batch and device. A weight that is negative
-or not finite is not added: it sets FOUND_INF and POISONED.
+`segments[i]` is the row of `grads[i]`, distinct within a call; without `segments`, gradients take rows 0, 1, 2, ...
+`overwrite[i]`, or its only element for all, says that this is the segment's first gradient in the window, which is
+stored instead of added. With `contiguous`, a gradient whose memory order is not its index order is an error, raised
+before anything is done. The multiplier is computed in fp64 and rounded once to the buffer's dtype; the gradient is
+converted to the buffer's dtype, multiplied, and added, each rounded by itself (no fused multiply-add), so that all
+backends agree bit for bit. `state` is fp64 `[4]`, see `State`. With `flags` (int32 `[segments]`) values are checked. If
+a product is not finite, `flags[segment] = tag`, and FOUND_INF and POISONED become 1. If only the sum is not finite
+(because finite terms overflowed, or an earlier micro-batch was not finite), only FOUND_INF and POISONED become 1.
+`weight_tensor` replaces `weight`. If `drop` is not 0, the micro-batch only sets FOUND_INF, except that a dropped first
+touch stores zeros. `sq_norm` (fp64 `[2]`) receives in [0] `+= weight * sum((gradient / loss_scale)**2)` over the list,
+and in [1] `+= sum(after**2 - before**2)` over the elements touched (`before` is 0 at a first touch), which is the
+growth of the squared norm of the window's sum. Both are summed in fp64 in a fixed order. With `count`, the weight is
+added to `state`, once per micro-batch and device. A weight that is negative or not finite is not added: it sets
+FOUND_INF and POISONED.
 
-`check_finite_` sets `found_inf` to 1 and `flags[segments[i]] = tag` where `grads[i]` holds a value that is not
-finite (`segments` as of `accumulate_`), and `found_inf` to 1 where `weight_tensor` is negative or not finite.
+`check_finite_` sets `found_inf` to 1 and `flags[segments[i]] = tag` if `grads[i]` holds a value that is not finite
+(`segments` as in `accumulate_`), and `found_inf` to 1 if `weight_tensor` is negative or not finite.
 
 `norm_` adds the sum of squares of all elements to `out` (`ord=2`), or raises `out` to their largest magnitude
-(`ord=inf`; NaN wins). Deterministic: the order of summation depends on the sizes alone.
+(`ord=inf`; NaN wins). It is deterministic: the order of summation depends on the sizes alone.
 
-`scaled_copy_` stores `inputs[i] / divisor` in `outputs[i]`, computed in fp32 (fp64 where either is fp64) and rounded
-to the output's dtype (fp64 reaches 16 bits by way of fp32, as in torch); `found_inf` becomes 1 where an output is not
+`scaled_copy_` stores `inputs[i] / divisor` in `outputs[i]`, computed in fp32 (fp64 if either is fp64) and rounded to
+the output's dtype (fp64 is rounded to 16 bits through fp32, as in torch); `found_inf` becomes 1 if an output is not
 finite.
 
-`judge_` writes into `verdict` (fp64 `[10]`, see `Judged`) what becomes of a window with this `state`, and the same
-rounded to fp32 into `single`. `divisor` replaces the sum of weights; one that is not positive and finite in fp32 counts
-as overflow. `norm` is that of the sums, and `max_norm` what their average is clipped to, by the formula of
-`torch.nn.utils.clip_grad_norm_`. `overflow`, where not 0, says that a sum is not finite, which the state does
-not show; a window without weight cannot overflow so.
+`judge_` decides how a window with this `state` ends, and writes the result into `verdict` (fp64 `[10]`, see `Judged`)
+and, rounded to fp32, into `single`. `divisor` replaces the sum of weights; a divisor that is not positive and finite in
+fp32 counts as overflow. `norm` is the norm of the sums, and `max_norm` clips their average, by the formula of
+`torch.nn.utils.clip_grad_norm_`. If `overflow` is not 0, a sum is not finite, which the state does not show; it is
+ignored in a window without weight.
 """
 
 import enum
@@ -58,13 +59,13 @@ class State(enum.IntEnum):
 class Judged(enum.IntEnum):
     """Indices into what `judge_` writes; csrc/core/args.h has the same."""
 
-    ENDED = 0  # 1.0: windows that this is the verdict of
-    SKIP = 1  # 1.0 where the step must not happen
-    FOUND_INF = 2  # 1.0 where the loss scale must back off
-    EMPTY = 3  # 1.0 where nothing was accumulated, and nothing overflowed: the scale stays as it is
-    DIVISOR = 4  # of the sums; 1 in a skipped window, since fused optimizers compute with it all the same
-    NORM = 5  # of the average, before clipping; 0 where no norm is given
-    COEFFICIENT = 6  # what clips the average
+    ENDED = 0  # 1.0: the number of windows that this verdict is for
+    SKIP = 1  # 1.0 if the step must not happen
+    FOUND_INF = 2  # 1.0 if the loss scale must back off
+    EMPTY = 3  # 1.0 if nothing was accumulated and nothing overflowed: the scale stays as it is
+    DIVISOR = 4  # of the sums; 1 in a skipped window, since fused optimizers still compute with it
+    NORM = 5  # of the average, before clipping; 0 if no norm is given
+    COEFFICIENT = 6  # the factor that clips the average
     DIVIDE_BY = 7  # divisor / coefficient
     WEIGHT = 8  # the state's
     USED = 9  # the state's

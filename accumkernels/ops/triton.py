@@ -1,11 +1,11 @@
-"""The ops as Triton kernels: the GPU backend where the native library is absent. `schema.py` says what they mean.
+"""The ops as Triton kernels, the GPU backend without the native library. `schema.py` says what they mean.
 
-Each op makes one launch over the whole list per kind of tensor (dtype and alignment); accumulate and norm a further one
-of a single program, which adds up what the others left. `triton_kernels.py` has the kernels, `triton_table.py` how they
-find their tensors, and why these ops are not for CUDA graphs.
+Each op makes one launch over the whole list per kind of tensor (dtype and alignment). Accumulate and norm add a launch
+of a single program, which sums the partial results. `triton_kernels.py` has the kernels; `triton_table.py` explains how
+they find their tensors, and why CUDA graphs cannot capture these ops.
 
-On CPU tensors the same kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is set before Triton is first
-imported: slow, for tests.
+On CPU tensors the same kernels run in Triton's interpreter, which is slow and meant for tests, if TRITON_INTERPRET=1 is
+set before Triton is first imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .schema import Judged, State
 from .triton_checks import check_array, check_layout, check_length, check_list, check_scalar, check_segments
 from .triton_table import BLOCK, NUM_WARPS, Kind, LaunchGroup, Plan
 
-TOTAL_BLOCK = 1024  # partial results that the last launch takes in at a time
+TOTAL_BLOCK = 1024  # partial results that the last launch sums at a time
 
 _DTYPES = {
     torch.float16: "float16",
@@ -55,7 +55,7 @@ def _interpreted() -> tuple[bool, bool]:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Say in one sentence why this backend does not work on `device`; None where it does."""
+    """Say in one sentence why this backend does not work on `device`; None if it does."""
     if device.type not in ("cuda", "cpu"):
         return f"Triton kernels run on CUDA devices, not on {device.type!r}"
     if importlib.util.find_spec("triton") is None:
@@ -239,7 +239,7 @@ def judge_(
 
 @contextmanager
 def _launching(op: str, device: torch.device, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Enter `device`; keep `tensors`, which may be of another stream, until the current one has read them."""
+    """Enter `device`; keep `tensors`, which may belong to another stream, until the current one has read them."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""What memory safety needs of the arguments of a Triton op, with the texts of the native library's errors."""
+"""Checks of a Triton op's arguments that memory safety needs, with the texts of the native library's errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RuntimeError unless the tensor is of this dtype and on this device."""
+    """Raise RuntimeError unless the tensor has this dtype and is on this device."""
     if tensor.device != device:
         raise RuntimeError(f"{name} is on {tensor.device}, expected {device} as the other tensors")
     if tensor.dtype != dtype:
@@ -80,7 +80,7 @@ def check_segments(op: str, segments: Sequence[int], grads: Sequence[Tensor], co
 def check_layout(
     op: str, buffer: Tensor, grads: Sequence[Tensor], segments: Sequence[int], layout_host: Tensor
 ) -> list[int]:
-    """The offset of each gradient's segment, which has its size, lies inside the buffer and comes once."""
+    """Check the sizes and bounds of the gradients' segments, and that none repeats; returns their offsets."""
     if layout_host.dim() != 2 or layout_host.shape[1] != 2:
         raise RuntimeError(f"{op}: layout_host has another shape than [segments, 2]")
     check_array(f"{op}: layout_host", layout_host, torch.int64, torch.device("cpu"))
@@ -95,7 +95,7 @@ def check_layout(
             outside = f"outside the buffer's {buffer.numel()} elements"
             raise RuntimeError(f"{op}: layout_host[{segment}] is ({offset}, {numel}), {outside}")
         offsets.append(offset)
-    # Two gradients of one segment would be added by two programs at once.
+    # Two programs would add two gradients of one segment at the same time.
     if len(set(segments)) != len(segments):
         i = next(i for i, segment in enumerate(segments) if segment in segments[:i])
         raise RuntimeError(f"{op}: segments[{i}] repeats segment {segments[i]}")

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for GPUs that need not be present, as a launch of `triton.py` would specialise them."""
+"""Compiles the Triton kernels, specialised as in a launch of `triton.py`, for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def variants() -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant, capability: int) -> Any:
-    """Compile for a compute capability such as 90; `asm["ptx"]` and `asm["cubin"]` of what is returned are the code."""
+    """Compile for a compute capability such as 90; `asm["ptx"]` and `asm["cubin"]` of the result are the code."""
     arguments = list(inspect.signature(variant.kernel.fn).parameters)
     signature = {name: variant.types.get(name, "constexpr") for name in arguments}
     constants = {name: variant.constants.get(name) for name, kind in signature.items() if kind == "constexpr"}

@@ -1,19 +1,19 @@
-"""The Triton kernels. `triton.py` launches them, `reference.py` says what they compute.
+"""The Triton kernels. `triton.py` launches them, and `reference.py` specifies what they compute.
 
 One program works on one block of `BLOCK` elements of one tensor. `blocks[program]` is the tensor's index in the list,
-`rows[index]` what does not change between calls (see the constants), and `table`, int64 `[3 * n + 1]`, what does: n
-addresses, n second addresses (scaled_copy) or zeros, n overwrite flags, and the bits of the weight.
+`rows[index]` has its values that do not change between calls (see the constants), and `table`, int64 `[3 * n + 1]`,
+those that do: n addresses, n second addresses (scaled_copy) or zeros, n overwrite flags, and the bits of the weight.
 
-All blocks of a tensor but its last are full and take a path without masks. With `ALIGNED`, the host promises 16-byte
-alignment of every address, so that full blocks are read and written 128 bits at a time.
+All blocks of a tensor except its last are full and take a path without masks. With `ALIGNED`, the host guarantees
+16-byte alignment of every address, so that full blocks are read and written 128 bits at a time.
 
-16-bit brain floats are handled as int16 words: widening is a shift and rounding an addition, in the compiled kernel and
-in Triton's interpreter alike (whose own conversions truncate and lose subnormal numbers).
+bfloat16 values are handled as int16 words: widening is a shift and rounding an addition, both in the compiled kernel
+and in Triton's interpreter (whose own conversions truncate and lose subnormal numbers).
 
 Kernels are launched with enable_fp_fusion=False: a product is rounded before it is added, as in the other backends.
 """
 
-# A branch of a kernel is not one of Python, and only what is known at compile time has an annotation.
+# A kernel's branches are not Python's, and only arguments known at compile time have annotations.
 # ruff: noqa: SIM102, SIM108, SIM300
 # mypy: disable-error-code="no-untyped-def"
 import triton
@@ -45,7 +45,7 @@ def is_bad_weight(weight):
 
 @triton.jit
 def widen(x, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Convert what was loaded as DTYPE (bfloat16: int16 words) to WIDE, float32 or float64."""
+    """Convert values loaded as DTYPE (bfloat16: int16 words) to WIDE, float32 or float64."""
     if DTYPE == tl.bfloat16:
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(WIDE)
@@ -53,7 +53,7 @@ def widen(x, DTYPE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """Round to DTYPE, ties to even. float64 reaches 16 bits by way of float32, as in torch."""
+    """Round to DTYPE, ties to even. float64 is rounded to 16 bits through float32, as in torch."""
     if DTYPE == tl.float64:
         return x.to(tl.float64)
     elif DTYPE == tl.bfloat16:
@@ -97,7 +97,7 @@ def load_block(pointer, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_unless(skipped, pointer, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The block, or where it is skipped -0 throughout, without reading it: -0 plus x is x, -0 included."""
+    """The block; if skipped, -0 throughout, without reading it: -0 plus x is x, for x = -0 too."""
     lanes = tl.arange(0, BLOCK)
     wanted = tl.full((BLOCK,), True, tl.int1) & (skipped == 0)
     if MASKED:
@@ -128,7 +128,7 @@ def accumulate_block(
     DTYPE: tl.constexpr, SQ_NORM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = main_grad.dtype.element_ty
-    # Both operands are asked for before either is used, or their latencies would add up.
+    # Both operands are loaded before either is used, or their latencies would add up.
     before = load_unless(first, main_grad, left, BLOCK, MASKED)
     value = load_block(grad, left, BLOCK, MASKED)
     multiplier = weight
@@ -164,7 +164,7 @@ def accumulate_kernel(
     partial_base, num_partials,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Everything that a program reads from tables, before it waits for any of it.
+    # A program issues all reads from tables before it waits for any of them.
     w = load_weight(table, n, weight)
     scale = None
     if loss_scale is not None:
@@ -208,7 +208,7 @@ def load_weight(table, n, weight):
 def account_kernel(
     state, table, n, weight, loss_scale, drop, sq_norm, partials, num_partials, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Takes the micro-batch's weight into state, and the partial sums, in a fixed order, into sq_norm. One program."""
+    """Adds the micro-batch's weight to state, and the partial sums, in a fixed order, to sq_norm. One program."""
     w = load_weight(table, n, weight)
     dropped = False
     if drop is not None:
@@ -262,7 +262,7 @@ def check_finite_kernel(
 
 @triton.jit
 def widen_any(x, DTYPE: tl.constexpr):
-    """float64 stays, all else becomes float32."""
+    """Keep float64, convert everything else to float32."""
     if DTYPE == tl.float64:
         return x
     else:
@@ -277,7 +277,7 @@ def check_weight_kernel(weight, found_inf):
 
 @triton.jit
 def magnitude_bits(x, DTYPE: tl.constexpr):
-    """|x| in float64, as an integer: the order of these is that of magnitudes, with NaN the largest."""
+    """|x| in float64, as an integer; these order as magnitudes do, with NaN the largest."""
     return tl.abs(widen(x, DTYPE, tl.float64)).to(tl.int64, bitcast=True)
 
 
@@ -302,7 +302,7 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["num_partials"])
 def norm_total_kernel(out, partials, num_partials, INF: tl.constexpr, BLOCK: tl.constexpr):
-    """Takes the partial norms, in a fixed order, into out. One program."""
+    """Reduces the partial norms, in a fixed order, into out. One program."""
     if INF:
         lanes = tl.arange(0, BLOCK)
         bits = tl.zeros((BLOCK,), tl.int64)
@@ -361,7 +361,7 @@ def scaled_copy_kernel(
 
 @triton.jit
 def judge_kernel(verdict, single, state, divisor, norm, max_norm, overflow):
-    """The order of what is stored, and of the state, is that of `Judged` and `State` in schema.py."""
+    """The stored values, and the state, are in the order of `Judged` and `State` in schema.py."""
     weight = tl.load(state)
     no_weight = weight == 0.0
     divide_by = weight if divisor is None else tl.load(divisor)

@@ -1,12 +1,12 @@
-"""What Triton kernels read from a table on the device: which block works on which tensor, sizes, offsets, addresses.
+"""The tables that Triton kernels read on the device: each block's tensor, and sizes, offsets and addresses.
 
 Sizes, offsets and the block map do not change between calls: they are uploaded once and kept. Addresses, first-touch
 flags and the weight travel in one small asynchronous copy per call.
 
-That copy reads a pinned buffer which is free again afterwards. A CUDA graph would read it anew at every replay, when it
-holds something else; and even a buffer kept for the graph would be right only where the gradients' addresses never
-change, with the weight and the first-touch flags of the capture. So inside a capture the ops raise. The backend to
-capture is the native one, whose tables travel in the launch itself.
+That copy reads a pinned buffer, which is reused afterwards. A CUDA graph would read it again at every replay, when it
+holds other values. Even a buffer kept for the graph would be right only if the gradients' addresses never change, with
+the weight and the first-touch flags of the capture. So inside a capture the ops raise. Capture the native backend
+instead, whose tables travel in the launch itself.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class LaunchGroup(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     aligned: bool
     blocks: Tensor  # int32: the list index of each program's tensor
-    first_program: int  # how many programs earlier groups have
+    first_program: int  # the number of programs in earlier groups
 
 
 class Plan(NamedTuple):
-    """What calls with the same sizes, offsets, segments and kinds share."""
+    """The tables that calls with the same sizes, offsets, segments and kinds share."""
 
     rows: Tensor  # int64 [n, 4]: numel, offset, segment, first program; on the device, as all tables
     groups: list[LaunchGroup]
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     ready: torch.cuda.Event | None  # the tables have arrived; None on the CPU
 
     def use(self) -> None:
-        """Let the current stream wait for the tables, and keep them, once they are evicted, until it has read them."""
+        """Let the current stream wait for the tables, and keep them, even if evicted, until it has read them."""
         if self.ready is not None:
             torch.cuda.current_stream().wait_event(self.ready)
             keep_until_done([self.rows, *(group.blocks for group in self.groups)])
