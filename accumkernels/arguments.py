@@ -29,10 +29,10 @@ def check_options(
     fuse_weight_gradients: Any,
     comm_dtype: Any,
 ) -> None:
-    """Check what does not depend on the parameters themselves.
+    """Check the options that do not depend on the parameters themselves.
 
     Raises:
-        TypeError, ValueError: names the argument, its value and what is accepted.
+        TypeError, ValueError: Names the argument, its value and what is accepted.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise wrong_type("scaler", "a torch.amp.GradScaler or None", scaler)
@@ -81,17 +81,17 @@ def as_scalar(
 
     Args:
         value: int, float or 0-d tensor. A tensor on the CPU is read; one on another device never is.
-        name: What to call it in an error.
-        device: Where a device scalar is needed.
-        allow_zero: Whether 0 is in order.
-        allow_inf: Whether positive infinity is.
+        name: The argument's name in an error.
+        device: The device of the result, if it is a tensor.
+        allow_zero: Whether 0 is allowed.
+        allow_inf: Whether positive infinity is allowed.
 
     Returns:
         A Python float that passed the check, or an fp64 0-d tensor on `device` that has yet to be checked there.
 
     Raises:
-        TypeError: not a real number.
-        ValueError: a vector, or a host value that is negative, not finite, or zero where that is not allowed.
+        TypeError: `value` is not a real number.
+        ValueError: `value` is a vector, or on the host and negative, not finite, or zero without `allow_zero`.
     """
     if type(value) is float and 0 < value < math.inf:  # nearly always
         return value

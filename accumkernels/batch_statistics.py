@@ -1,4 +1,4 @@
-"""Modules that normalize with the statistics of the batch they see, and a warning of them."""
+"""Finds modules that normalize with the statistics of the batch they see, and warns about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
     """BatchNorm modules with their names.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise wrong_type("model", "a torch.nn.Module", model)
@@ -26,7 +26,7 @@ def batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 def uses_batch_statistics(model: nn.Module) -> list[str]:
-    """Names of the BatchNorm modules that, as they are now, normalize with the statistics of the batch."""
+    """Names of the BatchNorm modules that currently normalize with the statistics of the batch."""
     return [
         name
         for name, module in batchnorms(model)
@@ -41,7 +41,7 @@ def synchronised_batchnorm(params: object) -> str | None:
 
 
 def warn_of_batchnorm(params: object) -> None:
-    """Log, once per model, that it is accumulated with BatchNorm in training; `params` may be anything."""
+    """Warn, once per model, that it is accumulated with BatchNorm in training; `params` may be anything."""
     if not isinstance(params, nn.Module) or params in _warned:
         return
     names = uses_batch_statistics(params)
@@ -58,10 +58,10 @@ def warn_of_batchnorm(params: object) -> None:
 
 
 def check_independent(module: nn.Module | None, caller: str) -> None:
-    """Refuse modules that see the batch as a whole, which a chunk of it is not.
+    """Refuse modules that need the whole batch, since a chunk is only a part of it.
 
     Raises:
-        ValueError: names the first BatchNorm in training.
+        ValueError: Names the first BatchNorm in training.
     """
     names = [] if module is None else uses_batch_statistics(module)
     if names:

@@ -1,4 +1,4 @@
-"""Errors that say the same thing in the same words everywhere."""
+"""Errors that several modules raise, with the same words everywhere."""
 
 from __future__ import annotations
 
