@@ -1,4 +1,5 @@
-"""What accumkernels costs and saves, measured against its peers: `python -m benchmarks.NAME`.
+"""What accumkernels costs and saves, measured against its peers: `python -m benchmarks` lists the commands.
 
-`commands/` measures and prints, `methods/` is what is compared, `harness/` times and writes results and knows neither.
+NAME.py is `python -m benchmarks.NAME`; kernel_jobs.py and kernel_rows.py are parts of kernels.py. `methods/` is what is
+compared; `harness/` times and writes results, and knows neither.
 """

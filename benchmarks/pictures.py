@@ -1,8 +1,221 @@
-"""`python -m benchmarks.pictures`: see commands/pictures.py."""
+"""Pictures of results, from a CSV file alone.
 
+    python -m benchmarks.pictures benchmarks/results/kernels_cpu.csv [--out DIR]
+
+Of a file of benchmarks.kernels: `NAME-accumulate.png` and `NAME-window.png` with a bar per method, `NAME-size.png` with
+GB/s against size and the limit, where the file has several sizes of equal tensors. Of one of benchmarks.training:
+`NAME.png`, tokens per second and peak memory. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window.
+"""
+
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from .commands.pictures import main
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .harness.results import read_csv
+from .harness.timeline import KINDS
+
+Rows = list[dict[str, str]]
+
+# Okabe and Ito's colours, told apart with any colour vision.
+OURS_COLOUR, LIMIT_COLOUR, PEER_COLOUR = "#D55E00", "#999999", "#0072B2"
+STACK = ("#0072B2", "#CC79A7", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#999999")
+LINES = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def _colour(method: str) -> str:
+    if method.startswith("limit:"):
+        return LIMIT_COLOUR
+    return OURS_COLOUR if method.startswith(("accumkernels", "FusedAccumulator")) else PEER_COLOUR
+
+
+def _distinct(rows: Iterable[dict[str, str]], *keys: str) -> list[tuple[str, ...]]:
+    return list(dict.fromkeys(tuple(row[key] for key in keys) for row in rows))
+
+
+def _matching(rows: Rows, keys: Sequence[str], values: Sequence[str]) -> Rows:
+    return [row for row in rows if [row[key] for key in keys] == list(values)]
+
+
+def _bars(axes: Axes, rows: Rows, column: str, title: str, label: str) -> None:
+    """Horizontal bars, the first row on top, with the spread where the column is a time."""
+    rows = [row for row in rows if row[column]]
+    values = [float(row[column]) for row in rows]
+    axes.barh(range(len(rows)), values, color=[_colour(row["method"]) for row in rows])
+    if column == "ms_median":
+        ends = [[v - float(r["ms_p10"]), float(r["ms_p90"]) - v] for r, v in zip(rows, values, strict=True)]
+        lower, upper = zip(*ends, strict=True)
+        spread = [[max(0.0, v) for v in lower], [max(0.0, v) for v in upper]]
+        axes.errorbar(values, range(len(rows)), xerr=spread, fmt="none", ecolor="#333333", elinewidth=0.8)
+    for index, value in enumerate(values):
+        text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        axes.annotate(f" {text}", (value, index), va="center", fontsize=7)
+    axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_title(title, fontsize=8)
+    axes.set_xlabel(label, fontsize=8)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _grid(path: Path, panels: Sequence[tuple[Rows, str]], column: str, label: str, title: str) -> Path:
+    """A panel of bars each, at most two beside each other."""
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(7.5 * columns, 3.4 * lines), dpi=110, layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    for index, (rows, subtitle) in enumerate(panels):
+        _bars(figure.add_subplot(lines, columns, index + 1), rows, column, subtitle, label)
+    figure.savefig(path, format="png")
+    return path
+
+
+def _machine(row: dict[str, str]) -> str:
+    where = f"{row['device']}, {row['threads']} threads" if row["instruction_set"] != "cuda" else row["device"]
+    return f"{where}, torch {row['torch']}, commit {row['commit']}, {row['date']}"
+
+
+def _times(rows: Rows, path: Path, keys: Sequence[str], subtitle: str, title: str) -> Path | None:
+    """Milliseconds, a panel for every combination of `keys`; None where there are no rows."""
+    if not rows:
+        return None
+    panels = [(_matching(rows, keys, values), subtitle.format(*values)) for values in _distinct(rows, *keys)]
+    return _grid(path, panels, "ms_median", "ms (p10 to p90)", f"{title}; {_machine(rows[0])}")
+
+
+def accumulate(rows: Rows, path: Path) -> Path | None:
+    """Milliseconds of one accumulate, a panel per list of shapes, dtype and state of the gradients."""
+    rows = [row for row in rows if row["table"] == "accumulate" and row["shapes"] != "uniform"]
+    return _times(rows, path, ("shapes", "dtype", "gradients"), "{}, {}, gradients {}", "One accumulate")
+
+
+def windows(rows: Rows, path: Path) -> Path | None:
+    """Milliseconds of a window, a panel per list of shapes, dtype and length."""
+    rows = [row for row in rows if row["table"] == "window" and row["micro_batches"]]
+    keys = ("shapes", "dtype", "micro_batches")
+    return _times(rows, path, keys, "{}, {}, {} micro-batches", "Gradient side of a window")
+
+
+def sizes(rows: Rows, path: Path) -> Path | None:
+    """GB/s against the number of elements, with the fastest limit; a panel per dtype, gradients cold."""
+    rows = [r for r in rows if (r["table"], r["shapes"], r["gradients"]) == ("accumulate", "uniform", "cold")]
+    dtypes = _distinct(rows, "dtype")
+    if not rows:
+        return None
+    figure = Figure(figsize=(max(10.0, 7.5 * len(dtypes)), 4.5), dpi=110, layout="constrained")
+    figure.suptitle(f"16 equal tensors, gradients cold; {_machine(rows[0])}", fontsize=9)
+    for index, (dtype,) in enumerate(dtypes):
+        axes = figure.add_subplot(1, len(dtypes), index + 1)
+        of_dtype = [row for row in rows if row["dtype"] == dtype and row["GB_per_s"]]
+        limit: dict[int, float] = {}
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in of_dtype:
+            elements, rate = int(row["elements"]), float(row["GB_per_s"])
+            if row["method"].startswith("limit:"):
+                limit[elements] = max(limit.get(elements, 0.0), rate)
+            else:
+                lines.setdefault(row["method"], []).append((elements, rate))
+        if limit:
+            axes.plot(list(limit), list(limit.values()), color=LIMIT_COLOUR, linewidth=4, label="limit (fastest loop)")
+        for number, (method, points) in enumerate(lines.items()):
+            ours = _colour(method) == OURS_COLOUR
+            colour, style = (OURS_COLOUR, "-") if ours else (LINES[number % len(LINES)], "--" if number % 2 else ":")
+            axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, label=method)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(dtype, fontsize=9)
+        axes.set_xlabel("elements")
+        axes.set_ylabel("GB/s")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    figure.savefig(path, format="png")
+    return path
+
+
+def training(rows: Rows, path: Path) -> Path | None:
+    """Tokens per second and peak memory, a line of two panels per dtype and length of windows."""
+    rows = [row for row in rows if row["tokens_per_second"]]
+    keys = ("model", "dtype", "micro_batches")
+    cases = _distinct(rows, *keys)
+    if not cases:
+        return None
+    figure = Figure(figsize=(15, 2.6 * len(cases)), dpi=110, layout="constrained")
+    figure.suptitle(f"Training; {_machine(rows[0])}", fontsize=9)
+    for index, values in enumerate(cases):
+        of_case, title = _matching(rows, keys, values), "{}, {}, {} micro-batches".format(*values)
+        for column, label, place in (("tokens_per_second", "tokens per second", 1), ("peak_MB", "peak memory, MB", 2)):
+            _bars(figure.add_subplot(len(cases), 2, 2 * index + place), of_case, column, title, label)
+    figure.savefig(path, format="png")
+    return path
+
+
+def timeline(rows: Rows, path: Path, machine: str) -> Path:
+    """A panel per method, all of one model and dtype on the same scale; models and dtypes below each other.
+
+    Args:
+        rows: As written, every cell a string.
+        path: Of the PNG.
+        machine: What to say about where it was measured.
+    """
+    cases = list(dict.fromkeys((row["model"], row["dtype"]) for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    columns = 3
+    lines = -(-len(methods) // columns)
+    figure = Figure(figsize=(5 * columns, 2.6 * lines * len(cases)), dpi=100, layout="constrained")
+    figure.suptitle(f"Bytes of tensors alive over one window, op by op; {machine}", fontsize=9)
+    for number, case in enumerate(cases):
+        of_case = [row for row in rows if (row["model"], row["dtype"]) == case]
+        top = max(sum(float(row[kind]) for kind in KINDS) for row in of_case)
+        for index, method in enumerate(methods):
+            points = [row for row in of_case if row["method"] == method]
+            axes = figure.add_subplot(lines * len(cases), columns, number * lines * columns + index + 1)
+            heights = [[float(row[kind]) for row in points] for kind in KINDS]
+            axes.stackplot(range(len(points)), heights, colors=STACK, labels=KINDS)
+            peak = max(sum(float(row[kind]) for kind in KINDS) for row in points)
+            axes.set_title(f"{case[0]}, {case[1]}: {method} (peak {peak:,.0f} MB)", fontsize=7)
+            axes.set_ylim(0, top * 1.05)
+            axes.set_ylabel("MB", fontsize=7)
+            axes.tick_params(labelsize=6, labelbottom=False)
+            if number == index == 0:
+                axes.legend(loc="lower right", fontsize=6)
+    figure.savefig(path, format="png")
+    return path
+
+
+def draw(csv: Path, out: Path) -> list[Path]:
+    """Draw what a file has; the answer is the pictures."""
+    rows = read_csv(csv)
+    out.mkdir(parents=True, exist_ok=True)
+    if rows and "point" in rows[0]:
+        drawn: list[Path | None] = [timeline(rows, out / f"{csv.stem}.png", _machine(rows[0]))]
+    elif rows and "tokens_per_second" in rows[0]:
+        drawn = [training(rows, out / f"{csv.stem}.png")]
+    else:
+        drawn = [
+            accumulate(rows, out / f"{csv.stem}-accumulate.png"),
+            windows(rows, out / f"{csv.stem}-window.png"),
+            sizes(rows, out / f"{csv.stem}-size.png"),
+        ]
+    return [path for path in drawn if path is not None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--out", type=Path, help="folder (default: that of the CSV)")
+    arguments = parser.parse_args(argv)
+    for path in draw(arguments.csv, arguments.out or arguments.csv.parent):
+        print(path)
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

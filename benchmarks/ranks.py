@@ -1,8 +1,255 @@
-"""`python -m benchmarks.ranks`: see commands/ranks.py."""
+"""Data parallel windows: time and bytes against DistributedDataParallel, on ranks of one machine.
 
+    python -m benchmarks.ranks [--device cpu|cuda] [--ranks 2,4] [--csv FILE]
+
+On the CPU the ranks are processes that share its cores and talk gloo over the loopback device; on GPUs there is one
+rank per GPU, with NCCL. Every method trains the same model on the same random tokens with fused SGD; they take turns,
+window by window, and a window takes as long as its slowest rank. Bytes are what the loopback device sent in a window,
+for each rank, headers included (nothing else may use it); NCCL's are not seen there. `held_MB` is what rank 0 holds
+between windows: parameters, buckets, flat buffers and the optimizer's state. `difference` holds a method to the
+first: how far parameters are apart after two windows, relative to how far they have moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import pickle
+import socket
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
-from .commands.ranks import main
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accumkernels.demo.model import GPT
+
+from .harness.machine import environment
+from .harness.measure import median_and_spread
+from .harness.results import Row, groups, write_csv, write_json
+from .harness.tables import Table
+from .methods.ranks import METHODS, NO_SYNC, Window
+from .methods.training import SIZES, Batch
+
+COLUMNS = (
+    *("model", "parameters", "method", "device", "backend", "ranks", "micro_batches", "tokens_per_micro_batch"),
+    *("ms_median", "ms_p10", "ms_p90", "ratio_to_no_sync", "sent_MB", "held_MB", "difference", "windows", "threads"),
+    *("instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
+)
+
+
+class Setting(NamedTuple):
+    """What is trained, and how long."""
+
+    model: str
+    device: str
+    micro_batches: int
+    windows: int
+    threads: int
+
+
+def _sent() -> int | None:
+    """Bytes that the loopback device has sent since the machine started; None where nobody says."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.partition(":")[2].split() for line in lines if line.strip().startswith("lo:")]
+    return int(found[0][8]) if found else None
+
+
+def _batches(setting: Setting, rank: int, device: torch.device) -> list[Batch]:
+    size = SIZES[setting.model]
+    generator = torch.Generator().manual_seed(rank)
+    shape = (size.samples, size.length)
+    tokens = [
+        [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(2)]
+        for _ in range(setting.micro_batches)
+    ]
+    return [(x.to(device), y.to(device)) for x, y in tokens]
+
+
+def _model(setting: Setting, device: torch.device) -> GPT:
+    torch.manual_seed(0)
+    return GPT(*SIZES[setting.model][:5]).to(device)
+
+
+def _values(model: nn.Module) -> Tensor:
+    """All parameters as one vector; collective where they are sharded."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().reshape(-1) for p in whole])
+
+
+class _Malloc(ctypes.Structure):
+    _fields_ = tuple((f"field_{i}", ctypes.c_size_t) for i in range(10))
+
+
+def _held(device: torch.device) -> int:
+    """Bytes that are allocated: on the CPU what glibc's malloc has given out to anybody, torch's C++ included."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Malloc
+    found = mallinfo2()
+    return found.field_4 + found.field_7  # in arenas, and in mappings of their own
+
+
+def _rank(rank: int, ranks: int, port: int, path: str, setting: Setting) -> None:
+    """One process: every method, in turns; rank 0 writes what was measured."""
+    torch.set_num_threads(setting.threads)
+    device = torch.device("cuda", rank) if setting.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(
+        backend, f"tcp://127.0.0.1:{port}", timedelta(minutes=10), world_size=ranks, rank=rank
+    )
+    batches = _batches(setting, rank, device)
+
+    def timed(window: Window) -> float:
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        window(batches)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
+        return seconds.item()
+
+    windows: dict[str, Window] = {}
+    trained: dict[str, Tensor] = {}
+    sent: dict[str, float | None] = {}
+    held: dict[str, float] = {}
+    METHODS[NO_SYNC](_model(setting, device))(batches)  # what libraries allocate once is nobody's
+    for name, method in METHODS.items():
+        start = _values(_model(setting, device))
+        gc.collect()
+        before = _held(device)
+        model = _model(setting, device)
+        windows[name] = method(model)
+        for _ in range(2):  # DistributedDataParallel rebuilds its buckets after the first
+            windows[name](batches)
+        gc.collect()
+        held[name] = (_held(device) - before) / 1e6
+        trained[name] = _values(model) - start
+        torch.distributed.barrier()
+        sent_before = _sent() if backend == "gloo" else None
+        torch.distributed.barrier()
+        windows[name](batches)
+        torch.distributed.barrier()
+        after = _sent()
+        sent[name] = None if sent_before is None or after is None else (after - sent_before) / ranks / 1e6
+    seconds: dict[str, list[float]] = {name: [] for name in windows}
+    names = list(windows)
+    for turn in range(setting.windows):
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]  # nobody always goes first
+            seconds[name].append(timed(windows[name]))
+    first = trained[NO_SYNC]
+    apart = {name: ((moved - first).norm() / first.norm()).item() for name, moved in trained.items()}
+    if rank == 0:
+        Path(path).write_bytes(pickle.dumps((seconds, sent, held, apart)))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def measure(ranks: int, setting: Setting, about: Row) -> list[Row]:
+    """A row per method."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "measured")
+        mp.spawn(_rank, (ranks, port, str(path), setting), nprocs=ranks)
+        seconds, sent, held, apart = pickle.loads(path.read_bytes())
+    size = SIZES[setting.model]
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
+    found = []
+    for name, samples in seconds.items():
+        times: Row = {}
+        if samples:
+            median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))
+            ratio = float(f"{median / 1e3 / median_and_spread(seconds[NO_SYNC])[0]:.3f}")
+            times = {"ms_median": median, "ms_p10": p10, "ms_p90": p90, "ratio_to_no_sync": ratio}
+        row: Row = {
+            **about,
+            **{"model": setting.model, "parameters": parameters, "method": name, "ranks": ranks},
+            **{"backend": "nccl" if setting.device == "cuda" else "gloo", "micro_batches": setting.micro_batches},
+            **{"tokens_per_micro_batch": size.samples * size.length, "threads": setting.threads},
+            **times,
+            "windows": len(samples),
+            "sent_MB": None if sent[name] is None else float(f"{sent[name]:.4g}"),
+            "held_MB": float(f"{held[name]:.4g}"),
+            "difference": float(f"{apart[name]:.2g}"),
+        }
+        found.append({column: row.get(column) for column in COLUMNS})
+    return found
+
+
+def show(rows: Sequence[Row]) -> None:
+    """A table per number of ranks."""
+    for group in groups(rows, "model", "ranks", "micro_batches").values():
+        first = group[0]
+        title = f"{first['ranks']} ranks ({first['backend']}), {first['model']}, {first['parameters']:,} parameters, "
+        title += f"{first['micro_batches']} micro-batches of {first['tokens_per_micro_batch']} tokens, "
+        title += f"{first['threads']} threads each; torch {first['torch']}, {first['device']}"
+        headers = ("method", "ms a window", "p10 to p90", "to no_sync", "MB sent a rank", "MB held", "difference")
+        table = Table(title, headers)
+        for r in group:
+            times = ("", "", "")
+            if r["ms_median"] is not None:
+                times = (f"{r['ms_median']:g}", f"{r['ms_p10']:g} to {r['ms_p90']:g}", f"{r['ratio_to_no_sync']:g}")
+            sent = "" if r["sent_MB"] is None else f"{r['sent_MB']:g}"
+            table.add(str(r["method"]), *times, sent, f"{r['held_MB']:g}", f"{r['difference']:g}")
+        table.print()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--ranks", help="comma-separated (default: 2,4; on GPUs as many as there are)")
+    parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on GPUs, small on the CPU")
+    parser.add_argument("--micro-batches", default="8", help="per window, comma-separated (default: 8)")
+    parser.add_argument(
+        "--windows", type=int, default=20, help="timed, per method; 0: bytes alone, which a busy machine counts as well"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--csv", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args(argv)
+    gpus = torch.cuda.device_count()
+    if arguments.device == "cuda" and gpus == 0:
+        print("nothing to measure: there is no GPU", file=sys.stderr)
+        return 1
+    ranks = arguments.ranks or ("2,4" if arguments.device == "cpu" else str(gpus))
+    counts = [int(count) for count in ranks.split(",")]
+    if arguments.device == "cuda" and max(counts) > gpus:
+        parser.error(f"--ranks: there are {gpus} GPUs")
+    model = arguments.model or ("gpt2" if arguments.device == "cuda" else "small")
+    about = environment(torch.device(arguments.device))
+    found: list[Row] = []
+    for count in counts:
+        for micro_batches in map(int, arguments.micro_batches.split(",")):
+            setting = Setting(model, arguments.device, micro_batches, arguments.windows, arguments.threads)
+            added = measure(count, setting, about)
+            show(added)
+            found += added
+            if arguments.csv:
+                write_csv(arguments.csv, found)
+            if arguments.json:
+                write_json(arguments.json, found)
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

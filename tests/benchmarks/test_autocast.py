@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks.commands import autocast
+from benchmarks import autocast
 from benchmarks.methods.training import SIZES, batches
 from tests.benchmarks.test_benchmarks import command
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.commands import kernel_rows, link, pictures, ranks
-from benchmarks.commands.kernel_jobs import COLD, WRITTEN, Job, Measured, merge, run
+from benchmarks import kernel_rows, link, pictures, ranks
 from benchmarks.harness import machine, measure, results, shapes
 from benchmarks.harness.case import DTYPES, LOSS_SCALE, Case
+from benchmarks.kernel_jobs import COLD, WRITTEN, Job, Measured, merge, run
 from benchmarks.methods import compute, host, limits, other_jobs, peers, window
 from benchmarks.methods import link as emulated
 from benchmarks.methods.training import METHODS, STOCK

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from accumkernels.ops import native, triton_table
-from benchmarks.commands import compile_report
-from benchmarks.commands.compile_report import CAPABILITIES, Code, readable
+from benchmarks import compile_report
+from benchmarks.compile_report import CAPABILITIES, Code, readable
 from benchmarks.harness import sass
 
 ROOT = Path(__file__).resolve().parents[2]

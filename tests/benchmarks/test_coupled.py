@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from benchmarks.commands.coupled import COUPLED, ENCODING, PLAIN, WHOLE, Towers, main, peaks
+from benchmarks.coupled import COUPLED, ENCODING, PLAIN, WHOLE, Towers, main, peaks
 from benchmarks.harness.results import read_csv
 
 CPU = torch.device("cpu")

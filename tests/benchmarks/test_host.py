@@ -2,8 +2,8 @@
 
 import torch
 
-from benchmarks.commands.host import RELEASES, SETUPS, SetUp, loop, main
 from benchmarks.harness.results import read_csv
+from benchmarks.host import RELEASES, SETUPS, SetUp, loop, main
 
 
 def test_a_row_for_every_set_up(tmp_path, capsys):

@@ -5,10 +5,10 @@ import types
 import pytest
 import torch
 
-from benchmarks.commands import kernel_jobs, kernel_rows
-from benchmarks.commands.kernel_jobs import COLD, Measured
+from benchmarks import kernel_jobs, kernel_rows
 from benchmarks.harness import measure
 from benchmarks.harness.tables import Table
+from benchmarks.kernel_jobs import COLD, Measured
 from benchmarks.methods import peers
 
 CUDA = torch.device("cuda", 0)

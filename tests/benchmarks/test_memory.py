@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks.commands import bucket_windows, buckets, memory, pictures
+from benchmarks import buckets, memory, pictures
 from benchmarks.harness import timeline
 from benchmarks.harness.case import Case
 from benchmarks.methods.training import METHODS, STOCK
@@ -106,11 +106,20 @@ class TestBuckets:
     def test_windows(self, tmp_path):
         """A row for stock, the default, whole micro-batches and each size."""
         out = tmp_path / "windows.csv"
-        command("bucket_windows", "--models", "2x16", "--repetitions", "2", "--processes", "1", "--csv", str(out))
+        command("buckets", "--windows", "2x16", "--repetitions", "2", "--processes", "1", "--csv", str(out))
         rows = list(csv.DictReader(out.open()))
         assert [r["method"] for r in rows[:3]] == ["stock", "default", "whole micro-batches"]
-        assert [float(r["bucket_MiB"]) * 2**20 for r in rows[3:]] == list(bucket_windows.SIZES)
+        assert [float(r["bucket_MiB"]) * 2**20 for r in rows[3:]] == list(buckets.WINDOW_SIZES)
         assert rows[0]["ratio_to_stock"] == "1.0"
+
+    @pytest.mark.parametrize(
+        ("options", "said"), [(["2by16"], "'2by16'"), (["2x16", "--device", "cuda"], "--device cpu")]
+    )
+    def test_windows_that_cannot_be(self, options, said, capsys):
+        """A model that is none, and a device whose pages are not the host's."""
+        with pytest.raises(SystemExit):
+            buckets.main(["--windows", *options])
+        assert said in capsys.readouterr().err
 
     def test_command(self, tmp_path):
         """A row per size, the last for one call."""

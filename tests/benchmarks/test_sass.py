@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from accumkernels.ops import native
-from benchmarks.commands import compile_report
-from benchmarks.commands.compile_report import Code
+from benchmarks import compile_report
+from benchmarks.compile_report import Code
 from benchmarks.harness import sass
 
 __test__ = shutil.which("nvcc") is not None and importlib.util.find_spec("triton") is not None  # which has cuobjdump

@@ -2,13 +2,15 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Upwards: each room may import from itself and from those before it.
-FLOORS = ("harness", "methods", "commands")
+FLOORS = ("harness", "methods", "commands")  # commands are the modules of benchmarks/ itself
 
 
 def name(path: Path) -> str:
@@ -35,10 +37,10 @@ def imported(module: str, path: Path) -> set[str]:
     return found
 
 
-def room(module: str) -> str | None:
-    """Its floor; None for the entry modules and the package itself."""
+def floor(module: str) -> int:
+    """How far up it is."""
     part = [*module.split("."), ""][1]
-    return part if part in FLOORS else None
+    return FLOORS.index(part if part in FLOORS else "commands")
 
 
 def wrong_imports(imports: dict[str, set[str]]) -> list[str]:
@@ -46,8 +48,7 @@ def wrong_imports(imports: dict[str, set[str]]) -> list[str]:
     found = []
     for module, others in imports.items():
         for other in others & MODULES.keys():
-            own, their = room(module), room(other)
-            if own and (their is None or FLOORS.index(their) > FLOORS.index(own)):
+            if floor(other) > floor(module):
                 found.append(f"{module} imports {other}")
     return found
 
@@ -56,7 +57,7 @@ IMPORTS = {module: imported(module, path) for module, path in MODULES.items()}
 
 
 def test_imports_go_down():
-    """The harness knows neither methods nor commands, methods no commands, and nobody the entry modules."""
+    """The harness knows neither methods nor commands, and methods know no commands."""
     assert len(MODULES) > 30 and any("benchmarks.harness.case" in others for others in IMPORTS.values())
     assert wrong_imports(IMPORTS) == []
 
@@ -88,8 +89,21 @@ def test_only_what_is_public():
                 assert other.startswith(public), f"{module} imports {other}"
 
 
-@pytest.mark.parametrize("entry", [m for m in MODULES if m.count(".") == 1 and room(m) is None])
-def test_entries_are_commands(entry):
-    """`python -m benchmarks.NAME` runs the command of that name."""
-    stem = entry.rpartition(".")[2]
-    assert IMPORTS[entry] & MODULES.keys() == {f"benchmarks.commands.{stem}"}
+COMMANDS = [m for m, path in MODULES.items() if "\ndef main(" in path.read_text()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command):
+    """`python -m benchmarks.NAME` runs the command of that name; each says how it is called."""
+    text = MODULES[command].read_text()
+    assert text.endswith('\n\n\nif __name__ == "__main__":\n    sys.exit(main())\n')
+    assert f"python -m {command}" in (ast.get_docstring(ast.parse(text)) or "")
+
+
+def test_commands_are_listed():
+    """`python -m benchmarks` has a line for each; modules beside them are parts of one."""
+    done = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.split()[2] for line in done.stdout.splitlines()] == COMMANDS
+    beside = {m for m in MODULES if m.count(".") == 1 and m not in COMMANDS} - {"benchmarks.__main__"}
+    for part in {m for m in beside if MODULES[m].stem != "__init__"}:
+        assert any(part in others for m, others in IMPORTS.items() if m in COMMANDS), part

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from accumkernels.buffers.layout import ALIGNMENT_BYTES
-from benchmarks.commands import trainers
+from benchmarks import trainers
 from benchmarks.methods.training import SIZES
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -7,7 +7,7 @@ import csv
 import pytest
 
 import accumkernels as ak
-from benchmarks.commands import verdict
+from benchmarks import verdict
 from benchmarks.methods.verdict import CASES
 
 RANKS = next(name for name, case in CASES.items() if case.ranks == 2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.commands.kernel_jobs import Job, run
 from benchmarks.harness.case import Case
+from benchmarks.kernel_jobs import Job, run
 from benchmarks.methods import other_jobs, weight_gradients
 
 CPU = torch.device("cpu")

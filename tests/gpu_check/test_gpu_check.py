@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.commands import kernels
+from benchmarks import kernels
 from benchmarks.harness import machine as benchmarks_machine
 from tools.gpu_check import __main__, archive, machine, ncu, runner, stages, summary
 from tools.gpu_check.parts import CUT, FAILED, LEFT_OUT, NOT_RUN, PASSED, Outcome, Part
@@ -332,7 +332,7 @@ class TestStages:
             name, arguments = part.command[2].rpartition(".")[2], list(part.command[3:])
             if name == "kernels":
                 assert kernels.parse(arguments).device == setting.device
-            command = importlib.import_module(f"benchmarks.commands.{name}")
+            command = importlib.import_module(f"benchmarks.{name}")
             with monkeypatch.context() as patch, pytest.raises(Parsed):
                 patch.setattr(argparse.ArgumentParser, "parse_args", parse)
                 command.main(arguments)

@@ -13,10 +13,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from ..harness.case import DTYPES, Case
-from ..harness.measure import Call, Flush, Timer, count_launches, device_seconds, host_seconds
-from ..harness.shapes import Shapes
-from ..methods import compute, host, limits, other_jobs, peers, window
+from .harness.case import DTYPES, Case
+from .harness.measure import Call, Flush, Timer, count_launches, device_seconds, host_seconds
+from .harness.shapes import Shapes
+from .methods import compute, host, limits, other_jobs, peers, window
 
 COLD, WRITTEN = "cold", "written"  # the caches hold something else; backward has just written the gradients
 PRODUCTS, OPTIMIZER = "matrix products of a micro-batch", "fused AdamW"

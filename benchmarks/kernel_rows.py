@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..harness.case import DTYPES
-from ..harness.measure import median_and_spread
-from ..harness.results import Row, groups
-from ..harness.shapes import Shapes, numel
-from ..harness.tables import Table
-from ..methods import host, limits, peers
 from . import kernel_jobs
+from .harness.case import DTYPES
+from .harness.measure import median_and_spread
+from .harness.results import Row, groups
+from .harness.shapes import Shapes, numel
+from .harness.tables import Table
 from .kernel_jobs import Measured
+from .methods import host, limits, peers
 
 COLUMNS = (
     *("table", "shapes", "method", "device", "dtype", "gradients", "micro_batches", "tensors", "elements", "launches"),
