@@ -1,12 +1,12 @@
 """Fused gradient accumulation for PyTorch: fp32 sums of micro-batch gradients, unscaled and checked in one pass."""
 
 from .accumulator import FusedAccumulator
-from .planning.batch_size import BatchSize, find_batch_size
 from .planning.batchnorm import batchnorm_modules, replace_batchnorm
-from .planning.learning_rate import suggest_betas, suggest_learning_rate
-from .planning.memory import MemoryReport, memory_report
-from .planning.oom import is_oom_error
-from .planning.plan import AccumulationPlan, plan
+from .planning.fit.batch_size import BatchSize, find_batch_size
+from .planning.fit.oom import is_oom_error
+from .planning.memory.report import MemoryReport, memory_report
+from .planning.worth.learning_rate import suggest_betas, suggest_learning_rate
+from .planning.worth.plan import AccumulationPlan, plan
 from .window.noise_scale import NoiseScale
 
 __version__ = "0.1.0"

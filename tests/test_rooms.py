@@ -50,7 +50,10 @@ def test_package_keeps(rule):
 
 def test_every_room_has_a_rule():
     """The table has no room that is not in the package; test_package_keeps sees rooms that are not in the table."""
-    assert {module.room for module in rooms.modules(PACKAGE).values()} >= set(rooms.MAY_IMPORT) - {"hooks"}
+    known = rooms.modules(PACKAGE).values()
+    assert {module.room for module in known} >= set(rooms.MAY_IMPORT) - {"hooks"}
+    for house, table in rooms.MAY_IMPORT_INSIDE.items():
+        assert {module.room_inside for module in known if module.room == house} >= set(table)
 
 
 def test_contributing_map_names_every_module():
@@ -68,7 +71,8 @@ UP = [  # module, what is added to it, whom it must not import
     ("window/state.py", "from accumkernels import accumulator", "accumulator"),
     ("window/end.py", "from ..batch_statistics import warn_of_batchnorm", "batch_statistics"),
     ("accumulator.py", "from . import planning", "planning"),
-    ("planning/plan.py", "from ..doctor import advice", "doctor.advice"),
+    ("planning/worth/plan.py", "from ...doctor import advice", "doctor.advice"),
+    ("window/end.py", "from ..planning.fit import oom", "planning.fit.oom"),
     ("boundary.py", "from .ops import schema", "ops.schema"),
     ("arguments.py", "from .ops.schema import State", "ops.schema"),
 ]
@@ -87,6 +91,23 @@ def test_arrow_that_runs_up_is_seen(plant, module, text, other):
     assert added(rooms.arrows, plant(module, text)) == [f"{module}: {room} must not import accumkernels.{other}"]
 
 
+@pytest.mark.parametrize(
+    ("module", "text", "inside", "other"),
+    [
+        ("fit/trial.py", "from ..worth.plan import plan", "fit", "worth.plan"),
+        ("fit/oom.py", "def f():\n    from .. import costs", "fit", "costs"),
+        ("memory/fakes.py", "from ..fit import oom, trial", "memory", "fit.oom"),
+        ("checks.py", "from .fit.oom import is_oom_error", "checks", "fit.oom"),
+        ("worth/plan.py", "import accumkernels.planning.plan_command", "worth", "plan_command"),
+    ],
+)
+def test_arrow_inside_a_house_is_seen(plant, module, text, inside, other):
+    """A room that is a house has floors of its own."""
+    first, *more = added(rooms.arrows, plant(f"planning/{module}", text))
+    assert first == f"planning/{module}: planning/{inside} must not import accumkernels.planning.{other}"
+    assert len(more) == text.count(",")
+
+
 def test_imports_that_may_be_are_no_fault(plant):
     """Imports may run down and inside a room, and every room may import boundary."""
     plant("window/end.py", "from ..ops import reference\nfrom . import state\nfrom ..boundary import profiled")
@@ -97,6 +118,12 @@ def test_imports_that_may_be_are_no_fault(plant):
 def test_room_without_a_rule_is_seen(plant):
     """A new module in the root has to be put into the table."""
     assert added(rooms.arrows, plant("misc.py", "")) == ["misc.py: misc is not in MAY_IMPORT"]
+
+
+def test_room_in_a_house_without_a_rule_is_seen(plant):
+    """So does one in a house."""
+    found = added(rooms.arrows, plant("planning/misc.py", ""))
+    assert found == ["planning/misc.py: planning/misc is not in MAY_IMPORT_INSIDE"]
 
 
 @pytest.mark.parametrize(("text", "name", "room"), PRIVATE, ids=["import", "module", "dotted", "object"])

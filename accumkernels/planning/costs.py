@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .agreement import Agreement, check_ranks
 from .checks import no_accumulator, positive_float, positive_int
-from .oom import is_oom_error
-from .rank_trial import RankTrials
+from .fit.agreement import Agreement, check_ranks
+from .fit.oom import is_oom_error
+from .fit.rank_trial import RankTrials
+from .fit.trial import Training, first_line
+from .fit.trial_setup import check_trainable, training_for
 from .snapshot import Snapshot
-from .trial import Training, first_line
-from .trial_setup import check_trainable, training_for
 
 _WINDOW = 4  # micro-batches: the first is written to the buffers, the others are added
 _LEAST_TRIALS = 3

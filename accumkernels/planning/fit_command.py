@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from .batch_size import MODES, BatchSize, find_batch_size
+from .fit.batch_size import MODES, BatchSize, find_batch_size
 from .live_bytes import format_bytes
-from .plan import plan
+from .worth.plan import plan
 
 AMP = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -134,7 +134,7 @@ def table(found: BatchSize) -> str:
 def is_ours(error: BaseException) -> bool:
     """Whether the innermost frame of an error is in this package."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).parent == Path(__file__).parent
+    return bool(frames) and Path(__file__).parent in Path(frames[-1].filename).parents
 
 
 _REASONS = {

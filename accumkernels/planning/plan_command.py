@@ -13,7 +13,7 @@ from typing import Any
 
 from .costs import measure_step_costs
 from .fit_command import AMP, FitError, arguments_for, is_ours
-from .plan import AccumulationPlan, plan
+from .worth.plan import AccumulationPlan, plan
 
 _OPTIONS = {
     "target_batch_size": "--target",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from .interrupts import interrupts_later
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -166,3 +167,19 @@ def _moved(tensor: Tensor, data: Tensor) -> bool:
         or (not tensor.is_meta and tensor.untyped_storage()._cdata != data.untyped_storage()._cdata)
         or tensor.storage_offset() != data.storage_offset()
     )
+
+
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Hold SIGINT back and handle it at the end. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *received: pending.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
+        if pending:
+            signal.raise_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ import accumkernels as ak
 from accumkernels.errors import wrong_type
 from accumkernels.planning.batchnorm import correct_batchnorm_momentum
 from accumkernels.planning.costs import measure_step_costs
-from accumkernels.planning.memory_picture import draw_memory
+from accumkernels.planning.memory.report import draw_memory
 from accumkernels.planning.schedule import FollowNoiseScale, Milestones
 
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
 from accumkernels.buffers.store import has_accumulator
-from accumkernels.planning.averaging import Averaging
 from accumkernels.planning.costs import measure_step_costs
+from accumkernels.planning.fit.averaging import Averaging
 from accumkernels.ranks import chunks, data_parallel
 from tests.support import ranks
 from tests.support.ranks import message, parameters

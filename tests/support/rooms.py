@@ -35,6 +35,25 @@ MAY_IMPORT |= {room: set(MAY_IMPORT) for room in ("planning", "integrations", "d
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)  # also what users import: accumkernels itself
 MAY_IMPORT["__main__"] = set(MAY_IMPORT)
+# The same inside a room that is a house of its own. What the first of these import lies outside of it.
+SHARED = {"checks", "live_bytes", "snapshot", "trees", "batches"}
+MAY_IMPORT_INSIDE: dict[str, dict[str, set[str]]] = {
+    "planning": {
+        "checks": set(),
+        "live_bytes": set(),
+        "snapshot": set(),
+        "trees": set(),
+        "batches": {"checks", "trees"},
+        "batchnorm": {"checks"},
+        "schedule": {"checks"},
+        "memory": SHARED,  # what it takes
+        "fit": SHARED,  # what fits
+        "costs": SHARED | {"fit"},
+        "worth": SHARED | {"fit", "costs"},  # what it is worth
+        "fit_command": SHARED | {"fit", "worth"},
+        "plan_command": SHARED | {"costs", "worth", "fit_command"},
+    }
+}
 MODULES_IN_ROOT = 10
 # Attributes that are torch's, whoever has one of that name; and what objects are called that are torch's.
 TORCHS = {*dir(nn.Linear(1, 1)), "grad", "data"}
@@ -58,6 +77,11 @@ class Module(NamedTuple):
     @property
     def room(self) -> str:
         return self.name[0] if self.name else "__init__"
+
+    @property
+    def room_inside(self) -> str | None:
+        """Its room in a house; None where the room is none, and for the house's own `__init__`."""
+        return self.name[1] if self.room in MAY_IMPORT_INSIDE and len(self.name) > 1 else None
 
     @property
     def path(self) -> str:
@@ -129,6 +153,18 @@ def arrows(package: Path) -> list[str]:
             if found.room not in allowed and found.name != "__version__":
                 other = ".".join(("accumkernels", *found.module))
                 broken.append(f"{module.path}:{found.line}: {module.room} must not import {other}")
+        inside = module.room_inside
+        if inside is None:
+            continue
+        table = MAY_IMPORT_INSIDE[module.room]
+        if inside not in table:
+            broken.append(f"{module.path}: {module.room}/{inside} is not in MAY_IMPORT_INSIDE")
+            continue
+        for found in imports(module, known):
+            room = found.module[1] if len(found.module) > 1 else "__init__"
+            if found.room == module.room and room not in table[inside] | {inside}:
+                other = ".".join(("accumkernels", *found.module))
+                broken.append(f"{module.path}:{found.line}: {module.room}/{inside} must not import {other}")
     return list(dict.fromkeys(broken))  # several names of one import are one fault
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import expect, expect_iterable, wrong_type
-from ..window.noise_scale import NoiseScale
-from .batch_size import BatchSize
-from .checks import is_callable, positive_float, positive_int, seconds
-from .costs import StepCosts
-from .live_bytes import format_bytes
-from .trees import samples, slice_samples
-from .worth import Comparison
+from ...errors import expect, expect_iterable, wrong_type
+from ...window.noise_scale import NoiseScale
+from ..checks import is_callable, positive_float, positive_int, seconds
+from ..costs import StepCosts
+from ..fit.batch_size import BatchSize
+from ..live_bytes import format_bytes
+from ..trees import samples, slice_samples
+from .comparison import Comparison
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .costs import StepCosts
+from ..costs import StepCosts
 
 WORTH_IT = 0.05  # a gain in time below this fraction is not worth more micro-batches; measurements are no better
 

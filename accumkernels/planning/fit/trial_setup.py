@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .batches import Source, dummy_batches, loaded_batches, made_batches
-from .checks import amp_dtype_or_none, as_device, fraction, is_callable, is_module, positive_int
-from .gc_guard import GcGuard
+from ..batches import Source, dummy_batches, loaded_batches, made_batches
+from ..checks import amp_dtype_or_none, as_device, fraction, is_callable, is_module, positive_int
 from .meters import meter_for
-from .trial import Training
+from .trial import GcGuard, Training
 
 
 def check_trainable(model: Any) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from .live_bytes import LiveBytes
-from .snapshot import random_state
+from ..live_bytes import LiveBytes
+from ..snapshot import random_state
 
 
 class FakeDevice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .checks import fraction, one_of, positive_float, positive_int
+from ..checks import fraction, one_of, positive_float, positive_int
 
 
 def suggest_learning_rate(base_lr: float, base_batch_size: int, batch_size: int, rule: str = "linear") -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
-from accumkernels.planning.search import largest_that_fits
+from accumkernels.planning.fit.batch_size import largest_that_fits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 import traceback
@@ -14,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..accumulator import FusedAccumulator
-from .batches import Source, training_loss
-from .gc_guard import GcGuard
-from .interrupts import interrupts_later
-from .live_bytes import format_bytes
+from ...accumulator import FusedAccumulator
+from ..batches import Source, training_loss
+from ..live_bytes import format_bytes
+from ..snapshot import Snapshot, interrupts_later
 from .meters import Meter
 from .oom import is_oom_error
-from .snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +53,32 @@ class Outcome(NamedTuple):
     trial: Trial
     failure: str
     parts: tuple[float, ...]
+
+
+class GcGuard:
+    """Collects often at little cost, inside a `with` block.
+
+    A full collection looks at every object of the process, which takes 0.1 s and more with torch and a few libraries
+    loaded. After the first one, whatever is alive is set aside (`gc.freeze`), so that later ones look at new objects
+    only. If the program has frozen objects itself, nothing is set aside.
+    """
+
+    def __init__(self) -> None:
+        self._frozen = False
+
+    def collect(self) -> None:
+        """Collect."""
+        gc.collect()
+        if not self._frozen and gc.get_freeze_count() == 0:
+            gc.freeze()
+            self._frozen = True
+
+    def __enter__(self) -> GcGuard:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._frozen:
+            gc.unfreeze()
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
-from accumkernels.planning.meters import CountingMeter, CudaMeter, meter_for
+from accumkernels.planning.fit.meters import CountingMeter, CudaMeter, meter_for
 
 DEVICE = torch.device("cuda", 0)
 GIB = 2**30
@@ -84,7 +84,7 @@ def test_retries(allocator):
 
 def test_rejected_sizes_do_not_fit():
     """find_batch_size takes the meter's word."""
-    from accumkernels.planning import trial_setup
+    from accumkernels.planning.fit import trial_setup
 
     class Rejecting(CountingMeter):
         def trial(self):

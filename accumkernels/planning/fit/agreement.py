@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ranks.choice import check_kind
+from ...ranks.choice import check_kind
 
 
 class Agreement:

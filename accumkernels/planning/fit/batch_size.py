@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..batch_statistics import uses_batch_statistics
+from ...batch_statistics import uses_batch_statistics
+from ..checks import no_accumulator, one_of, positive_int
+from ..snapshot import Snapshot
 from .agreement import Agreement, check_ranks
-from .checks import no_accumulator, one_of, positive_int
 from .meters import describe_peak
-from .progress import trial_progress
-from .search import largest_that_fits
-from .snapshot import Snapshot
 from .trial import Trial
 from .trial_setup import check_trainable, training_for
 
@@ -228,3 +228,82 @@ def _start(model: Any, cap: int, step: int) -> int:
             "(max_batch_size, dataset_size)"
         )
     return start
+
+
+def largest_that_fits(fits: Callable[[int], bool], start: int, cap: int, step: int, mode: str) -> int | None:
+    """Double from `start` until a size does not fit or exceeds `cap`; with "binsearch", close in on the limit.
+
+    Args:
+        fits: Tries a size; it is called at most once per size.
+        start: The first size; a multiple of `step`, at most `cap`.
+        cap: The largest size to try.
+        step: "binsearch" tries multiples of it only.
+        mode: "power" or "binsearch".
+
+    Returns:
+        The largest size that was tried and fitted, or None. With "power" it is the largest `start * 2**k`, with
+        "binsearch" the largest multiple of `step`, provided that everything fits up to some limit.
+    """
+    top = cap // step * step
+    good, bad = 0, top + step  # multiples of step; what lies at or above bad is not to be tried
+    size = start
+    while size <= top:
+        if not fits(size):
+            bad = size
+            break
+        good, size = size, 2 * size
+    if mode == "binsearch" and good < top < bad:  # nothing failed: the cap may well fit
+        if fits(top):
+            good = top
+        else:
+            bad = top
+    while mode == "binsearch" and good and bad - good > step:
+        middle = (good + bad) // (2 * step) * step
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good or None
+
+
+@contextmanager
+def trial_progress(show: bool | None) -> Iterator[Callable[[int, int, int], None]]:
+    """Show how far the size being tried has come.
+
+    Args:
+        show: Whether to show it; None: on a terminal, if rich is installed.
+
+    Yields:
+        A function to call after each step with the size, the steps done and the steps in all.
+
+    Raises:
+        ImportError: `show` is True and rich is not installed.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError as error:
+        if show:
+            raise ImportError('progress needs rich: pip install "accumkernels[demo]"') from error
+        show = False
+    if show is None:
+        show = sys.stderr.isatty()
+    if not show:
+        yield lambda size, done, steps: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("trying batch sizes", total=None)
+
+    def on_step(size: int, done: int, steps: int) -> None:
+        bar.update(task, description=f"trying batch size {size}", completed=done, total=steps)
+
+    with bar:
+        yield on_step

@@ -1,23 +1,24 @@
-"""Say where the memory of a training step goes, measured in a run or predicted without the device."""
+"""Say where the memory of a training step goes, measured in a run or predicted without the device, and draw it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..accumulator import FusedAccumulator
-from ..batch_statistics import uses_batch_statistics
-from ..errors import wrong_type
-from .batches import made_batches, training_loss
-from .checks import amp_dtype_or_none, as_device, is_callable, is_module, no_accumulator, positive_int
+from ...accumulator import FusedAccumulator
+from ...batch_statistics import uses_batch_statistics
+from ...errors import expect_iterable, wrong_type
+from ..batches import made_batches, training_loss
+from ..checks import amp_dtype_or_none, as_device, is_callable, is_module, no_accumulator, positive_int
+from ..live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
+from ..snapshot import Snapshot
 from .fakes import FakeDevice, LiveFakeBytes
-from .live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
-from .snapshot import Snapshot
 
 PARTS = ("parameters", "gradients", "accumulators", "optimizer", "activations", "workspace")
 
@@ -274,3 +275,45 @@ def _predict(run: _Run, size: int) -> _Peaks:
     live = LiveFakeBytes(fakes.device, CUDA_BLOCK if run.device.type == "cuda" else 1)
     with fakes.mode, torch.inference_mode(False), torch.enable_grad(), fakes.unchanged_random_state(), live:
         return faked.measure(size, live)
+
+
+def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | None = None) -> None:
+    """Draw reports as stacked bars over batch sizes, with a device's limit as a line; a PNG of 1080 x 600 pixels.
+
+    Args:
+        path: Where to write it.
+        reports: One for each bar.
+        limit: Bytes of the device; None for no line.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError, ValueError: `reports` is no iterable, or empty.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('pictures need matplotlib: pip install "accumkernels[demo]"') from error
+    bars = sorted(
+        expect_iterable(reports, "reports", "an iterable of MemoryReports"), key=lambda report: report.batch_size
+    )
+    if not bars:
+        raise ValueError("reports is empty: there is nothing to draw")
+    colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#999999")  # Okabe and Ito
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    labels = [str(report.batch_size) for report in bars]
+    bottom = [0.0] * len(bars)
+    for part, colour in zip(PARTS, colours, strict=True):
+        heights = [getattr(report, part) / 1e6 for report in bars]
+        if any(heights):
+            axes.bar(labels, heights, bottom=bottom, color=colour, label=part, width=0.7)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    if limit is not None:
+        axes.axhline(limit / 1e6, color="#D55E00", linestyle="--", label=f"limit: {limit / 1e6:,.0f} MB")
+    axes.set_title("Memory of a training step")
+    axes.set_xlabel("micro-batch size (samples)")
+    axes.set_ylabel("MB")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left")
+    figure.savefig(path, format="png")

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..accumulator import FusedAccumulator
+from ...accumulator import FusedAccumulator
+from ..snapshot import Snapshot
 from .agreement import Agreement
 from .averaging import Averaging
 from .oom import is_oom_error
-from .snapshot import Snapshot
 from .trial import Training, clear_frames
 
 _SECONDS = 0.5  # of a trial, if there are so many: to build an accumulator over ranks takes about as long

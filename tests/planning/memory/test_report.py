@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import accumkernels as ak
 from accumkernels.demo.model import GPT
+from accumkernels.planning.batches import training_loss
 from accumkernels.planning.live_bytes import LiveBytes, format_bytes
-from accumkernels.planning.memory_picture import draw_memory
-from accumkernels.planning.trial import training_loss
+from accumkernels.planning.memory.report import draw_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
