@@ -1,14 +1,21 @@
-"""One line of advice for each problem that the doctor knows, in a table keyed by words of the cause."""
+"""What to do about a problem, in one line, and what to set so that memory in pieces fits a batch that should fit."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
+
+import torch
+
+NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch >= 2.9 reads both, and warns of the old one
 
 _REINSTALL = (
     "reinstall the wheel for this machine (pip install --force-reinstall --no-deps), or `make build` in a clone"
 )
 
-# The causes are our own texts (ops/loading.py, ops/triton.py, csrc/cuda/probe.cu), torch's and the system loader's.
+# From the words of a cause to advice. The causes are texts of ours (ops/loading.py, ops/triton.py,
+# csrc/cuda/probe.cu), of torch and of the system's loader.
 _ADVICE = (
     (r"needs torch", "pip install --upgrade torch"),
     (r"GLIBC|CXXABI", "the library was built on a newer Linux: build it on this machine, pip install . in a clone"),
@@ -36,3 +43,31 @@ _ADVICE = (
 def advice(cause: str) -> str:
     """Say what to do about `cause`."""
     return next((text for words, text in _ADVICE if re.search(words, cause)), "report this output")
+
+
+def allocator_advice(environ: Mapping[str, str] | None = None, on_gpu: bool | None = None) -> list[str]:
+    """Lines of advice on the CUDA caching allocator's settings; none where there is no GPU, or nothing to advise.
+
+    The allocator carves tensors out of segments that it gets from the driver. Batches of varying size leave gaps
+    between them that fit no other tensor, so that memory runs out though the gaps together would do. With expandable
+    segments one segment grows instead of many being cut up.
+
+    Args:
+        environ: Default: the process's.
+        on_gpu: Whether there is a CUDA GPU; default: whether torch finds one.
+    """
+    environ = os.environ if environ is None else environ
+    if not (torch.cuda.is_available() if on_gpu is None else on_gpu):
+        return []
+    advice = []
+    name = NEW if NEW in environ else OLD
+    settings = dict(part.strip().partition(":")[::2] for part in environ.get(name, "").split(",") if part.strip())
+    if name == OLD and OLD in environ:
+        advice.append(f"advice: {OLD} is the old name: set {NEW}")
+    backend = settings.get("backend", "native").strip()
+    if backend == "native" and settings.get("expandable_segments", "").strip().lower() != "true":
+        advice.append(
+            "advice: when memory runs out though much is 'reserved but unallocated', set "
+            f"{NEW}=expandable_segments:True"
+        )
+    return advice

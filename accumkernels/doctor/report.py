@@ -11,8 +11,7 @@ import torch
 from .. import __version__, ops
 from ..buffers import pages
 from . import machine
-from .advice import advice
-from .allocator import allocator_advice
+from .advice import advice, allocator_advice
 from .selftest import self_test
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accumkernels.doctor.allocator import allocator_advice
+from accumkernels.doctor.advice import allocator_advice
 
 
 @pytest.mark.parametrize(
