@@ -8,16 +8,9 @@
 
 namespace accumkernels {
 
-constexpr Schema kSchema{
-    "accumulate_",
-    "(Tensor(a!) buffer, Tensor(b!) state, Tensor[] grads, int[] segments, bool[] overwrite, Tensor layout, "
-    "Tensor layout_host, Tensor(c!)? flags=None, int tag=1, float weight=1.0, Tensor? weight_tensor=None, "
-    "Tensor? loss_scale=None, Tensor? drop=None, Tensor(d!)? sq_norm=None, bool count=True, "
-    "bool contiguous=False) -> ()"};
-
 void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  constexpr const char* op = kSchema.name;
-  Arguments arguments(kSchema, stack, num_arguments);
+  constexpr const char* op = "accumulate_";
+  Arguments arguments(op, 16, stack, num_arguments);
   const Tensor buffer = arguments.tensor();
   const Tensor state = arguments.tensor();
   const std::vector<Tensor> grads = arguments.tensors();

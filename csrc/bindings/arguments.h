@@ -8,34 +8,12 @@
 
 namespace accumkernels {
 
-// What an op is called and takes, as accumkernels/ops/schema.py declares it to torch. A test compares the two.
-class Schema {
- public:
-  constexpr Schema(const char* name, const char* arguments)
-      : name(name), arguments(arguments), num_arguments(count(arguments)) {}
-
-  const char* name;
-  const char* arguments;
-  uint64_t num_arguments;
-
- private:
-  static constexpr uint64_t count(const char* arguments) {
-    uint64_t count = 1;
-    for (const char* c = arguments; *c != 0; ++c) {
-      count += *c == ',';
-      count -= *c == '*';  // introduces keyword arguments and has a comma of its own
-    }
-    return count;
-  }
-};
-
-// Takes the arguments of an op off its stack, in the order of the schema.
+// Takes the arguments of an op off its stack, in the order of its schema, which accumkernels/ops/schema.py declares to
+// torch. A test holds names, kinds and number to it.
 class Arguments {
  public:
-  Arguments(const Schema& schema, StableIValue* stack, uint64_t size) : next_(stack) {
-    if (size != schema.num_arguments) {
-      fail(schema.name, ": its schema has ", size, " arguments, the native kernel takes ", schema.num_arguments);
-    }
+  Arguments(const char* op, uint64_t taken, StableIValue* stack, uint64_t size) : next_(stack) {
+    if (size != taken) fail(op, ": its schema has ", size, " arguments, the native kernel takes ", taken);
   }
 
   template <class T>

@@ -8,13 +8,9 @@
 
 namespace accumkernels {
 
-constexpr Schema kSchema{"check_finite_",
-                         "(Tensor[] grads, int[] segments, Tensor(a!) found_inf, Tensor(b!) flags, *, int tag=1, "
-                         "Tensor? weight_tensor=None) -> ()"};
-
 void check_finite_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  constexpr const char* op = kSchema.name;
-  Arguments arguments(kSchema, stack, num_arguments);
+  constexpr const char* op = "check_finite_";
+  Arguments arguments(op, 6, stack, num_arguments);
   const std::vector<Tensor> grads = arguments.tensors();
   const std::vector<int64_t> segments = arguments.ints();
   const Tensor found_inf = arguments.tensor();

@@ -6,14 +6,9 @@
 
 namespace accumkernels {
 
-constexpr Schema kSchema{
-    "judge_",
-    "(Tensor(a!) verdict, Tensor(b!) single, Tensor state, *, Tensor? divisor=None, Tensor? norm=None, "
-    "Tensor? max_norm=None, Tensor? overflow=None) -> ()"};
-
 void judge_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  constexpr const char* op = kSchema.name;
-  Arguments arguments(kSchema, stack, num_arguments);
+  constexpr const char* op = "judge_";
+  Arguments arguments(op, 7, stack, num_arguments);
   const Tensor verdict = arguments.tensor();
   const Tensor single = arguments.tensor();
   const Tensor state = arguments.tensor();

@@ -9,11 +9,9 @@
 
 namespace accumkernels {
 
-constexpr Schema kSchema{"norm_", "(Tensor(a!) out, Tensor[] tensors, *, float ord=2.0) -> ()"};
-
 void norm_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  constexpr const char* op = kSchema.name;
-  Arguments arguments(kSchema, stack, num_arguments);
+  constexpr const char* op = "norm_";
+  Arguments arguments(op, 3, stack, num_arguments);
   const Tensor out = arguments.tensor();
   const std::vector<Tensor> tensors = arguments.tensors();
   const double ord = arguments.value<double>();

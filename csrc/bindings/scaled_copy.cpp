@@ -8,13 +8,9 @@
 
 namespace accumkernels {
 
-constexpr Schema kSchema{
-    "scaled_copy_",
-    "(Tensor(a!)[] outputs, Tensor[] inputs, *, Tensor? divisor=None, Tensor(b!)? found_inf=None) -> ()"};
-
 void scaled_copy_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  constexpr const char* op = kSchema.name;
-  Arguments arguments(kSchema, stack, num_arguments);
+  constexpr const char* op = "scaled_copy_";
+  Arguments arguments(op, 4, stack, num_arguments);
   const std::vector<Tensor> outputs = arguments.tensors();
   const std::vector<Tensor> inputs = arguments.tensors();
   const Tensor divisor = arguments.optional_tensor();
