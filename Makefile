@@ -18,22 +18,28 @@ READY := $(VENV)/.ready-$(subst /,_,$(firstword $(TORCH)))
 CHECKERS := $(VENV)/.checkers
 DOCS := $(VENV)/.docs
 TRAINERS := $(VENV)/.trainers
+# Tests run in two processes, which take whole files: the tests of one share what is slow to set up.
+WORKERS ?= 2
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
 CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-kernels test-integrations trainers-on-ranks test-trainers-own test-source-installs test-toolkits \
+.PHONY: demo test test-all test-kernels test-integrations trainers-on-ranks test-trainers-own test-source-installs test-toolkits \
 	test-torch-matrix bench wheel check docs gpu-check build clean
 
 demo: build  ## train a small GPT three ways
 	$(PY) -m accumkernels demo $(ARGS)
 
-test: build  ## the whole suite
-	$(PY) -m pytest $(ARGS)
+test: build  ## the tests that start no process and no compiler
+	$(PY) -m pytest $(SIDE_BY_SIDE) -m "not starts and not integrations" --ignore=tests/cuda_host $(ARGS)
+
+test-all: build $(TRAINERS)  ## the whole suite, with ranks, compilers and trainers, as CI does
+	$(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 	$(PY) tests/cuda_host/build.py --run $(ARGS)
 
 test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs
-	$(PY) -m pytest -m integrations $(ARGS)
+	$(PY) -m pytest $(SIDE_BY_SIDE) -m integrations $(ARGS)
 
 trainers-on-ranks: build $(TRAINERS)  ## the trainers' examples on two ranks, or RANKS, held to one process
 	for trainer in accelerate_loop lightning_loop transformers_trainer; do \

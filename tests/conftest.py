@@ -6,7 +6,14 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers, and what they start, share the cores; read when torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where there are more threads all the same, none spins
+
 import torch
+
+from tests.support import starts
 
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported: without a GPU its kernels are tested in its interpreter.
@@ -46,12 +53,21 @@ def no_cache(monkeypatch):
 
 def pytest_configure(config):
     """The interpreter is numpy, which warns of the infinities that tests put in on purpose."""
+    if not torch.cuda.is_available():  # on a GPU, kernels and graphs are compiled all over
+        starts.install()
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU, tests that need one are not collected."""
+    """Without a GPU, tests that need one are not collected; what starts ranks is marked."""
+    starts.mark(items)
     if not torch.cuda.is_available():
         deselected = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test without the marker `starts` starts no process."""
+    return (yield from starts.watched(item))

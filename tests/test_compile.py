@@ -77,7 +77,7 @@ def test_compiled_model_in_an_eager_loop(compiler, release, autocast):
     check(acc, model, micro_batch, autocast)
 
 
-@pytest.mark.slow
+@pytest.mark.starts
 @pytest.mark.parametrize("release", ["microbatch", "backward"])
 def test_inductor(release):
     """Generated code on the CPU, also for a part of a model whose rest is eager."""
@@ -168,6 +168,7 @@ def test_compiled_optimizer(dtype):
     assert relative_error(results[1], results[0]) < (1e-6 if dtype == torch.float32 else 2**-9)
 
 
+@pytest.mark.starts
 def test_import_without_dynamo():
     """Importing accumkernels does not import Dynamo, which takes a second."""
     code = "import sys, accumkernels; sys.exit('torch._dynamo' in sys.modules)"

@@ -49,6 +49,7 @@ def test_methods_train_alike():
     # In buckets the two parts of the tied embedding's gradient are added one by one: no exact bits there.
 
 
+@pytest.mark.starts
 def test_command(tmp_path):
     """A row per method, floor and optimizer, and two of the forward."""
     out = tmp_path / "autocast.csv"

@@ -71,7 +71,13 @@ class TestPeers:
     """No peer is broken, and none is let off a part of the job."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("name", peers.available(CPU, len(SHAPES)))
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(n, marks=pytest.mark.starts if n == peers.COMPILED else ())
+            for n in peers.available(CPU, len(SHAPES))
+        ],
+    )
     def test_accumulate(self, name, dtype):
         """Three calls add three times the gradient, whole or parameter by parameter."""
         check_accumulate(name, dtype, CPU)
@@ -82,6 +88,7 @@ class TestPeers:
         """Two windows in a row end in the clipped gradient of each, whose micro-batches differ."""
         check_window(name, dtype, CPU)
 
+    @pytest.mark.starts
     def test_compiled_window(self):
         """As above, once: compiling takes a while."""
         check_window(peers.COMPILED, "bf16", CPU)
@@ -163,6 +170,7 @@ class TestParts:
             assert shapes.numel(found) <= 500_000  # one row of each tensor is left
         assert len(shapes.lists("uniform")) == len(shapes.UNIFORM_SIZES)
 
+    @pytest.mark.starts
     @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
     def test_limits_move_memory(self, dtype):
         """The streaming loop really adds: fp32 bits as they are, 16 bits as integers."""
@@ -255,6 +263,7 @@ def kernels(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.starts
 class TestCommands:
     """End to end at tiny sizes."""
 
@@ -369,6 +378,7 @@ if torch.cuda.is_available():
             assert len(pictures.draw(tmp_path / "training.csv", tmp_path)) == 1
 
 
+@pytest.mark.starts
 def test_link(tmp_path):
     """On two gloo ranks, over an emulated link, a row for every method and number of micro-batches."""
     path = tmp_path / "link.csv"
@@ -411,6 +421,7 @@ def test_link_refuses_hosts(capsys):
     assert "--host must be of waits, runs ahead, got 'sleeps'" in capsys.readouterr().err
 
 
+@pytest.mark.starts
 def test_ranks(tmp_path):
     """On two gloo ranks all methods train alike, and silence in micro-batches shows in the bytes."""
     path = tmp_path / "ranks.csv"
@@ -429,6 +440,7 @@ def test_ranks(tmp_path):
         assert once < 0.6 * often
 
 
+@pytest.mark.starts
 def test_bytes_of_ranks(tmp_path):
     """Without timed windows: DistributedDataParallel's buckets are one copy of the gradients, and shards are less."""
     path = tmp_path / "ranks.csv"

@@ -42,7 +42,7 @@ def names(compiled: list[Code], backend: str, arch: str) -> set[str]:
     return {c.kernel.partition("[")[0] for c in compiled if (c.backend, c.arch) == (backend, arch)}
 
 
-@pytest.mark.slow
+@pytest.mark.starts
 class TestCompiled:
     """Every kernel, compiled for sm_80, sm_90 and sm_100."""
 

@@ -68,6 +68,7 @@ class TestTimeline:
         assert timeline.thinned(points, 7) == points
 
 
+@pytest.mark.starts
 def test_memory_command(tmp_path):
     """A row per method, and a picture from the timeline alone."""
     peaks_file, line = tmp_path / "memory.csv", tmp_path / "line.csv"
@@ -103,6 +104,7 @@ class TestBuckets:
         expected = torch.cat([g.float().flatten() for g in case.grads])
         assert all(torch.equal(s, expected) for s in sums)
 
+    @pytest.mark.starts
     def test_windows(self, tmp_path):
         """A row for stock, the default, whole micro-batches and each size."""
         out = tmp_path / "windows.csv"
@@ -121,6 +123,7 @@ class TestBuckets:
             buckets.main(["--windows", *options])
         assert said in capsys.readouterr().err
 
+    @pytest.mark.starts
     def test_command(self, tmp_path):
         """A row per size, the last for one call."""
         out = tmp_path / "buckets.csv"

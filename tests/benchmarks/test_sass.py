@@ -19,7 +19,7 @@ from benchmarks.compile_report import Code
 from benchmarks.harness import sass
 
 __test__ = shutil.which("nvcc") is not None and importlib.util.find_spec("triton") is not None  # which has cuobjdump
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.starts
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "csrc").is_dir())
 ARCHS = ("sm_80", "sm_90", "sm_100")

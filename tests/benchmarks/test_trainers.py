@@ -33,6 +33,7 @@ def megabytes(routed):
     return [float(f"{nbytes / 1e6:.4g}") for nbytes in (fp32, fp32 + taken, fp32 + taken)]
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("name", list(trainers.TRAINERS))
 def test_a_row_per_method(name, tmp_path):
     """With versions, speed, and the bytes that must be alive."""
@@ -50,6 +51,7 @@ def test_a_row_per_method(name, tmp_path):
         assert int(row["windows"]) == 2
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("name", list(trainers.TRAINERS))
 def test_two_ranks(name, tmp_path):
     """The same rows, of both ranks' samples; the gradient bytes are those of a rank."""

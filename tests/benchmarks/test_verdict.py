@@ -13,6 +13,7 @@ from benchmarks.methods.verdict import CASES
 RANKS = next(name for name, case in CASES.items() if case.ranks == 2)
 
 
+@pytest.mark.starts
 def test_rows_of_ranks(tmp_path):
     """A row per K, powers of two and the verdict's, from processes of their own."""
     file = tmp_path / "verdict.csv"

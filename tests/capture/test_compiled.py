@@ -107,7 +107,7 @@ def test_the_bits_of_autocast(how, release):
     assert routed(acc) > (0.95 if tied else 0.85)  # untied, the embedding's own weight is not
 
 
-@pytest.mark.slow
+@pytest.mark.starts
 @pytest.mark.parametrize("how", HOW)
 def test_inductor(how):
     """Generated code too."""

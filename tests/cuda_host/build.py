@@ -9,6 +9,7 @@ Ninja rebuilds what a changed source or header asks for. Output: build/cuda_host
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -63,10 +64,12 @@ def _ninja(out: Path, flags: str, link: str, objects: list[tuple[str, Path, str]
         lines += [f"build {name}: compile {source}", f"  more = {more}"]
     lines.append(f"build {target}: link {' '.join(name for name, _, _ in objects)}")
     text, file = "\n".join(lines) + "\n", out / "build.ninja"
-    if not file.exists() or file.read_text() != text:
-        file.write_text(text)
     command = [sys.executable, "-m", "ninja", "-C", str(out), "-j", os.environ.get("MAX_JOBS", "2")]
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=False)
+    with open(out / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # every worker of pytest collects the tests, and builds what they import
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
         raise RuntimeError(done.stdout)
     return out / target

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cuda_host.build import ROOT, SANITIZED, build_check, build_faulty_check, has_thread_sanitizer, run_check
 
-pytestmark = pytest.mark.cuda_host
+pytestmark = [pytest.mark.starts, pytest.mark.cuda_host]
 __test__ = has_thread_sanitizer() and SANITIZED not in os.environ  # build.py --run does it before
 
 

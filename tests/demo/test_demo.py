@@ -89,6 +89,7 @@ def model():
 class TestCommand:
     """The whole demo, run from the command line."""
 
+    @pytest.mark.starts
     def test_json(self, short_run):
         """`demo.json` has the three runs with their names, times and losses, one loss per window."""
         found = json.loads((short_run[0] / "demo" / "demo.json").read_text())
@@ -99,12 +100,14 @@ class TestCommand:
             assert all(0 < loss < 6 for loss in [run["final_loss"], *run["losses"]])  # log(256) = 5.5 knows nothing
         assert found["settings"]["steps"] == 3
 
+    @pytest.mark.starts
     def test_fused_ends_like_the_big_batch(self, short_run):
         """The final losses differ by less than 2 %, the window losses by less than bf16's rounding, 1 %."""
         big, _, fused = json.loads((short_run[0] / "demo" / "demo.json").read_text())["runs"]
         assert fused["final_loss"] == pytest.approx(big["final_loss"], rel=0.02)
         assert fused["losses"] == pytest.approx(big["losses"], rel=0.01)
 
+    @pytest.mark.starts
     def test_measurements(self, short_run):
         """Stock is off by its unequal micro-batches, FusedAccumulator is not; the big batch takes the most memory."""
         runs = json.loads((short_run[0] / "demo" / "demo.json").read_text())["runs"]
@@ -118,6 +121,7 @@ class TestCommand:
         assert big["peak_bytes"] > 1.3 * max(stock["peak_bytes"], fused["peak_bytes"])  # of which weights are the most
         assert all(0 < run["gradient_seconds_per_window"] < run["seconds"] for run in runs)
 
+    @pytest.mark.starts
     def test_picture(self, short_run):
         """`demo.png` is a PNG of at least 400 x 250 pixels."""
         head = (short_run[0] / "demo" / "demo.png").read_bytes()[:24]
@@ -126,6 +130,7 @@ class TestCommand:
         assert width >= 400
         assert height >= 250
 
+    @pytest.mark.starts
     def test_table(self, short_run):
         """The output names every method and every measure, and is plain text in a log."""
         out = short_run[1]
@@ -143,6 +148,7 @@ class TestCommand:
         assert "\x1b" not in out
         assert "window 3/3" in out
 
+    @pytest.mark.starts
     def test_ctrl_c(self, tmp_path):
         """SIGINT ends it with one line, status 130 and no file."""
         process = start("--steps", 500, "--device", "cpu", "--out", "here", cwd=tmp_path)

@@ -87,6 +87,7 @@ def test_missing_library(monkeypatch, capsys):
     assert found["library"]["error"] == "_native.so is on holiday"
 
 
+@pytest.mark.starts
 def test_library_deleted_from_an_installation(tmp_path):
     """The package still imports, and its doctor says so with status 1 and one line of advice."""
     package = tmp_path / "accumkernels"

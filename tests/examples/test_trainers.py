@@ -43,7 +43,7 @@ def test_ends_where_the_big_batch_does(name, package, monkeypatch, capsys):
     assert f"make example-{name}" in example.__doc__
 
 
-@pytest.mark.slow
+@pytest.mark.starts
 @pytest.mark.parametrize(("name", "package"), TRAINERS)
 def test_on_two_ranks(name, package):
     """As `make trainers-on-ranks` runs all three: the windows of both ranks together are the big batch."""

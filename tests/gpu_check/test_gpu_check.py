@@ -21,6 +21,8 @@ from benchmarks.harness import machine as benchmarks_machine
 from tools.gpu_check import __main__, archive, machine, ncu, runner, stages, summary
 from tools.gpu_check.parts import CUT, FAILED, LEFT_OUT, NOT_RUN, PASSED, Outcome, Part
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = "import signal; signal.pause()"
 

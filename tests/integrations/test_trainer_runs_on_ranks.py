@@ -23,7 +23,12 @@ from tests.support import trainer_run_scenarios as scenarios  # noqa: E402
 from tests.support.trainer_data import LR, items  # noqa: E402
 from tests.support.trainer_truth import ROUNDING, SHARDED_ROUNDING, assert_close, truth  # noqa: E402
 
-pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.starts,
+    pytest.mark.integrations,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 ROOT = Path(__file__).parents[2]
 

@@ -30,7 +30,12 @@ from tests.support.trainer_data import KINDS, LR, MAX_NORM, STEPS, item, items  
 from tests.support.trainer_truth import ROUNDING, SHARDED_ROUNDING, assert_close, truth, window_gradient  # noqa: E402
 from tests.support.trainers import SCALE, Samples, gpt2  # noqa: E402
 
-pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.starts,
+    pytest.mark.integrations,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 # On 2 and on 4 ranks.

@@ -93,6 +93,7 @@ print(json.dumps({"warned": [str(w.message) for w in caught if w.category is Run
 """
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("fault", [None, "cut short"], ids=["missing", "cut short"])
 def test_training_goes_on_with_one_warning(fault: str | None, tmp_path: Path) -> None:
     """The warning has the word native and the cause; a forced backend raises with the same cause."""
@@ -113,6 +114,7 @@ def test_training_goes_on_with_one_warning(fault: str | None, tmp_path: Path) ->
     assert cause in found["forced"]
 
 
+@pytest.mark.starts
 def test_triton_needs_no_numpy() -> None:
     """A torch from its own wheels brings Triton and no numpy: the backend must not be lost for that."""
     ask = """

@@ -31,11 +31,13 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("instruction_set", SUPPORTED)
 def test_instruction_set(instruction_set):
     """Each instruction set that this processor has, in a process of its own, agrees with plain torch in every bit."""
     script = Path(__file__).parents[1] / "support" / "instruction_set_check.py"
     environment = {**os.environ, "ACCUMKERNELS_CPU": instruction_set, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["OMP_NUM_THREADS"] = "2"
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [instruction_set]

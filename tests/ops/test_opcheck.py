@@ -21,7 +21,7 @@ DEVICES = [
 # (backend, dynamic shapes); one run of inductor, which takes some ten seconds.
 COMPILERS = [("aot_eager", False), ("aot_eager", True)]
 if shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists():  # both needed by inductor
-    COMPILERS.append(pytest.param("inductor", False, marks=pytest.mark.slow))
+    COMPILERS.append(pytest.param("inductor", False, marks=pytest.mark.starts))
 
 
 def gradients(dtypes):

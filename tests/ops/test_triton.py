@@ -19,14 +19,11 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_python(*arguments: str, **environment: str) -> str:
+def run_python(*arguments: str) -> str:
     """The output of a Python process without TRITON_INTERPRET."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    command = [sys.executable, *arguments]
-    done = subprocess.run(
-        command, env={**env, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, check=False
-    )
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -87,40 +84,74 @@ class TestTables:
         assert table.view(torch.float64)[-1].item() == weight
 
 
+ASK = """
+import os, sys, torch
+
+def ask(device, before="", interpret=None):
+    if interpret is not None:
+        os.environ["TRITON_INTERPRET"] = interpret
+    exec(before)
+    from accumkernels.ops import triton
+    return triton.unavailable(torch.device(device))
+
+def is_imported_with_the_ops():
+    import accumkernels.ops
+    return "triton" in sys.modules
+
+QUESTIONS = {
+    "plain": lambda: ask("cpu"),
+    "interpreted": lambda: ask("cpu", interpret="1"),
+    "interpreted for a GPU": lambda: ask("cuda", interpret="1"),
+    "too late": lambda: ask("cpu", "import triton.language; os.environ['TRITON_INTERPRET'] = '1'"),
+    "no triton": lambda: ask("cuda", "sys.modules['triton'] = None"),
+    "imported": is_imported_with_the_ops,
+}
+for name, question in QUESTIONS.items():
+    if os.fork() == 0:  # nothing of ours is imported yet, nor Triton
+        print(f"{name}: {question()}", flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, str]:
+    """The answers of fresh processes, which have torch's import in common."""
+    return dict(line.split(": ", 1) for line in run_python("-c", ASK).splitlines())
+
+
 class TestAvailability:
     """unavailable."""
-
-    def ask(self, device: str, before: str = "", **environment: str) -> str:
-        """The answer of a fresh process."""
-        code = "\nfrom accumkernels.ops import triton\nprint(triton.unavailable(torch.device(sys.argv[1])))"
-        return run_python("-c", "import sys, torch\n" + before + code, device, **environment).strip()
 
     def test_other_devices(self):
         """Triton's kernels are for CUDA devices."""
         assert triton.unavailable(torch.device("meta")) == "Triton kernels run on CUDA devices, not on 'meta'"
 
-    def test_cpu_needs_the_interpreter(self):
+    @pytest.mark.starts
+    def test_cpu_needs_the_interpreter(self, fresh):
         """Without TRITON_INTERPRET=1 there is nothing that runs on the CPU."""
-        assert "TRITON_INTERPRET=1" in self.ask("cpu")
-        assert self.ask("cpu", TRITON_INTERPRET="1") == "None"
+        assert "TRITON_INTERPRET=1" in fresh["plain"]
+        assert fresh["interpreted"] == "None"
 
-    def test_interpreter_cannot_read_gpu_memory(self):
+    @pytest.mark.starts
+    def test_interpreter_cannot_read_gpu_memory(self, fresh):
         """With TRITON_INTERPRET=1 a GPU's addresses would be taken for the CPU's."""
-        assert "cannot read GPU memory" in self.ask("cuda", TRITON_INTERPRET="1")
+        assert "cannot read GPU memory" in fresh["interpreted for a GPU"]
 
-    def test_interpreter_chosen_too_late(self):
+    @pytest.mark.starts
+    def test_interpreter_chosen_too_late(self, fresh):
         """Triton decides when it is imported; half of it interpreted does not work."""
-        late = "import triton.language, os; os.environ['TRITON_INTERPRET'] = '1'"
-        assert self.ask("cpu", late) == "TRITON_INTERPRET was changed after triton was imported"
+        assert fresh["too late"] == "TRITON_INTERPRET was changed after triton was imported"
 
-    def test_without_triton(self):
+    @pytest.mark.starts
+    def test_without_triton(self, fresh):
         """A missing package is named, and the ops import all the same."""
-        assert self.ask("cuda", "sys.modules['triton'] = None") == "the package triton is not installed"
+        assert fresh["no triton"] == "the package triton is not installed"
 
-    def test_import_is_lazy(self):
+    @pytest.mark.starts
+    def test_import_is_lazy(self, fresh):
         """Importing the ops does not load Triton."""
-        code = "import sys; import accumkernels.ops; print('triton' in sys.modules)"
-        assert run_python("-c", code).strip() == "False"
+        assert fresh["imported"] == "False"
 
 
 if torch.cuda.is_available():

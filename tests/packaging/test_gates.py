@@ -25,6 +25,7 @@ def test_library_passes(gate: Callable[[Path], list[str]]) -> None:
     assert gate(LIBRARY) == []
 
 
+@pytest.mark.starts
 def test_only_stable_headers_of_torch_are_included() -> None:
     """Everything else of torch changes from release to release; nor do the stable ones include it."""
     assert gates.torch_includes(ROOT / "csrc")
@@ -76,6 +77,7 @@ def compile_c(folder: Path, name: str, source: str, *flags: str) -> Path:
     return target
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("fault", PLANTED)
 def test_gate_sees_its_fault(fault: str, tmp_path: Path) -> None:
     """A library with one fault is refused by the gate for it and passes all others."""

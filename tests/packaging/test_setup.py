@@ -15,6 +15,8 @@ import accumkernels
 from tests.support.library_gates import wheel_gate
 from tests.support.setup_project import Project
 
+pytestmark = pytest.mark.starts
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:

@@ -18,6 +18,8 @@ from tests.support.environments import ROOT, Environment, build_wheel, run
 from tests.support.library_gates import wheel_gate
 from tests.support.setup_project import Project
 
+pytestmark = pytest.mark.starts
+
 LEFT_BEHIND = (
     "accumkernels/_native.so",
     "accumkernels/__pycache__/layout.cpython-311.pyc",

@@ -191,6 +191,7 @@ def test_wrong_bytes(text):
         parse_bytes(text)
 
 
+@pytest.mark.starts
 def test_as_a_process(factories):
     """`python -m accumkernels fit` finds modules in the working directory."""
     result = subprocess.run(

@@ -16,6 +16,8 @@ from tests.support.rank_corner_scenarios import (
 )
 from tests.support.ranks import check, run
 
+pytestmark = pytest.mark.starts
+
 SCENARIOS = [
     first_weight_is_zero,  # before any has a weight
     fused_and_in_grad,

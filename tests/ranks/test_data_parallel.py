@@ -46,6 +46,8 @@ from tests.support.rank_scenarios import (
 )
 from tests.support.ranks import parameters, run
 
+pytestmark = pytest.mark.starts
+
 SIZES = (2, 3, 4)
 SCENARIOS = [
     distributed_data_parallel,

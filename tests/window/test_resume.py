@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.resume_run import MICRO_BATCHES, MODES, WINDOWS
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import accumkernels as ak
 from accumkernels.planning.costs import measure_step_costs
 
+pytestmark = pytest.mark.starts
+
 WORLD_SIZE = 2
 
 
