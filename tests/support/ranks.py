@@ -1,4 +1,4 @@
-"""Runs scenarios on several gloo ranks, each a process: many in one start, since starting takes seconds."""
+"""Runs scenarios on several gloo ranks: many in one start, all forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def _rank(rank: int, size: int, port: int, folder: str, scenarios: Sequence[Scen
     torch.distributed.destroy_process_group()
 
 
+def _start(_: int, size: int, port: int, folder: str, scenarios: Sequence[Scenario]) -> None:
+    torch.set_num_threads(1)
+    mp.start_processes(_rank, (size, port, folder, scenarios), nprocs=size, start_method="fork")
+
+
 def run(size: int, folder: Path, scenarios: Sequence[Scenario]) -> dict[str, list[Any]]:
     """What each scenario returned, by rank; the traceback where it raised.
 
@@ -52,7 +57,7 @@ def run(size: int, folder: Path, scenarios: Sequence[Scenario]) -> dict[str, lis
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, (size, port, str(folder), list(scenarios)), nprocs=size)
+    mp.spawn(_start, (size, port, str(folder), list(scenarios)))
     files = [folder / f"{size}.{rank}" for rank in range(size)]
     by_rank = [pickle.loads(file.read_bytes()) for file in files]
     return {s.__name__: [found.get(s.__name__, "not reached") for found in by_rank] for s in scenarios}
