@@ -313,3 +313,24 @@ def test_windows_are_counted_on(inside):
     micro_batch(resumed, model)
     resumed.step(optimizer)
     assert number(resumed) == 4
+
+
+def test_micro_batches_are_numbered_on():
+    """An overflow after resuming is later than one before it: the report names the new one's parameter."""
+    model = mlp()
+    x, y = batch(3)
+
+    def overflow(acc, param):
+        handle = param.register_hook(lambda grad: grad * float("inf"))
+        acc.backward(mse_loss(model(x), y))
+        handle.remove()
+        return acc.overflow_report()
+
+    with ak.FusedAccumulator(model) as acc:
+        for _ in range(2):
+            acc.backward(mse_loss(model(x), y))
+        assert overflow(acc, model[0].bias) == ["0.bias"]
+        state = through_a_file(acc.state_dict())
+    with ak.FusedAccumulator(model) as acc:
+        acc.load_state_dict(state)
+        assert overflow(acc, model[2].bias) == ["2.bias"]
