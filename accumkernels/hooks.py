@@ -18,6 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .boundary import opaque
+
 _Owner = TypeVar("_Owner")
 
 
@@ -138,6 +140,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
                 follower.before_step(optimizer, has_closure)
 
 
+@opaque  # Dynamo guards on whether followers live, not on which of them stands where in the list
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_closure = (len(args) > 1 or bool(kwargs)) and _has_closure(args, kwargs)
     for ref in tuple(_followers):
