@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import accumkernels as ak
 from tests.support.loop import K, Loop
 from tests.support.models import mlp
 
@@ -25,6 +26,22 @@ def with_another_optimizer():
             scaler.update()
             optimizer.zero_grad()
         loop.acc.step(loop.optimizer)
+
+
+def with_a_step_of_another_accumulator():
+    """Whose fused optimizer has a scale, between our clipping and our step."""
+    loop, other = Loop(), mlp(seed=1)
+    theirs = ak.FusedAccumulator(other)
+    optimizer = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for window in loop.windows():
+        loop.accumulate(window)
+        loop.acc.finalize(loop.optimizer)
+        loop.acc.clip_grad_norm_(1.0)
+        for x, y in window:
+            theirs.backward(mse_loss(other(x), y))
+        theirs.step(optimizer, max_norm=1.0)
+        loop.optimizer.step()
+        loop.acc.zero_()
 
 
 def clipping_each_micro_batch():
@@ -103,6 +120,7 @@ def scaler_that_unscales_means():
 
 MEANT = [
     with_another_optimizer,
+    with_a_step_of_another_accumulator,
     clipping_each_micro_batch,
     changing_gradients_after_clipping,
     divisions_of_other_numbers,

@@ -184,7 +184,8 @@ class MisuseDetector(Follower):
                 self._check_closed(optimizer)
         elif id(optimizer) not in self._stepped and self._window.handed_out:
             self._check_handed_out(optimizer)
-            if self._clipped and self._scaler.scaler is None and not self._looked_for_unscaling:
+            unknown = self._clipped and self._scaler.scaler is None and not self._looked_for_unscaling
+            if unknown and self._holds(owned((optimizer,))):  # another accumulator's has a scale by right
                 self._check_not_unscaled_late(optimizer)
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
