@@ -100,6 +100,7 @@ def test_commands_run(command):
     assert f"python -m {command}" in (ast.get_docstring(ast.parse(text)) or "")
 
 
+@pytest.mark.starts
 def test_commands_are_listed():
     """`python -m benchmarks` has a line for each; modules beside them are parts of one."""
     done = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, check=True)
