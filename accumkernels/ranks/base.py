@@ -61,21 +61,21 @@ class GlobalStats(NamedTuple):
         state: fp64 `[4]`, zeros where any rank dropped the window.
         divisor: fp64 0-d, or None.
         squares: fp64 0-d, nan where not every rank measured it; None where this one did not.
+        loss: As `LocalStats.loss` makes it, summed over ranks; None where this rank's own is right.
         touched: As in `LocalStats`, by any rank; None where the host did not look and this rank's own is right.
         dropped: Whether any rank dropped it; None where only the device knows.
         weight: The sum of weights; None where only the device knows.
         error: What ranks disagree about; to be raised once nobody waits for this rank any more.
-        loss: As `LocalStats.loss` makes it, summed over ranks; None where this rank's own is right.
     """
 
     state: Tensor
     divisor: Tensor | None
     squares: Tensor | None
-    touched: Sequence[int] | None
-    dropped: bool | None
-    weight: float | None
-    error: str | None = None
     loss: Tensor | None = None
+    touched: Sequence[int] | None = None
+    dropped: bool | None = None
+    weight: float | None = None
+    error: str | None = None
 
 
 class Look(Protocol):
@@ -162,6 +162,8 @@ class Ranks:
     Attributes:
         size: How many ranks share a window.
         rank: Which of them this is.
+        shards: How many of them hold different parts of the same gradients.
+        shard: Which of these this is.
         stage: Which rank of a pipeline this is; each has other parameters.
         ends_together: Whether another rank may have micro-batches where this one has none, which then takes part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
@@ -173,6 +175,8 @@ class Ranks:
 
     size = 1
     rank = 0
+    shards = 1
+    shard = 0
     stage = 0
     ends_together = False
     reduces_sums = False
@@ -202,8 +206,9 @@ class Ranks:
     def end_window(self, report: LocalStats, look: Look) -> Ended:
         """End a window together, whatever that takes: compare reports, reduce sums, measure them.
 
-        Here sums are whole before: they need no reduction, or backward has done it. What nobody has looked at is
-        checked first, so that every rank reports it.
+        Where sums are whole before, since they need no reduction or backward has done it, what nobody has looked at is
+        checked first, so that every rank reports it. A window that was loaded with averages, which are those of all
+        ranks, is not reduced again.
 
         Args:
             report: What this rank knows.
@@ -212,6 +217,8 @@ class Ranks:
         Raises:
             RuntimeError: ranks disagree, in the same words on all of them.
         """
+        if self.reduces_sums:
+            return SingleProcess().end_window(report, look) if report.averaged else end_reduced(self, report, look)
         norm = None
         clips = report.norms == 1
         if look.unchecked:
@@ -278,16 +285,6 @@ class Ranks:
         """The rows of all ranks that hold different parts of the same gradients, this one's at `shard`."""
         return row.unsqueeze(0)
 
-    @property
-    def shards(self) -> int:
-        """How many rows `gather_rows` returns."""
-        return 1
-
-    @property
-    def shard(self) -> int:
-        """This rank's row in `gather_rows`."""
-        return 0
-
 
 class SingleProcess(Ranks):
     """A process that ends its windows by itself, and communicates nothing."""
@@ -296,4 +293,4 @@ class SingleProcess(Ranks):
         """See `Ranks`; what this one reports."""
         state = torch.zeros_like(report.state) if report.dropped else report.state
         squares = None if report.squares is None else report.squares[0]
-        return GlobalStats(state, report.divisor, squares, None, None, None)
+        return GlobalStats(state, report.divisor, squares)

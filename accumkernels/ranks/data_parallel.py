@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from .base import Ended, GlobalStats, LocalStats, Look, Ranks, SingleProcess, end_reduced
+from .base import GlobalStats, LocalStats, Ranks
 from .group import Group
 from .packing import Packer, different_limits, different_windows
 from .sender import ChunkSender
@@ -61,10 +61,6 @@ class DataParallel(Ranks):
         self._group.share_from(shared)
 
     # ---- at its end
-
-    def end_window(self, report: LocalStats, look: Look) -> Ended:
-        """See `Ranks`; collective, unless the window was loaded with averages, which are those of all ranks."""
-        return SingleProcess().end_window(report, look) if report.averaged else end_reduced(self, report, look)
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective.
@@ -112,9 +108,6 @@ class DataParallel(Ranks):
             squares=None
             if report.squares is None
             else torch.where(measuring[0] == self.size, packed["squares"][0], torch.nan),
-            touched=None,
-            dropped=None,
-            weight=None,
             loss=torch.where(dropped > 0, 0.0, loss),
         )
 
@@ -152,8 +145,7 @@ class DataParallel(Ranks):
 
 def _disagreement(found: dict[str, list[float]]) -> str | None:
     """What ranks disagree about, in words."""
-    differ = different_windows(found["window"])
-    if differ is not None:
+    if differ := different_windows(found["window"]):
         return differ
     if len(set(found["divisor"])) > 1:
         return f"divisor must be that of the whole window, over all ranks; by rank it is {found['divisor']} (0.0: none)"

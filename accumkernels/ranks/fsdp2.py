@@ -49,6 +49,9 @@ class Sharded(Ranks):
             if is_dtensor(entry.param):
                 self._cuts[id(entry.param)] = _cut(entry.param)
         self._rows = next(iter(self._cuts.values()))  # the groups that the noise scale's squares are sharded over
+        self.shards = math.prod(group.size() for group in self._rows)
+        for group in self._rows:
+            self.shard = self.shard * group.size() + group.rank()
         self._replicas = self._count_replicas(named, meshes)
         self._compared: int | None = None  # for how many norms the host has looked at what all ranks say
 
@@ -132,9 +135,6 @@ class Sharded(Ranks):
             state=torch.where(packed["dropped"] > 0, 0.0, together),
             divisor=report.divisor,
             squares=None if report.squares is None else report.squares[0],
-            touched=None,
-            dropped=None,
-            weight=None,
             loss=torch.where(packed["dropped"] > 0, 0.0, packed["loss"]),
         )
 
@@ -220,26 +220,13 @@ class Sharded(Ranks):
         return tensor.div_(self.size)
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """The rows of all ranks that hold different parts; row `self.shard` is this rank's."""
+        """See `Ranks`; collective."""
         rows = row.unsqueeze(0)
         for group in reversed(self._rows):
             gathered = [torch.empty_like(rows) for _ in range(group.size())]
             dist.all_gather(gathered, rows, group)
             rows = torch.cat(gathered)
         return rows
-
-    @property
-    def shards(self) -> int:
-        """See `Ranks`."""
-        return math.prod(group.size() for group in self._rows)
-
-    @property
-    def shard(self) -> int:
-        """See `Ranks`."""
-        index = 0
-        for group in self._rows:
-            index = index * group.size() + group.rank()
-        return index
 
 
 def _mesh(entry: NamedParameter) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
-from .base import Ended, GlobalStats, LocalStats, Look, Ranks, SingleProcess, end_reduced
+from .base import GlobalStats, LocalStats, Ranks
 from .packing import Packer, different_limits, different_windows
 from .sender import Sender
 
@@ -62,6 +62,7 @@ class Pipeline(Ranks):
         self._group = group
         self._compared: int | None = None  # for how many norms the host has looked at what all stages say
         self.size, self.rank = replicas.size, replicas.rank
+        self.shards, self.shard = replicas.shards, replicas.shard
         self.reduces_sums, self.sharded = replicas.reduces_sums, replicas.sharded
         self.stage = group.rank()
         self.sender = _AfterSchedules(replicas.sender)
@@ -87,14 +88,6 @@ class Pipeline(Ranks):
                     )
 
     # ---- the end of a window
-
-    def end_window(self, report: LocalStats, look: Look) -> Ended:
-        """See `Ranks`; collective, as it is for the replicas."""
-        if not self.reduces_sums:
-            return super().end_window(report, look)
-        if report.averaged:
-            return SingleProcess().end_window(report, look)
-        return end_reduced(self, report, look)
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine what all ranks report; collective: over replicas, then over stages.
@@ -207,16 +200,6 @@ class Pipeline(Ranks):
         """See `Ranks`; over replicas."""
         return self._replicas.gather_rows(row)
 
-    @property
-    def shards(self) -> int:
-        """See `Ranks`."""
-        return self._replicas.shards
-
-    @property
-    def shard(self) -> int:
-        """See `Ranks`."""
-        return self._replicas.shard
-
 
 def _alike(weights: Tensor) -> Tensor:
     """Whether weights are equal but for the order in which replicas have added them up; 0-d bool."""
@@ -225,13 +208,13 @@ def _alike(weights: Tensor) -> Tensor:
 
 def _disagreement(found: dict[str, list[float]]) -> str | None:
     """What stages disagree about, in words."""
-    differ = different_windows(found["window"])
-    if differ is not None:
+    if differ := different_windows(found["window"]):
         return differ
     if any(found["error"]):
         return "ranks that share another stage of this pipeline disagree about this window: their error says in what"
-    differ = different_limits(found["norms"], found["limit"], "stage rank")
-    if differ is not None:  # also where nothing is to be clipped: some ranks would wait for the others' norms
+    if differ := different_limits(
+        found["norms"], found["limit"], "stage rank"
+    ):  # also where nothing is to be clipped: some ranks would wait for the others' norms
         return differ
     if any(found["dropped"]):
         return None
