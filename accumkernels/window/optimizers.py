@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import expect
-from ..hooks import has_global_step_pre_hooks
 
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
 # Wrappers that step on their own terms: name of the package, what to do instead.
@@ -108,11 +107,6 @@ def steps_scaled_gradients(optimizer: Optimizer) -> bool:
         and type(optimizer).__module__.startswith("torch.optim.")
         and "grad_scaler" not in _step_parameters(type(optimizer))  # type: ignore[arg-type]
     )
-
-
-def has_step_pre_hooks(optimizer: Optimizer) -> bool:
-    """Whether code of the user's looks at gradients right before the step."""
-    return bool(optimizer._optimizer_step_pre_hooks) or has_global_step_pre_hooks()
 
 
 def is_fused_sgd(optimizer: Optimizer) -> bool:
