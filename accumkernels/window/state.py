@@ -133,6 +133,9 @@ class Window:
         host_weight: Sum of the weights that were numbers.
         weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
         found_nothing: `accumulate` calls that found no gradient, and counted nothing.
+        dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks where there are several.
+        verdict: Once it is finalized.
+        handed_out: Whether optimizers have got `.grad`s.
     """
 
     number: int = 0
@@ -144,36 +147,21 @@ class Window:
     host_weight: float = 0.0
     weighed_after: bool = False
     found_nothing: int = 0
+    dropped: bool = field(default=False, init=False)
+    verdict: Verdict | None = field(default=None, init=False)
+    handed_out: bool = field(default=False, init=False)
     _decided_on_device: bool = field(default=False, init=False)  # a weight or divisor is a tensor that it alone knows
-    _dropped: bool = field(default=False, init=False)
-    _verdict: Verdict | None = field(default=None, init=False)
     _handout: Handout | None = field(default=None, init=False)
-    _handed_out: bool = field(default=False, init=False)
-
-    @property
-    def dropped(self) -> bool:
-        """Whether `discard` dropped it: it ends as if it were empty, on all ranks where there are several."""
-        return self._dropped
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """Once it is finalized."""
-        return self._verdict
-
-    @property
-    def handed_out(self) -> bool:
-        """Whether optimizers have got `.grad`s."""
-        return self._handed_out
 
     @property
     def may_be_empty(self) -> bool:
         """Whether the weights may sum to zero though nothing overflowed."""
-        return self._decided_on_device or self._dropped or self.host_weight == 0
+        return self._decided_on_device or self.dropped or self.host_weight == 0
 
     @property
     def known_empty(self) -> bool:
         """Whether the host knows already that the step will be skipped for want of weight."""
-        return self._dropped or (not self._decided_on_device and self.host_weight == 0)
+        return self.dropped or (not self._decided_on_device and self.host_weight == 0)
 
     def count(self, weight: float | Tensor) -> None:
         """Count a micro-batch that was added, and with it the unsynced ones."""
@@ -200,7 +188,7 @@ class Window:
     def discard(self, window: bool, together: bool) -> None:
         """Drop it as a whole: because that was asked for, or because it is broken and ranks end it together."""
         if window or (self.phase is Phase.BROKEN and together):
-            self._dropped = True
+            self.dropped = True
             if self.phase is Phase.BROKEN:
                 self.phase = Phase.OPEN
 
@@ -219,17 +207,17 @@ class Window:
         if stats.dropped is None or stats.weight is None:
             self._decided_on_device = True
         else:
-            self._dropped, self.host_weight = stats.dropped, stats.weight
+            self.dropped, self.host_weight = stats.dropped, stats.weight
 
     def finalize(self, verdict: Verdict, handout: Handout) -> None:
         """It was judged, and this is what it hands out."""
-        self.phase, self._verdict, self._handout = Phase.FINALIZED, verdict, handout
+        self.phase, self.verdict, self._handout = Phase.FINALIZED, verdict, handout
 
     def hand_out(self) -> None:
         """Let optimizers have their `.grad`s."""
         assert self._handout is not None
         self._handout.assign_grads()
-        self._handed_out = True
+        self.handed_out = True
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Multiply what was handed out, which has the norm `norm`, so that its norm is at most `max_norm`."""
@@ -288,7 +276,7 @@ class Window:
             "host_weight": self.host_weight,
             "decided_on_device": self._decided_on_device,
             "averaged": self.phase in (Phase.AVERAGED, Phase.FINALIZED),
-            "dropped": self._dropped,
+            "dropped": self.dropped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -296,4 +284,4 @@ class Window:
         self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
         self.number, self.micro_batches = state["number"], state["micro_batches"]
         self.host_weight = state["host_weight"]
-        self._decided_on_device, self._dropped = state["decided_on_device"], state["dropped"]
+        self._decided_on_device, self.dropped = state["decided_on_device"], state["dropped"]
