@@ -88,6 +88,11 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
     if of_all and not ranks.sharded and not of_window["averaged"]:
         tensors, touched = _joined(store, ranks)
 
+    rows = [
+        (buffer, segment, tensor, is_touched[segment.index])
+        for buffer, tensor, is_touched in zip(store.buffers, tensors, touched, strict=True)
+        for segment in buffer.segments
+    ]
     return {
         "version": VERSION,
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
@@ -98,18 +103,8 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
         "serial": serial,
         "loss": losses.tolist(),
         "state": state,
-        "touched": [
-            s.name
-            for b, is_touched in zip(store.buffers, touched, strict=True)
-            for s in b.segments
-            if is_touched[s.index]
-        ],
-        "sums": {
-            s.name: _sum(buffer, s, tensor, is_touched[s.index])
-            for buffer, tensor, is_touched in zip(store.buffers, tensors, touched, strict=True)
-            for s in buffer.segments
-            if of_all or is_touched[s.index]
-        },
+        "touched": [segment.name for _, segment, _, is_touched in rows if is_touched],
+        "sums": {row[1].name: _sum(*row) for row in rows if of_all or row[-1]},
         "masters": {e.name: masters[id(e.param)].detach().clone() for e in store.named if id(e.param) in masters},
         "flags": [
             [s.name, tag]
@@ -167,7 +162,9 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
     touched = {renamed.get(name, name) for name in state["touched"]}
     checked["sums"] = {name: tensor for name, tensor in checked["sums"].items() if name in touched}
 
-    ours = {entry.name: tuple(entry.param.shape) for entry in store.named}
+    params = {entry.name: entry.param for entry in store.named}
+    ours = {name: tuple(param.shape) for name, param in params.items()}
+    placed = {segment.name for buffer in store.buffers for segment in buffer.segments}
     theirs = {name: tuple(shape) for name, shape in checked["shapes"].items()}
     problems = [
         _listed("missing", (name for name in ours if name not in theirs)),
@@ -184,9 +181,7 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
             )
             for key in ("sums", "masters")
         ),
-        _listed(
-            "frozen here, accumulated when saved", (n for n in checked["sums"] if n in ours and not _placed(store, n))
-        ),
+        _listed("frozen here, accumulated when saved", (n for n in checked["sums"] if n in ours and n not in placed)),
     ]
     if store.masters is None:
         if checked["masters"]:
@@ -195,13 +190,12 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
         masters = store.masters.values()
         wanting = [e.name for e in store.named if id(e.param) in masters and e.name not in checked["masters"]]
         problems.append(_listed("without a master", wanting))
-    places = {entry.name: entry.param for entry in store.named}
     for key in ("sums", "masters"):
         tensors = checked[key].items()
         problems.append(
             _listed(
                 f"{key} that are sharded differently (load them with torch.distributed.checkpoint)",
-                (name for name, tensor in tensors if name in places and not _cut_alike(tensor, places[name])),
+                (name for name, tensor in tensors if name in params and not _cut_alike(tensor, params[name])),
             )
         )
     problems.append(_of_other_ranks(store, ranks, checked))
@@ -301,10 +295,6 @@ def _cut_alike(saved: Any, param: Any) -> bool:
     if not (is_dtensor(saved) and is_dtensor(param)):
         return is_dtensor(saved) == is_dtensor(param)
     return saved.placements == param.placements and saved.device_mesh == param.device_mesh
-
-
-def _placed(store: Store, name: str) -> bool:
-    return any(segment.name == name for buffer in store.buffers for segment in buffer.segments)
 
 
 def load(store: Store, state: Mapping[str, Any]) -> None:
