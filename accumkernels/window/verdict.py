@@ -123,14 +123,11 @@ class Metrics:
             numbers = judged.tolist()
             self._counted = self._counted[0] + numbers[Judged.ENDED], self._counted[1] + numbers[Judged.SKIP]
         else:
-            self._count_on_device(judged)
+            if self._ended is None:
+                with torch.inference_mode(False):
+                    self._ended = torch.zeros(2, dtype=torch.float64, device=self._device)
+            self._ended += judged[Judged.ENDED : Judged.SKIP + 1]
         self._micro_batches, self._judged, self._norm, self._loss = micro_batches, judged, None, loss
-
-    def _count_on_device(self, judged: Tensor) -> None:
-        if self._ended is None:
-            with torch.inference_mode(False):
-                self._ended = torch.zeros(2, dtype=torch.float64, device=self._device)
-        self._ended += judged[Judged.ENDED : Judged.SKIP + 1]
 
     def end_empty_window(self) -> None:
         """Take in a window without micro-batches."""
