@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..boundary import profiled
 from ..buffers.store import Store
@@ -81,8 +80,7 @@ class MicroBatchRunner:
         if self._shared_loss.found:
             self._shared_loss.forget()
         captures, presence = self.captures, self.captures.presence
-        route = None if presence is None else presence.route
-        if presence is not None and route is not None:
+        if presence is not None and (route := presence.route) is not None:
             if route.backwards and not route.used:  # a window without a backward says nothing
                 presence.take_off(route)
             route.renew(self._noise.on)
@@ -101,8 +99,7 @@ class MicroBatchRunner:
         """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
         self._store.check_drift()
         self._store.allocate()
-        fresh = self._store.unplaced()
-        if fresh:
+        if fresh := self._store.unplaced():
             self._ranks.check_trainable(self._store.named)
             self.captures.listen_to(self._store.grow(fresh))
 
@@ -160,15 +157,11 @@ class MicroBatchRunner:
         return self._weighting.weigh(loss, micro_batch) if backward_may_cross_ranks() else (loss, micro_batch)
 
     def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], micro_batch: MicroBatch) -> None:
-        """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part.
-
-        Where gradients wait for `accumulate`, they are summed in `.grad` as in torch: on the autocast route, those of
-        every part would be kept.
-        """
+        """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part."""
         backward = functools.partial(torch.autograd.backward, tensors, grads)
         if self.captures.add_early:
             self.run(backward, tensors[0], micro_batch)
-        else:
+        else:  # they are summed in `.grad` as in torch: on the autocast route, those of every part would be kept
             self._shared_loss.run(backward, micro_batch)
 
     def run(self, backward: Callable[[], None], root: Tensor, micro_batch: MicroBatch) -> None:
@@ -180,7 +173,11 @@ class MicroBatchRunner:
         finds_casts = presence is not None and presence.route is None and presence.finds_casts(root)
         failed = True
         try:
-            sink = self._sink(micro_batch) if micro_batch.last or self._sender.begun else self._sums
+            sink: Sink = self._sums
+            if micro_batch.last or self._sender.begun:
+                # What is left in `.grad`, by an earlier backward of this micro-batch too, is added after this one.
+                sends = micro_batch.last and captures.buckets.listens and not self.has_gradients
+                sink = self._sender.sink(sink, captures, sends)
             for capture in captures:
                 capture.begin(micro_batch, sink)
             if micro_batch.loss_weight is None:
@@ -195,11 +192,6 @@ class MicroBatchRunner:
                     self._window.break_()
         if finds_casts and presence is not None:
             presence.put_on(keeps_whole=self._noise.on)
-
-    def _sink(self, micro_batch: MicroBatch) -> Sink:
-        # What is left in `.grad`, by an earlier backward of this micro-batch too, `accumulate` adds after this one.
-        sends = micro_batch.last and self.captures.buckets.listens and not self.has_gradients
-        return self._sender.sink(self._sums, self.captures, sends)
 
     @property
     def has_gradients(self) -> bool:
@@ -220,7 +212,7 @@ class MicroBatchRunner:
             self.prepare_window()
         if not self._store.buffers:
             raise RuntimeError("accumulate(): no parameter requires a gradient")
-        self._scaler.check_not_unscaled(self._owns_some)
+        self._scaler.check_not_unscaled(lambda o: any(self._store.place(p) is not None for p in owned((o,))))
         if self._shared_loss.found:
             self._shared_loss.check()
 
@@ -244,7 +236,6 @@ class MicroBatchRunner:
             captures.discard()
             self.serial = micro_batch.tag
             window.drop_unsynced()  # their gradients came with these
-            window.loss.drop_unsynced()
             raise self._sums.overflow_error(micro_batch, window.micro_batches)
 
         # Add. The op that adds the last bucket counts the micro-batch too, and unsynced ones, whose gradients came now.
@@ -287,6 +278,3 @@ class MicroBatchRunner:
         if micro_batch.last:
             self._sender.end_last()
         return True
-
-    def _owns_some(self, optimizer: Optimizer) -> bool:
-        return any(self._store.place(p) is not None for p in owned((optimizer,)))

@@ -265,6 +265,7 @@ class Window:
     def drop_unsynced(self) -> None:
         """The gradients that were kept came, or will not be used."""
         self.unsynced, self.unsynced_sum = 0, None
+        self.loss.drop_unsynced()
 
     # ---- checkpoints
 

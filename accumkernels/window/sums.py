@@ -36,14 +36,7 @@ class Sums:
 
     awaited: Set[Place] | None = frozenset()
 
-    def __init__(
-        self,
-        store: Store,
-        ranks: Ranks,
-        scaler: LossScaler,
-        overflow: str | None,
-        noise: NoiseMeter,
-    ) -> None:
+    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
