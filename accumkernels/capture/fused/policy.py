@@ -33,12 +33,7 @@ class FusionPolicy:
     """
 
     def __init__(
-        self,
-        scaled: bool,
-        wanted: str | bool,
-        overflow: str | None,
-        adds_in_backward: bool,
-        sums_fit_in_cache: bool,
+        self, scaled: bool, wanted: str | bool, overflow: str | None, adds_in_backward: bool, sums_fit_in_cache: bool
     ) -> None:
         on_demand = wanted is True
         self.fuses = wanted is not False and overflow in (None, "window") and (on_demand or adds_in_backward)

@@ -100,12 +100,7 @@ class FusedWeights(Capture):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        store: Store,
-        buckets: DuringBackward,
-        policy: FusionPolicy,
-        reports_leaves: bool,
+        self, module: nn.Module, store: Store, buckets: DuringBackward, policy: FusionPolicy, reports_leaves: bool
     ) -> None:
         self.multiplier: float | Tensor | None = None
         self.added = False
@@ -177,16 +172,12 @@ class FusedWeights(Capture):
 
     def is_ready(self) -> bool:
         """See `Capture`: forward hooks do not run after a Ctrl-C."""
-        if self._in_slots:
-            self._restore_slots()
-        return True
-
-    def _restore_slots(self) -> None:
         for owner, _, _ in list(self._in_slots.values()):
             module = owner()
             if module is not None:
                 self._leave(module)
         self._in_slots.clear()
+        return True
 
     # ---- a backward
 
@@ -238,7 +229,7 @@ class FusedWeights(Capture):
         self._listening = listening
 
     def drain(self) -> list[Bucket]:
-        """See `Capture`: nothing waits, the ops have added it."""
+        """See `Capture`: nothing waits, the ops have added it. Here, so that a micro-batch goes through fewer files."""
         return []
 
     def forget(self) -> None:
