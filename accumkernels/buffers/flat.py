@@ -47,20 +47,9 @@ class FlatBuffer:
             p = local(entry.param)
             stride = torch.empty_like(p, device="meta").stride()  # dense, even if p itself is not
             contiguous = torch.empty(p.shape, device="meta").stride() == stride
+            of_param = p.shape, stride, p.dtype, p.device
             self.segments.append(
-                Segment(
-                    index,
-                    entry.name,
-                    entry.param,
-                    p.shape,
-                    stride,
-                    p.dtype,
-                    p.device,
-                    end,
-                    p.numel(),
-                    contiguous,
-                    p.stride(),
-                )
+                Segment(index, entry.name, entry.param, *of_param, end, p.numel(), contiguous, p.stride())
             )
             end += aligned(p.numel(), dtype)
         self.numel = end

@@ -54,10 +54,7 @@ class _AsBuilt:
         # Not of subclasses, which need not have an address.
         plain = all(type(p) in (Tensor, Parameter) for p in self._params)
         self._addresses = list(map(Tensor.data_ptr, self._params)) if plain else None
-        self._dtypes = [s.dtype for s in segments]
-        self._devices = [s.device for s in segments]
-        self._shapes = [s.shape for s in segments]
-        self._strides = [s.param_stride for s in segments]
+        self._kinds = [(s.dtype, s.device, s.shape, s.param_stride) for s in segments]
 
     def holds(self) -> bool:
         """Whether nothing changed."""
@@ -66,13 +63,8 @@ class _AsBuilt:
             return False
         addresses = None if self._addresses is None else list(map(Tensor.data_ptr, params))
         if addresses is not None and addresses == self._addresses:
-            return True  # what changes a parameter gives it other memory: one pass instead of four
-        same = (
-            [p.dtype for p in params] == self._dtypes
-            and [p.device for p in params] == self._devices
-            and [p.shape for p in params] == self._shapes
-            and list(map(Tensor.stride, params)) == self._strides
-        )
+            return True  # what changes a parameter gives it other memory: one pass instead of one over four facts
+        same = [(p.dtype, p.device, p.shape, p.stride()) for p in params] == self._kinds
         if same:
             self._addresses = addresses
         return same
