@@ -36,29 +36,24 @@ class Packer:
 
     def add(self, **fields: _Value) -> None:
         """Fields that are summed over ranks."""
-        for name, value in fields.items():
-            start = len(self._numbers)
-            self._append(value)
-            self._fields[name] = start, len(self._numbers), False
+        self._add(fields, False)
 
     def add_by_rank(self, **fields: _Value) -> None:
         """Fields of which each rank fills in its own row."""
+        self._add(fields, True)
+
+    def _add(self, fields: dict[str, _Value], by_rank: bool) -> None:
+        row, rows = (self._rank, self._size) if by_rank else (0, 1)
         for name, value in fields.items():
             start = len(self._numbers)
-            width = value.numel() if isinstance(value, Tensor) else 1
-            self._numbers += [0.0] * (width * self._rank)
-            self._append(value)
-            self._numbers += [0.0] * (width * (self._size - self._rank - 1))
-            self._fields[name] = start, len(self._numbers), True
-
-    def _append(self, value: _Value) -> None:
-        if isinstance(value, Tensor):
-            self._tensors.append((len(self._numbers), value.reshape(-1)))
-            self._numbers += [0.0] * value.numel()
-        elif isinstance(value, Sequence):
-            self._numbers += value
-        else:
-            self._numbers.append(0.0 if value is None else float(value))
+            if isinstance(value, Tensor):
+                numbers = [0.0] * value.numel()
+                self._tensors.append((start + row * len(numbers), value.reshape(-1)))
+            else:
+                numbers = list(value) if isinstance(value, Sequence) else [0.0 if value is None else float(value)]
+            nothing = [0.0] * len(numbers)
+            self._numbers += nothing * row + numbers + nothing * (rows - row - 1)
+            self._fields[name] = start, len(self._numbers), by_rank
 
     def reduce(self, sum_: Callable[[Tensor], object]) -> Packed:
         """Sum the vector, in place, with what is given; collective."""
