@@ -19,6 +19,7 @@ from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
 from .fsdp2 import mesh_of
 from .group import Group
 from .pipeline import Pipeline, group_of_stages, is_group_of, stages_of
+from .weight_unit import backward_may_cross_ranks
 
 
 @dataclass(frozen=True)
@@ -61,39 +62,33 @@ class Choice:
             ValueError, RuntimeError: ranks differ, nothing says how ranks are combined, or an argument does not go
                 with how parameters are sharded.
         """
-        stages = stages_of(named)
-        if not stages:
-            return self._replicas(named, comm_dtype, autocast_route, noise_scale, **options)
         given = self.process_group if self.group is None else self.group
-        group = group_of_stages(stages, options["release"], autocast_route, given)
-        if given and is_group_of(group, given):  # no replicas, but what the parameters themselves say
-            replicas: Ranks = mesh_of(self.params, named, None, autocast_route, noise_scale) or SingleProcess()
+        stages, no_replicas = stages_of(named), False
+        if stages:
+            group = group_of_stages(stages, options["release"], autocast_route, given)
+            no_replicas = bool(given) and is_group_of(group, given)  # but what the parameters themselves say
+            options["release"] = "microbatch"  # a schedule's backwards are over before anything could be sent
+        replicas: Ranks | None = mesh_of(
+            self.params, named, None if no_replicas else given, autocast_route, noise_scale
+        )
+        if replicas is not None:
             replicas.check_trainable(named)
+        elif self.group is not None and not no_replicas:
+            replicas = self._data_parallel(named, comm_dtype, **options)
         else:
-            # A schedule's backwards are over before anything could be sent.
-            options["release"] = "microbatch"
-            replicas = self._replicas(named, comm_dtype, autocast_route, noise_scale, **options)
+            if not no_replicas:
+                _check_said(self.process_group)
+            replicas = SingleProcess()
+        if not stages:
+            return replicas
         joined = Pipeline(replicas, group)
         joined.check_alike(overflow=options["overflow"], scaler=scaled, noise_scale=noise_scale, ranks=replicas.size)
         return joined
 
-    def _replicas(
-        self,
-        named: Sequence[NamedParameter],
-        comm_dtype: torch.dtype | str,
-        autocast_route: Any,
-        noise_scale: Any,
-        **options: Any,
-    ) -> Ranks:
+    def _data_parallel(
+        self, named: Sequence[NamedParameter], comm_dtype: torch.dtype | str, **options: Any
+    ) -> DataParallel:
         """Meet the ranks that have the same parameters."""
-        given = self.process_group if self.group is None else self.group
-        mesh = mesh_of(self.params, named, given, autocast_route, noise_scale)
-        if mesh is not None:
-            mesh.check_trainable(named)
-            return mesh
-        if self.group is None:
-            _check_said(self.process_group)
-            return SingleProcess()
         if self.ddp is None:
             refuse_wrapped([(entry.name, entry.param) for entry in named])
         group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
@@ -147,18 +142,14 @@ def _check_said(process_group: Any) -> None:
     Raises:
         RuntimeError: several ranks, and nothing says what to do about them.
     """
-    if process_group is None and _world_size() > 1:
+    if process_group is None and backward_may_cross_ranks():
+        ranks = torch.distributed.get_world_size()
         raise RuntimeError(
-            f"torch.distributed runs {_world_size()} ranks, and nothing says how their gradients are combined: "
+            f"torch.distributed runs {ranks} ranks, and nothing says how their gradients are combined: "
             "pass the DistributedDataParallel module as params, or process_group=torch.distributed.group.WORLD for a "
             "module or parameters that nothing wraps, or shard it with fully_shard (FSDP2); for the stages of a "
             "pipeline, the group that they were built with; process_group=False if this rank is alone on purpose"
         )
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def check_kind(process_group: Any) -> None:
