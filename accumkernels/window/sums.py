@@ -95,40 +95,21 @@ class Sums:
             counts = count and plain and buffer is first
             count = count and not counts
             device = buffer.device
+            flags, drop = buffer.flags if self._checks else None, None if drops is None else drops[device]
+            weights = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
             scale = loss_scale if loss_scale is None or loss_scale.device == device else move(loss_scale, device)
-            buffer.accumulate(
-                self._store.states[device],
-                segments,
-                grads,
-                buffer.flags if self._checks else None,
-                micro_batch.tag,
-                *((weight, None) if isinstance(weight, float) else (1.0, move(weight, device))),
-                scale,
-                None if drops is None else drops[device],
-                weighted,
-                counts,
-            )
+            options = flags, micro_batch.tag, *weights, scale, drop, weighted, counts
+            buffer.accumulate(self._store.states[device], segments, grads, *options)
             self.partial = True
             if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, micro_batch)
         if count:  # nothing for the first buffer, or the gradients hold a part of the weight already
-            self._count(micro_batch, drops)
+            weight, device = micro_batch.weight, first.device
+            flags, drop = first.flags if self._checks else None, None if drops is None else drops[device]
+            weights = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
+            options = flags, micro_batch.tag, *weights, None, drop, None, True
+            first.accumulate(self._store.states[device], [], [], *options)
         self.partial = False
-
-    def _count(self, micro_batch: MicroBatch, drops: dict[torch.device, Tensor] | None) -> None:
-        first, weight = self._store.buffers[0], micro_batch.weight
-        first.accumulate(
-            self._store.states[first.device],
-            [],
-            [],
-            first.flags if self._checks else None,
-            micro_batch.tag,
-            *((weight, None) if isinstance(weight, float) else (1.0, move(weight, first.device))),
-            None,
-            None if drops is None else drops[first.device],
-            None,
-            True,
-        )
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, micro_batch: MicroBatch) -> None:
         """Add `sum w_i |g_i|^2` where the gradients of a loss times `loss_weight` have that squared."""
