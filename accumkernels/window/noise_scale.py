@@ -154,8 +154,9 @@ class NoiseMeter:
 
     def sums(self, device: torch.device) -> Tensor | None:
         """fp64 `[2]`: `sum w_i |g_i|^2` of the window and the squared norm of its sum; None where nothing measures."""
-        if not self.measuring:
-            return None
+        return self._total(device) if self.measuring else None
+
+    def _total(self, device: torch.device) -> Tensor:
         parts = [move(squares, device) for squares in self._squares.values()]
         return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 
@@ -190,8 +191,7 @@ class NoiseMeter:
         """
         squares = None
         if self._squares or (joined is not None and self.on):
-            parts = [move(squares, device) for squares in self._squares.values()]
-            total = torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
+            total = self._total(device)
             if joined is not None:
                 total = self._ranks.joined(total)
                 total[1] = sum(move(sum_.double().square().sum(), device) for sum_ in joined)
