@@ -759,11 +759,7 @@ class FusedAccumulator:
         self._store.check_sums(self.micro_batches, self._overflow is not None)
         saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
-        return {
-            **saved,
-            **self._end.state_dict(),
-            "noise_scale": self._noise.state_dict(self._store.device, joined),
-        }
+        return {**saved, **self._end.state_dict(), "noise_scale": self._noise.state_dict(self._store.device, joined)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..boundary import with_graph
-from ..buffers.parameters import NamedParameter
 from ..buffers.store import Store, has_accumulator
 from ..hooks import has_global_step_pre_hooks
 from ..ops.schema import Judged
@@ -145,7 +144,14 @@ class OptimizerSteps:
             self._scaler.check_not_stepped(optimizers)
         for entry in self._store.named:
             if entry.param.grad is not None:
-                self._refuse_uncounted(caller, entry)
+                raise RuntimeError(
+                    f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
+                    + (
+                        "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
+                        if self._store.place(entry.param) is not None
+                        else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
+                    )
+                )
         self._ignored = ignored
         self.refresh(optimizers)
         for p in self.plan.foreign_params:
@@ -165,16 +171,6 @@ class OptimizerSteps:
             if caller == "step()":
                 check_no_closure(optimizer)
         self._checked = (caller, *optimizers)
-
-    def _refuse_uncounted(self, caller: str, entry: NamedParameter) -> None:
-        raise RuntimeError(
-            f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
-            + (
-                "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
-                if self._store.place(entry.param) is not None
-                else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
-            )
-        )
 
     def refresh(self, optimizers: Sequence[Optimizer]) -> None:
         """Plan anew where the plan does not fit."""
