@@ -28,13 +28,6 @@ from .triton_table import BLOCK, NUM_WARPS, Kind, LaunchGroup, Plan
 
 TOTAL_BLOCK = 1024  # partial results that the last launch sums at a time
 
-_DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
-
 
 @functools.cache
 def _kernels() -> ModuleType:
@@ -275,4 +268,5 @@ def _launch(kernel: Any, group: LaunchGroup, *args: object, **constants: object)
 
 def _dtypes(group: LaunchGroup, *names: str) -> dict[str, object]:
     language = _kernels().tl
-    return {name: getattr(language, _DTYPES[dtype]) for name, dtype in zip(names, group.dtypes, strict=True)}
+    dtypes = (getattr(language, str(dtype).removeprefix("torch.")) for dtype in group.dtypes)
+    return dict(zip(names, dtypes, strict=True))
