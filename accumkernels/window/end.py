@@ -165,8 +165,8 @@ class End:
             raise
         if self._scaler.scaler is not None:
             self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
-        exact = self._store.result_dtype == torch.float64
-        return norms if parts else [verdict.norm if exact else verdict.single[Judged.NORM]]
+        found = verdict.exact if self._store.result_dtype == torch.float64 else verdict.single
+        return norms if parts else [found[Judged.NORM]]
 
     def _measure(self, parts: Sequence[Part], verdict: Verdict, ended: Ended) -> tuple[list[Tensor], list[Tensor]]:
         """The norm of each part's average, and what clips it."""

@@ -73,11 +73,6 @@ class Verdict:
         """fp64; divisor and coefficient in one."""
         return self.exact[Judged.DIVIDE_BY]
 
-    @property
-    def norm(self) -> Tensor:
-        """fp64; of the average, before clipping."""
-        return self.exact[Judged.NORM]
-
 
 def _two_empty(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """fp64 and fp32 tensors that may be changed outside inference mode too."""
