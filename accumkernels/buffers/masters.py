@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..hooks import Follower, follow, unfollow
 from .dtensors import local, shaped_like
 from .flat import FlatBuffer
-from .layout import Segment, aligned
+from .layout import aligned
 from .pages import zeros
 from .parameters import NamedParameter
 
@@ -52,16 +52,13 @@ class Masters(Follower):
             self.flat.append(flat)
             offset = 0
             for segment, size in zip(segments, sizes, strict=True):
-                self._place(segment, flat, offset, buffer.ops)
+                master = self._masters[id(segment.param)]
+                local(master).data = flat.as_strided(segment.shape, segment.stride, offset)
+                master.requires_grad_(True)
+                self._pairs[id(master)] = (master, segment.param, buffer.ops)
+                with torch.no_grad():
+                    local(master).copy_(local(segment.param))
                 offset += size
-
-    def _place(self, segment: Segment, flat: Tensor, offset: int, ops: ModuleType) -> None:
-        master = self._masters[id(segment.param)]
-        local(master).data = flat.as_strided(segment.shape, segment.stride, offset)
-        master.requires_grad_(True)
-        self._pairs[id(master)] = (master, segment.param, ops)
-        with torch.no_grad():
-            local(master).copy_(local(segment.param))
 
     def refresh(self) -> None:
         """Copy the model's values into the masters."""
@@ -103,11 +100,9 @@ class Masters(Follower):
         for group in groups:
             params = group["params"]
             params = [params] if isinstance(params, Tensor) else list(params)
-            translated.append({**group, "params": [self._translate(item) for item in params]})
+            targets = [(p[0], self.target(p[1])) if isinstance(p, tuple) else self.target(p) for p in params]
+            translated.append({**group, "params": targets})
         return translated
-
-    def _translate(self, item: Any) -> Any:
-        return (item[0], self.target(item[1])) if isinstance(item, tuple) else self.target(item)
 
     def remove(self) -> None:
         """Stop following optimizers."""
