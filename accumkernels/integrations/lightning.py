@@ -280,7 +280,7 @@ class FusedAccumulation(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The accumulators' states: masters and an open window; empty with FSDP2, between windows."""
-        if not self._windows or any(window.sharded for window in self._windows):
+        if not self._windows or any(window.parts.ranks.sharded for window in self._windows):
             return {}
         states = [window.state_dict() for window in self._windows]
         return states[0] if len(states) == 1 else {"windows": states}

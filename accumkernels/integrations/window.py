@@ -97,11 +97,6 @@ class TrainerWindow:
             self.close()
 
     @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 averages gradients over ranks inside backward."""
-        return self.parts.ranks.sharded
-
-    @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `no_sync` of a DistributedDataParallel module."""
         return self._current.inside_no_sync
@@ -235,7 +230,7 @@ class TrainerWindow:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by it."""
         if not self.sums:
             return None
-        return 1.0 if self.sharded else float(self.parts.ranks.size)
+        return 1.0 if self.parts.ranks.sharded else float(self.parts.ranks.size)
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; returns its norm before clipping."""
@@ -289,7 +284,8 @@ class TrainerWindow:
                     self._idle = not ran and not self.parts.end.reached
                     return norm
                 self.finalize()
-            self._idle = self._empty
+            no_rank_ran = next(iter(self.parts.store.touched()), None) is None  # `finalize` has asked the others
+            self._idle = self.accumulator.micro_batches == 0 and no_rank_ran
             if self._idle:  # as in stock torch: nothing moves, and schedulers go on
                 self.stepped = self.finalized
                 if self._scaler is None and not closure_needed:
@@ -298,25 +294,16 @@ class TrainerWindow:
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
             args = (once(self.optimizer, result),) if closure_needed else ()
             if self._scaler is not None:
-                self._rerecord()
+                verdict = self.parts.window().verdict
+                assert verdict is not None
+                # Another optimizer's update has forgotten that its gradients are unscaled.
+                self.parts.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
                 self._scaler.step(self.optimizer, *args, **kwargs)
                 self._scaler.update()
             elif not self.accumulator.step_was_skipped:
                 self.optimizer.step(*args, **kwargs)
         self.stepped = True
         return norm
-
-    @property
-    def _empty(self) -> bool:
-        """Whether no rank had a micro-batch; with several ranks, this finalizes the window."""
-        store = self.parts.store
-        return self.accumulator.micro_batches == 0 and next(iter(store.touched()), None) is None
-
-    def _rerecord(self) -> None:
-        """Mark gradients as unscaled in the scaler again, since another optimizer's update has reset it."""
-        verdict = self.parts.window().verdict
-        assert verdict is not None
-        self.parts.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
 
     @property
     def step_was_skipped(self) -> bool:
