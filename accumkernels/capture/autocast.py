@@ -97,11 +97,6 @@ def _own(module: nn.Module) -> set[int]:
     return {id(plain_of(p)) for p in module._parameters.values() if p is not None and p.requires_grad}
 
 
-def _compiles(module: nn.Module) -> bool:
-    """Whether it or a part of it runs compiled: Dynamo does not compile while a dispatch mode is active."""
-    return any(is_compiled(m) for m in module.modules())
-
-
 class AutocastRoute(Capture):
     """Hooks on a model's modules that put 16-bit shadows in the slots of parameters which autocast casts.
 
@@ -222,7 +217,8 @@ class AutocastRoute(Capture):
         self.used = True
         dtype = torch.get_autocast_dtype(device_type)
         if learning:
-            if dtype in _HALF and not _compiles(module):
+            # Dynamo does not compile a part of it while a dispatch mode is active.
+            if dtype in _HALF and not any(map(is_compiled, module.modules())):
                 self._watch(slots, module, dtype)
             return
         self._fill(slots, module, dtype, self._fused)

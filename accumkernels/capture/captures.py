@@ -50,11 +50,13 @@ Place = tuple[FlatBuffer, int]  # a segment
 
 
 class Sink(Protocol):
-    """Where gradients go while a backward runs."""
+    """Where gradients go while a backward runs.
 
-    @property
-    def awaited(self) -> Set[Place] | None:
-        """Segments whose gradients are to be handed over at once, with all that is pending; None: every one."""
+    Attributes:
+        awaited: Segments whose gradients are to be handed over at once, with all that is pending; None: every one.
+    """
+
+    awaited: Set[Place] | None
 
     def add(self, bucket: Bucket, micro_batch: MicroBatch) -> None:
         """Add gradients to the flat buffers."""

@@ -42,6 +42,7 @@ class Captures(list[Capture]):
         gradients: Takes what is left in `.grad`.
         presence: Decides whether the autocast route is among them; None where it never is.
         add_early: Whether gradients may be added while backward runs.
+        release_early: Whether they ever may, and sums may be sent.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Captures(list[Capture]):
         super().__init__()
         self._store = store
         self._release = release
+        self.release_early = release != "microbatch"
         self.gradients = Gradients(store)
         self.add_early = False
         if bucket_bytes is None:
@@ -84,11 +86,6 @@ class Captures(list[Capture]):
             always = autocast_route is True
             make = functools.partial(AutocastRoute, store, self.buckets, self.gradients, self._fused, always)
             self.presence = AutocastPresence(module, store, self, always, make)
-
-    @property
-    def release_early(self) -> bool:
-        """Whether gradients may ever be added, and sums sent, while backward runs."""
-        return self._release != "microbatch"
 
     def listen_to(self, grown: Sequence[FlatBuffer]) -> None:
         """Release the gradients of new buffers in backward, if that is worth it: small models go without hooks."""
