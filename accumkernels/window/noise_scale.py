@@ -21,6 +21,7 @@ of two noisy numbers is biased, therefore each is averaged over windows before t
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -52,16 +53,14 @@ class NoiseScale:
 
     def __init__(self, averages: Tensor) -> None:
         self._averages = averages
-        self._read: list[float] | None = None
 
+    @functools.cached_property
     def _values(self) -> list[float]:
-        if self._read is None:
-            self._read = self._averages.tolist()
-        return self._read
+        return self._averages.tolist()
 
     def _mean(self, index: int) -> float:
-        total = self._values()[_Sums.WEIGHT]
-        return self._values()[index] / total if total else math.nan
+        total = self._values[_Sums.WEIGHT]
+        return self._values[index] / total if total else math.nan
 
     @property
     def grad_squared_norm(self) -> float:
@@ -76,7 +75,7 @@ class NoiseScale:
     @property
     def windows(self) -> int:
         """Windows measured: stepped ones with at least two micro-batches of positive weight."""
-        return int(self._values()[_Sums.WINDOWS])
+        return int(self._values[_Sums.WINDOWS])
 
     def tensor(self) -> Tensor:
         """`float()` of it as a 0-d fp64 tensor, without reading it."""
