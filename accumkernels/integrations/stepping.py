@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,13 +24,6 @@ def check_optimizer_once(optimizer: Optimizer) -> None:
             "LBFGS evaluates the loss of a window several times in one step, which trainers with micro-batches cannot; "
             "use it with accumkernels.FusedAccumulator itself, which FusedAccumulator.step(lbfgs) shows"
         )
-
-
-@functools.cache
-def needs_closure(optimizer_class: type[Optimizer]) -> bool:
-    """Whether `step` cannot be called without a closure."""
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from ..accumulator import FusedAccumulator, Parts
 from ..arguments import as_scalar
 from ..capture.captures import MicroBatch
+from ..window.optimizers import needs_closure
 from .optimizer_accumulator import OptimizerAccumulator
-from .stepping import apart, check_optimizer_once, needs_closure, once
+from .stepping import apart, check_optimizer_once, once
 from .visible_grads import VisibleGrads
 
 
@@ -273,7 +274,7 @@ class TrainerWindow:
         if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
-        closure_needed = needs_closure(type(self.optimizer))  # type: ignore[arg-type]
+        closure_needed = needs_closure(self.optimizer)
         with apart(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()

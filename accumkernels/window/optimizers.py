@@ -46,15 +46,19 @@ def check_optimizer(optimizer: object, caller: str) -> None:
     expect(optimizer, Optimizer, f"{caller}: optimizer", "a torch.optim.Optimizer")
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure."""
+    closure = _step_parameters(type(optimizer)).get("closure")  # type: ignore[arg-type]
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def check_no_closure(optimizer: Optimizer) -> None:
     """Refuse optimizers whose `step` must evaluate the loss itself.
 
     Raises:
         TypeError: shows the long form.
     """
-    closure = _step_parameters(type(optimizer)).get("closure")  # type: ignore[arg-type]
-    required = closure is not None and closure.default is inspect.Parameter.empty
-    if required or isinstance(optimizer, torch.optim.LBFGS):
+    if needs_closure(optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             f"step() cannot drive {type(optimizer).__name__}, whose step takes a closure. Inside it, the long form:\n"
             "    def closure():\n"
