@@ -153,13 +153,9 @@ class FlatBuffer:
         """Set, for every segment, whether it holds a sum."""
         self.touched = bytearray(touched)
 
-    def touch(self, index: int) -> None:
-        """Note that a segment holds a sum."""
-        self.touched[index] = True
-
-    def untouch(self, index: int) -> None:
-        """Note that a segment's sum was dropped."""
-        self.touched[index] = False
+    def touch(self, index: int, holds: bool = True) -> None:
+        """Note that a segment holds a sum, or that its sum was dropped."""
+        self.touched[index] = holds
 
     def touch_unchecked(self, index: int, tag: int) -> None:
         """Mark that micro-batch `tag` was added to a segment, without a check whether the sum is finite."""

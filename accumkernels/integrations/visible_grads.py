@@ -41,7 +41,7 @@ class VisibleGrads:
             return True
         for buffer, segment, target, grad, version in shown:
             if target.grad is None:
-                buffer.untouch(segment.index)
+                buffer.touch(segment.index, False)
                 continue
             found, view = local(target.grad), buffer.views[segment.index]
             replaced = found is not grad and found is not view
