@@ -14,14 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..ranks.ddp import Silence
 
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, if it has one."""
-    while "_orig_mod" in module._modules:
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
-    return module
-
-
 _silences: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
 _no_syncs: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
 

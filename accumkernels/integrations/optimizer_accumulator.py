@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator, Parts, parts_of
 from ..buffers.parameters import NamedParameter
-from ..ranks.ddp import module_buffers
+from ..ranks.ddp import module_buffers, unwrapped
 from ..window.optimizers import owned
-from .ddp import counting, silent, unwrapped
+from .ddp import counting, silent
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ..buffers.parameters import NamedParameter
 from ..errors import wrong_type
 from .base import Ranks, SingleProcess
 from .data_parallel import DataParallel
-from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped
+from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped, unwrapped
 from .fsdp2 import mesh_of
 from .group import Group
 from .pipeline import Pipeline, group_of_stages, is_group_of, stages_of
@@ -168,11 +168,10 @@ def check_kind(process_group: Any) -> None:
 
 def _unwrapped(params: Any) -> DistributedDataParallel | None:
     """The DistributedDataParallel module that `params` is, compiled or not."""
-    while isinstance(params, nn.Module) and "_orig_mod" in params._modules:
-        params = params._modules["_orig_mod"]
-    if isinstance(params, DistributedDataParallel):
-        return params
     if isinstance(params, nn.Module):
+        params = unwrapped(params)
+        if isinstance(params, DistributedDataParallel):
+            return params
         for name, module in params.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise ValueError(

@@ -137,6 +137,13 @@ class Silence:
         self._before = {}
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile's wrapper, if it has one."""
+    while "_orig_mod" in module._modules:
+        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return module
+
+
 def is_silent(ddp: DistributedDataParallel) -> bool:
     """Whether an accumulator keeps the module from communicating."""
     hooks = ddp._forward_pre_hooks.values()
