@@ -46,8 +46,9 @@ class Sharded(Ranks):
         self.size, self.rank = len(everyone), everyone.index(dist.get_rank())
         self._group = _group_of(everyone, [entry.param for entry in named])
         for entry in named:
-            if is_dtensor(entry.param):
-                self._cuts[id(entry.param)] = _cut(entry.param)
+            param: Any = entry.param
+            if is_dtensor(param):
+                self._cuts[id(param)] = tuple(map(param.device_mesh.get_group, _cut_dims(param)))
         self._rows = next(iter(self._cuts.values()))  # the groups that the noise scale's squares are sharded over
         self.shards = math.prod(group.size() for group in self._rows)
         for group in self._rows:
@@ -243,7 +244,7 @@ def _mesh(entry: NamedParameter) -> tuple[int, ...]:
 def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
     """The ranks that share this one's place along some dimensions of a DTensor's mesh, along which it is cut."""
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
-    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    cut = _cut_dims(param)
     for count in range(1, mesh.ndim + 1):
         for fixed in itertools.combinations(range(mesh.ndim), count):
             if any(dim in cut for dim in fixed):
@@ -251,11 +252,10 @@ def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
                 yield tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
-def _cut(param: Any) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of the mesh dimensions that a DTensor is cut along, so that each rank holds another part."""
-    mesh = param.device_mesh
-    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
-    return tuple(mesh.get_group(dim) for dim in cut)
+def _cut_dims(param: Any) -> list[int]:
+    """The mesh dimensions that a DTensor is cut along, so that each rank holds another part."""
+    size = param.device_mesh.size
+    return [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and size(dim) > 1]
 
 
 def _group_of(ranks: list[int], params: Sequence[Any]) -> Any:
