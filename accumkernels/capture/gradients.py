@@ -79,16 +79,8 @@ class Gradients(Capture):
         return False
 
 
-def _take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None = None) -> Captured:
-    """Collect the `.grad`s of a buffer's parameters.
-
-    Args:
-        buffer: Whose parameters.
-        stashed: By segment, gradients that never were in `.grad`.
-
-    Raises:
-        RuntimeError: a stashed gradient is sparse.
-    """
+def _take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None) -> Captured:
+    """Collect the `.grad`s of a buffer's parameters, and what was stashed for its segments."""
     params = buffer.params
     if not stashed and not buffer.sharded:  # nearly always all are there, and one pass is enough
         grads = [grad for param in params if (grad := param.grad) is not None]
