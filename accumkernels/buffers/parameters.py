@@ -86,11 +86,7 @@ def _from_items(items: Iterable[Any], prefix: str = "") -> list[NamedParameter]:
 
 
 def _refuse_sharded(name: str, param: Tensor) -> None:
-    """Refuse a parameter that FSDP1 or DeepSpeed ZeRO-3 has sharded.
-
-    Raises:
-        ValueError: Names the parameter.
-    """
+    """Refuse a parameter that FSDP1 or DeepSpeed ZeRO-3 has sharded."""
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         raise ValueError(f"params: {name!r} is sharded by FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2)")
     if hasattr(param, "ds_id"):

@@ -39,10 +39,6 @@ class _AsBuilt:
 
     A look at all of them takes a few passes, a tenth of the time of one after another.
     It only says whether anything changed: `NamedParameter.check_identity` and `Segment.drift` say what.
-
-    Args:
-        named: All parameters.
-        segments: Of those that have a place.
     """
 
     def __init__(self, named: Sequence[NamedParameter], segments: Sequence[Segment]) -> None:

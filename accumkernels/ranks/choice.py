@@ -137,11 +137,7 @@ def choose_ranks(params: Any, process_group: Any) -> Choice:
 
 
 def _check_said(process_group: Any) -> None:
-    """Check that it is said what to do about several ranks.
-
-    Raises:
-        RuntimeError: several ranks, and nothing says what to do about them.
-    """
+    """Refuse several ranks where nothing says what to do about them."""
     if process_group is None and backward_may_cross_ranks():
         ranks = torch.distributed.get_world_size()
         raise RuntimeError(
@@ -181,11 +177,7 @@ def _unwrapped(params: Any) -> DistributedDataParallel | None:
 
 
 def _refuse_engines(params: Any) -> None:
-    """Refuse modules that shard or reduce gradients on terms of their own.
-
-    Raises:
-        ValueError: says which, and what to use.
-    """
+    """Refuse modules that shard or reduce gradients on terms of their own."""
     if not isinstance(params, nn.Module):
         return
     for name, module in params.named_modules():

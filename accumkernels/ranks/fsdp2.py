@@ -8,6 +8,7 @@ mesh dimensions over which a parameter is replicated (HSDP), and where a smaller
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
@@ -123,7 +124,7 @@ class Sharded(Ranks):
             norms=report.norms,
             limit=report.limit,
         )
-        packed = packer.reduce(self._sum)
+        packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
 
         # What the device alone can conclude.
         wrong = packed.differ("divisor") | ((packed["after"][0] > 0) & packed.differ("weight"))
@@ -150,9 +151,6 @@ class Sharded(Ranks):
         if error is None and not dropped and not found["state"][State.POISONED]:
             error = _disagreement(found["weight"], found["divisor"], after > 0)
         return agreement._replace(dropped=dropped > 0, weight=sum(found["weight"]) / self.size, error=error)
-
-    def _sum(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._group)
 
     # ---- sums over shards
 

@@ -8,6 +8,7 @@ themselves first, as they would without a pipeline, and then each of them with t
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import sys
@@ -112,7 +113,7 @@ class Pipeline(Ranks):
             dropped=report.dropped or bool(agreement.dropped),
             error=agreement.error is not None,
         )
-        packed = packer.reduce(self._sum)
+        packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
 
         # What the device alone can conclude: stages that differ overflow, and a window that is empty for one is empty.
         states = packed["state"]
@@ -140,9 +141,6 @@ class Pipeline(Ranks):
             weight=0.0 if 0 in weight_by_stage else weight_by_stage[self.stage],
             error=agreement.error or _disagreement(found),
         )
-
-    def _sum(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._group)
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """See `Ranks`; collective."""
