@@ -25,10 +25,10 @@ from .ranks.weight_unit import backward_may_cross_ranks
 from .window.checkpoint import check, load, save, share
 from .window.coupled import FirstPass, RandomState, call_with
 from .window.end import End
+from .window.grad_scaler import LossScaler
 from .window.micro_batch import MicroBatchRunner
 from .window.misuse import MisuseDetector
 from .window.noise_scale import NoiseMeter, NoiseScale
-from .window.scaling import LossScaler
 from .window.selection import read_parts, select
 from .window.state import Phase, Window, WindowLoss
 

@@ -161,7 +161,7 @@ WRITTEN = [  # module, what is added to it, whose attribute is assigned
     ("window/end.py", "def f(window):\n    window.phase = None", "phase", "window/state.py"),
     ("window/misuse.py", "def f(it):\n    it._window.found_nothing += 1", "found_nothing", "window/state.py"),
     ("window/loss.py", "def f(end):\n    end.store.device = None", "device", "buffers/flat.py"),
-    ("window/handout.py", "def f(buffer):\n    buffer.touched[0] = 1", "touched", "buffers/flat.py"),
+    ("window/grads.py", "def f(buffer):\n    buffer.touched[0] = 1", "touched", "buffers/flat.py"),
     ("ranks/group.py", "def f(store):\n    del store.masters", "masters", "buffers/store.py"),
     ("accumulator.py", "def f(runner):\n    runner.serial, _ = 0, 1", "serial", "window/micro_batch.py"),
     ("integrations/ddp.py", "def f(window):\n    window.parts.end.reached = True", "reached", "window/end.py"),
@@ -183,7 +183,7 @@ def test_assignments_that_may_be_are_no_fault(plant):
         "ctx.rows = 1",
     ]
     copy = plant("window/end.py", "def f(p, optimizer, module, ctx):\n    " + "\n    ".join(lines))
-    plant("window/handout.py", "class Planted:\n    def f(self, other):\n        self.planted = other.planted = 1")
+    plant("window/grads.py", "class Planted:\n    def f(self, other):\n        self.planted = other.planted = 1")
     plant("integrations/several.py", "def f(window):\n    window.under_way = None")
     assert added(rooms.writes, copy) == []
 

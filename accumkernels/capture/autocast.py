@@ -29,10 +29,10 @@ from ..buffers.layout import Segment, aligned
 from ..buffers.pages import zeros
 from ..buffers.store import Store
 from ..hooks import Handles, Hook
+from .buckets import Buckets
 from .captures import Capture, MicroBatch, Place, Sink
 from .cast_recorder import CastRecorder
 from .compiled import casting_modules, hook_around, is_compiled, split
-from .during_backward import DuringBackward
 from .fused.functions import plain_of
 from .fused.weights import FusedWeights
 from .gradients import Gradients, fills_grad, is_ours_alone
@@ -119,7 +119,7 @@ class AutocastRoute(Capture):
     def __init__(
         self,
         store: Store,
-        buckets: DuringBackward,
+        buckets: Buckets,
         gradients: Gradients,
         fused: FusedWeights | None,
         always: bool,

@@ -13,8 +13,8 @@ from ..buffers.store import Store
 from ..hooks import Handles
 from .autocast import AutocastRoute
 from .autocast_presence import AutocastPresence, may_route
+from .buckets import Buckets, default_bucket_bytes
 from .captures import Bucket, Capture
-from .during_backward import DuringBackward, default_bucket_bytes
 from .fused.gemm import sums_fit_in_cache
 from .fused.policy import FusionPolicy
 from .fused.weights import FusedWeights
@@ -70,7 +70,7 @@ class Captures(list[Capture]):
             segments = (s for buffer in store.buffers for s in buffer.segments)
             largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
             bucket_bytes = default_bucket_bytes(store.device, largest)
-        self.buckets = DuringBackward(bucket_bytes, add, release == "backward", Handles(owner))
+        self.buckets = Buckets(bucket_bytes, add, release == "backward", Handles(owner))
         self.listen_to(store.buffers)
 
         cheap = store.device.type == "cpu" and sums_fit_in_cache(sum(buffer.tensor.nbytes for buffer in store.buffers))

@@ -14,12 +14,12 @@ from ..arguments import as_scalar
 from ..buffers.store import Store
 from ..ops.schema import Judged
 from ..ranks.base import Ended, LocalStats, Ranks
-from .handout import Handout, clip_coefficient
+from .grad_scaler import LossScaler
+from .grads import WindowGrads, clip_coefficient
 from .inspection import Inspection
 from .noise_scale import NoiseMeter
 from .optimizer_steps import OptimizerSteps
 from .optimizers import owned
-from .scaling import LossScaler
 from .selection import Part
 from .state import Phase, Window
 from .verdict import Metrics, Verdict
@@ -101,7 +101,7 @@ class End:
         """Average and hand out."""
         verdict, ended = self._judge(window, optimizers, divisor, divides=True)
         divide_by = None if ended.divided else verdict.divisor
-        self._finish(window, optimizers, verdict, ended, Handout(self._store), divide_by)
+        self._finish(window, optimizers, verdict, ended, WindowGrads(self._store), divide_by)
 
     def skip_empty(self) -> None:
         """End a window without micro-batches, of a process that ends its windows alone."""
@@ -139,21 +139,21 @@ class End:
         averages = not folding and (max_norm is None or self._store.rounds)
         verdict, ended = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm, parts=parts)
         judged = verdict  # of sums as they are, whatever rounding them does
-        handout = Handout(self._store)
+        grads = WindowGrads(self._store)
         norms, coefficients = self._measure(parts, verdict, ended) if parts else ([], [])
 
         if averages:
             divide_by = None if ended.divided else verdict.divisor
-            verdict = self._finish(window, optimizers, verdict, ended, handout, divide_by)
+            verdict = self._finish(window, optimizers, verdict, ended, grads, divide_by)
             if max_norm is not None:
-                handout.multiply(verdict.coefficient)
+                grads.multiply(verdict.coefficient)
         for part, coefficient in zip(parts, coefficients, strict=True):
-            handout.multiply(coefficient, part.ids)
+            grads.multiply(coefficient, part.ids)
         if not averages:
             some = len(folding) < len(optimizers)
             sums = {id(p) for p in owned(folding)} if some else frozenset()
             divide_by = judged.divide_by if some else None
-            verdict = self._finish(window, optimizers, verdict, ended, handout, divide_by, sums)
+            verdict = self._finish(window, optimizers, verdict, ended, grads, divide_by, sums)
 
         asks = self._scaler.scaler is None and len(self.steps.plan.fused) < len(optimizers)
         try:
@@ -161,7 +161,7 @@ class End:
             self.steps.run(optimizers, folding, verdict, may_skip and self.was_skipped())
         except BaseException:
             if folding:  # whoever goes on by hand finds the averaged gradients that finalize() promises
-                handout.divide(judged.divide_by, only={id(p) for p in owned(folding)})
+                grads.divide(judged.divide_by, only={id(p) for p in owned(folding)})
             raise
         if self._scaler.scaler is not None:
             self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
@@ -230,20 +230,20 @@ class End:
         optimizers: Sequence[Optimizer],
         verdict: Verdict,
         ended: Ended,
-        handout: Handout,
+        grads: WindowGrads,
         divisor: Tensor | None,
         sums: Set[int] = frozenset(),
     ) -> Verdict:
         """Divide all but `sums` (ids of tensors) by `divisor`, hand out `.grad`, and tell the scaler the verdict."""
         if divisor is not None:
-            handout.divide(divisor, but=sums)
+            grads.divide(divisor, but=sums)
         if self._store.rounds:
-            overflow = handout.round()
+            overflow = grads.round()
             if self._overflow is not None:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
         self.reached = 1 in self._store.touched_bytes()
-        window.finalize(verdict, handout)
+        window.finalize(verdict, grads)
         self._skipped, self._captured = skip, _captures(skip)
         self.metrics.end_window(window.micro_batches, verdict.exact, window.loss.sums)
         # No `.grad`, so that optimizers leave their state alone, where the host knows that there is no weight, or where

@@ -16,11 +16,11 @@ from ..capture.choice import Captures
 from ..hooks import Hook
 from ..ranks.base import Ranks
 from ..ranks.weight_unit import backward_may_cross_ranks
+from .grad_scaler import LossScaler, scaled_backward
 from .loss_weighting import LossWeighting
 from .misuse import warn_of_nothing
 from .noise_scale import NoiseMeter
 from .optimizers import owned
-from .scaling import LossScaler, scaled_backward
 from .shared_loss import SharedLoss
 from .state import Window
 from .sums import Sums

@@ -16,8 +16,8 @@ from ..buffers.store import Store
 from ..errors import wrong_type
 from ..hooks import Follower, follow
 from ..ranks.base import Ranks
+from .grad_scaler import LossScaler
 from .optimizers import owned
-from .scaling import LossScaler
 from .state import Phase, Window
 
 _log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from ..boundary import with_graph
 from ..buffers.store import Store, has_accumulator
 from ..hooks import has_global_step_pre_hooks
 from ..ops.schema import Judged
+from .grad_scaler import LossScaler
 from .optimizers import (
     check_no_closure,
     check_optimizer,
@@ -23,7 +24,6 @@ from .optimizers import (
     owned,
     steps_scaled_gradients,
 )
-from .scaling import LossScaler
 from .verdict import Verdict, is_known_zero
 
 _params_of = itemgetter("params")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..buffers.devices import move
 from ..capture.captures import MicroBatch
 from ..ranks.base import GlobalStats
-from .handout import Handout, clip_coefficient
+from .grads import WindowGrads, clip_coefficient
 from .loss_weighting import grad_weight, together
 from .verdict import Verdict
 
@@ -151,7 +151,7 @@ class Window:
     verdict: Verdict | None = field(default=None, init=False)
     handed_out: bool = field(default=False, init=False)
     _decided_on_device: bool = field(default=False, init=False)  # a weight or divisor is a tensor that it alone knows
-    _handout: Handout | None = field(default=None, init=False)
+    _grads: WindowGrads | None = field(default=None, init=False)
 
     @property
     def may_be_empty(self) -> bool:
@@ -209,20 +209,20 @@ class Window:
         else:
             self.dropped, self.host_weight = stats.dropped, stats.weight
 
-    def finalize(self, verdict: Verdict, handout: Handout) -> None:
+    def finalize(self, verdict: Verdict, grads: WindowGrads) -> None:
         """It was judged, and this is what it hands out."""
-        self.phase, self.verdict, self._handout = Phase.FINALIZED, verdict, handout
+        self.phase, self.verdict, self._grads = Phase.FINALIZED, verdict, grads
 
     def hand_out(self) -> None:
         """Let optimizers have their `.grad`s."""
-        assert self._handout is not None
-        self._handout.assign_grads()
+        assert self._grads is not None
+        self._grads.assign_grads()
         self.handed_out = True
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Multiply what was handed out, which has the norm `norm`, so that its norm is at most `max_norm`."""
-        assert self._handout is not None
-        self._handout.multiply(clip_coefficient(norm, max_norm))
+        assert self._grads is not None
+        self._grads.multiply(clip_coefficient(norm, max_norm))
 
     # ---- micro-batches whose gradients FSDP2 keeps
 

@@ -12,9 +12,9 @@ from ..buffers.devices import move, worst
 from ..buffers.store import Store
 from ..capture.captures import Bucket, Captured, MicroBatch, Place
 from ..ranks.base import Ranks
+from .grad_scaler import LossScaler
 from .loss_weighting import grad_weight
 from .noise_scale import NoiseMeter
-from .scaling import LossScaler
 
 _NOTHING = Captured([], [])
 

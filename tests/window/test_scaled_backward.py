@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from accumkernels.window.scaling import scaled_backward
+from accumkernels.window.grad_scaler import scaled_backward
 from tests.support.models import batch, mlp
 from tests.support.seen import Seen
 

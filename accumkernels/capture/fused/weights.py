@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...buffers.flat import FlatBuffer
 from ...buffers.store import Store
 from ...hooks import Handles, Hook
+from ..buckets import Buckets
 from ..captures import Bucket, Capture, MicroBatch, Place, Sink
 from ..compiled import split
-from ..during_backward import DuringBackward
 from ..gradients import fills_grad, is_ours_alone
 from . import gemm
 from .functions import SlotWeight, in_slot, without_modes
@@ -100,7 +100,7 @@ class FusedWeights(Capture):
     """
 
     def __init__(
-        self, module: nn.Module, store: Store, buckets: DuringBackward, policy: FusionPolicy, reports_leaves: bool
+        self, module: nn.Module, store: Store, buckets: Buckets, policy: FusionPolicy, reports_leaves: bool
     ) -> None:
         self.multiplier: float | Tensor | None = None
         self.added = False

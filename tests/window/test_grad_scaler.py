@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from accumkernels.window.scaling import LossScaler
+from accumkernels.window.grad_scaler import LossScaler
 from tests.support.models import batch, mlp
 from tests.support.seen import Seen
 

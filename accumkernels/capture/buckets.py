@@ -36,7 +36,7 @@ def default_bucket_bytes(device: torch.device, largest: int) -> int:
     return 16 * 2**20 if device.type == "cuda" else min(max(2 * largest, 2 * 2**20), 32 * 2**20)
 
 
-class DuringBackward(Capture):
+class Buckets(Capture):
     """Takes each `.grad` as soon as backward has made it, and hands them over in buckets.
 
     What is pending is less than `bucket_bytes` whenever a hook returns, so at most `bucket_bytes` and one gradient, the
@@ -254,7 +254,7 @@ class DuringBackward(Capture):
         self.listens = False
 
 
-_take_opaquely = opaque(DuringBackward.take_first)
+_take_opaquely = opaque(Buckets.take_first)
 
 
 def _buckets(items: list[_Item]) -> list[Bucket]:

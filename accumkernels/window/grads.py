@@ -13,7 +13,7 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 
 
-class Handout:
+class WindowGrads:
     """The gradients of one finished window.
 
     Gradients of 16-bit parameters without masters are rounded from the fp32 sums anew after each change, since torch
