@@ -20,7 +20,7 @@ DOCS := $(VENV)/.docs
 TRAINERS := $(VENV)/.trainers
 # Tests run in two processes, which take whole files: the tests of one share what is slow to set up.
 WORKERS ?= 2
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: demo test test-all test-kernels test-integrations trainers-on-ranks test-trainers-own test-source-installs test-toolkits \

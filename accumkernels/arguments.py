@@ -44,14 +44,8 @@ def check_options(
         raise wrong_type("bucket_bytes", "an int", bucket_bytes)
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    for name, value, why in (
-        ("autocast_route", autocast_route, "whose forward it changes"),
-        ("fuse_weight_gradients", fuse_weight_gradients, "whose layers it finds"),
-    ):
-        if value != "auto" and not isinstance(value, bool):
-            raise ValueError(f"{name} must be 'auto', True or False, got {value!r}")
-        if value is True and not isinstance(params, torch.nn.Module):
-            raise ValueError(f"{name}=True needs params to be a module, {why}; use 'auto' or False")
+    if autocast_route != "auto" and not isinstance(autocast_route, bool):
+        raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
 
     if isinstance(noise_scale, bool | int | float):
         if not (isinstance(noise_scale, bool) or 0 < noise_scale < math.inf):
@@ -66,6 +60,16 @@ def check_options(
         )
     if not isinstance(master_weights, bool):
         raise wrong_type("master_weights", "a bool", master_weights)
+    if autocast_route is True and not isinstance(params, torch.nn.Module):
+        raise ValueError(
+            "autocast_route=True needs params to be a module, whose forward it changes; use 'auto' or False"
+        )
+    if fuse_weight_gradients != "auto" and not isinstance(fuse_weight_gradients, bool):
+        raise ValueError(f"fuse_weight_gradients must be 'auto', True or False, got {fuse_weight_gradients!r}")
+    if fuse_weight_gradients is True and not isinstance(params, torch.nn.Module):
+        raise ValueError(
+            "fuse_weight_gradients=True needs params to be a module, whose layers it finds; use 'auto' or False"
+        )
     if comm_dtype not in COMM_DTYPES:
         raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, got {comm_dtype!r}")
 

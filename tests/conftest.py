@@ -65,6 +65,9 @@ def pytest_collection_modifyitems(config, items):
         deselected = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    # Files that start processes have few tests and take long: workers that get them last would leave the other idle.
+    starting = {item.path for item in items if item.get_closest_marker("starts")}
+    items.sort(key=lambda item: item.path not in starting)
 
 
 @pytest.hookimpl(wrapper=True)

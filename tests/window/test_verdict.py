@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from accumkernels.ops import native, reference
+from accumkernels.ops.schema import Judged
 from accumkernels.window.verdict import Verdict
 
 # Two micro-batches that weigh 4 together.
@@ -41,7 +42,7 @@ def test_an_overflow_stays(judge, found):
 def test_clipped(judge):
     """The norm of the sums is 8, that of the average 2, and half of it is left."""
     clipped = judge(scalar(8.0), scalar(1.0)).with_overflow(scalar(0.0))
-    assert clipped.norm == 2
+    assert clipped.exact[Judged.NORM] == 2
     assert clipped.coefficient == pytest.approx(0.5, rel=1e-6)
     assert clipped.divide_by == pytest.approx(8, rel=1e-6)
     assert judge(scalar(8.0), scalar(3.0)).coefficient == 1
