@@ -1,9 +1,9 @@
-"""An accumulator's state as a dict by parameter name, of tensors and plain numbers: `weights_only=True` loads it.
+"""An accumulator's state as a dict of tensors and plain numbers by parameter name; `weights_only=True` loads it.
 
-Names, not offsets: the layout may differ where the dict is loaded, in order, devices or what is frozen. DTensors have
-DTensors as sums and masters, and then all ranks have the same keys and plain values, whatever the moment:
-`torch.distributed.checkpoint` fills in a dict of the same keys, and keeps the plain values of one rank. So it is too
-where sums of data parallel ranks are joined for the dict. Else it is of one rank, and says of which.
+Entries have names, not offsets: the layout where the dict is loaded may differ in order, devices or frozen parameters.
+For DTensors, sums and masters are DTensors, and all ranks always have the same keys and plain values, because
+`torch.distributed.checkpoint` fills in a dict of the same keys and keeps one rank's plain values. The same holds where
+data parallel ranks sum their buffers for the dict. Any other state belongs to one rank, which it names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..ranks.base import Ranks
 from .state import Window
 
 VERSION = 2
-ALL_RANKS = -1  # as "rank": the state is that of all ranks together
+ALL_RANKS = -1  # as "rank": the state covers all ranks together
 
-# What a state dict holds: the kind of each entry, or kinds of an entry's own entries.
+# The type of each entry of a state dict, or the types of the entries inside it.
 _NUMBER = (int, float)
 _FORM: dict[str, Any] = {
     "version": int,
@@ -49,17 +49,17 @@ _FORM: dict[str, Any] = {
 
 
 def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bool) -> dict[str, Any]:
-    """The window, its sums, the masters, and which gradients were not finite; synchronises.
+    """Save the window, its sums, the masters, and which gradients were not finite; synchronises.
 
     Args:
-        store: What has the sums.
-        ranks: They join their sums.
-        window: What is open.
-        serial: Micro-batches ever accumulated.
-        reduced: Whether the state is to be that of all ranks; it always is for DTensors. Collective then.
+        store: Holds the sums.
+        ranks: Sum their buffers.
+        window: The open window.
+        serial: Number of micro-batches ever accumulated.
+        reduced: Whether the state covers all ranks; for DTensors it always does. Saving is collective then.
 
     Raises:
-        RuntimeError: ranks accumulate different parameters, and the state is to be that of all.
+        RuntimeError: the state should cover all ranks, but they accumulate different parameters.
     """
     masters = {} if store.masters is None else store.masters.values()
     of_all = reduced or ranks.sharded
@@ -116,7 +116,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
 
 
 def _joined(store: Store, ranks: Ranks) -> tuple[list[Tensor], list[bytearray]]:
-    """The flat buffers, summed over ranks, and what any rank has touched; copies."""
+    """Copy the flat buffers, summed over ranks, and what any rank has touched."""
     tensors, touched = [], []
     for buffer in store.buffers:
         tensor = torch.zeros(buffer.numel, dtype=buffer.dtype, device=buffer.device)
@@ -138,13 +138,13 @@ def _sum(buffer: FlatBuffer, segment: Segment, tensor: Tensor, touched: int) -> 
 
 
 def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Check everything before anything is changed.
+    """Check everything before anything changes.
 
     Returns:
-        The state, its names without what wrappers add.
+        The state, under names without wrappers' prefixes.
 
     Raises:
-        RuntimeError: lists names that are missing, unexpected or of another shape; or says what else does not fit.
+        RuntimeError: lists names that are missing, unexpected or of another shape, or says what else does not fit.
     """
     version = state.get("version")
     if isinstance(version, int) and version != VERSION:
@@ -206,7 +206,7 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _of_other_ranks(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> str:
-    """Why this rank cannot have the part of the window that the state holds, in words; empty where it can."""
+    """Say why this rank cannot load its part of the window from the state; empty where it can."""
     stage = state.get("stage", 0)
     if stage != ranks.stage:
         return f"saved by rank {stage} of a pipeline, and this is rank {ranks.stage}: each stage loads its own state"
@@ -238,11 +238,11 @@ def _of_other_ranks(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> str
 
 
 def share(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's share of a checked state: of that of all ranks, such a part that all parts make up the window."""
+    """Compute this rank's share of a checked state; the shares of all ranks sum to the window."""
     if state["rank"] != ALL_RANKS or state["window"]["averaged"]:
         return dict(state)
     if ranks.sharded:
-        # Sums and weights are means over ranks, of which there may be another number now.
+        # Sums and weights are means over ranks, and the number of ranks may have changed.
         factor = state["world_size"] / ranks.size
         window, counts = state["window"], state["state"].clone()
         if factor == 1:
@@ -271,7 +271,7 @@ def share(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fault(found: Any, form: Any, path: str) -> str | None:
-    """Say in words where `found` does not have the form it should have; None where it does."""
+    """Say where `found` differs from `form`; None where it does not."""
     if not isinstance(form, dict):
         kinds = form if isinstance(form, tuple) else (form,)
         return None if isinstance(found, kinds) else f"{path} is {type(found).__name__}"
@@ -298,7 +298,7 @@ def _cut_alike(saved: Any, param: Any) -> bool:
 
 
 def load(store: Store, state: Mapping[str, Any]) -> None:
-    """Put a checked state into an open, empty window."""
+    """Load a checked state into an open, empty window."""
     for buffer in store.buffers:
         for segment in buffer.segments:
             saved = state["sums"].get(segment.name)

@@ -1,10 +1,10 @@
 """A loss that couples samples (contrastive, for one), computed chunk by chunk as if the batch were one.
 
 A loss over all samples at once needs all encodings, but not all activations. The first pass encodes every chunk without
-a graph; the loss of all encodings gives the gradient of each; the second pass encodes every chunk again, with a graph
-and the random numbers of the first, and runs backward from those gradients. By the chain rule the sum over chunks is
-the gradient of the big batch (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited
-Setup", arXiv:2101.06983).
+a graph, and the loss of all encodings gives the gradient of each. The second pass encodes every chunk again, with a
+graph and the random numbers of the first pass, and runs backward from those gradients. By the chain rule, the sum over
+chunks is the gradient of the big batch (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup", arXiv:2101.06983).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Encodings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class RandomState:
-    """The random state of torch on the CPU and on some GPUs, at the moment this is made.
+    """A snapshot of torch's random state on the CPU and on some GPUs.
 
     Args:
-        devices: Those that are not CUDA devices are left out.
+        devices: Devices other than CUDA are ignored.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -31,18 +31,18 @@ class RandomState:
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
 
     def restore(self) -> None:
-        """Go on from that moment."""
+        """Restore the snapshot."""
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)
 
 
 def leaves(encodings: Any, chunk: int) -> list[Tensor]:
-    """The tensors that `encode` returned for a chunk, in a fixed order.
+    """List the tensors that `encode` returned for a chunk, in a fixed order.
 
     Raises:
         TypeError: it returned something else.
-        ValueError: a tensor has no dimension for samples, or they have different numbers of samples.
+        ValueError: a tensor has no dimension for samples, or the numbers of samples differ.
     """
     if isinstance(encodings, Tensor):
         found = [encodings]
@@ -64,7 +64,7 @@ def leaves(encodings: Any, chunk: int) -> list[Tensor]:
 
 
 def like(encodings: Any, tensors: Sequence[Tensor]) -> Encodings:
-    """`tensors`, ordered as `leaves` orders them, in the structure of `encodings`."""
+    """Put `tensors`, in the order of `leaves`, into the structure of `encodings`."""
     if isinstance(encodings, Tensor):
         return tensors[0]
     if isinstance(encodings, tuple):
@@ -73,7 +73,7 @@ def like(encodings: Any, tensors: Sequence[Tensor]) -> Encodings:
 
 
 def call_with(loss_fn: Callable[..., Tensor], encodings: Encodings) -> Tensor:
-    """Call `loss_fn` with a tensor; with a tuple or dict as arguments where it takes so many, else as one argument."""
+    """Call `loss_fn` with a tensor; pass a tuple or dict as separate arguments if it takes that many, else as one."""
     if isinstance(encodings, Tensor):
         return loss_fn(encodings)
     args, kwargs = ((), encodings) if isinstance(encodings, dict) else (encodings, {})
@@ -90,9 +90,9 @@ class FirstPass:
     """Encodings of all chunks without a graph, and the random state before each.
 
     Args:
-        chunks: Each is given to `encode`.
-        encode: Gives a tensor, or a tuple or dict of tensors, one row per sample.
-        devices: Whose random state matters besides the CPU's.
+        chunks: Arguments for `encode`, one per chunk.
+        encode: Returns a tensor, or a tuple or dict of tensors, with one row per sample.
+        devices: Devices, besides the CPU, whose random state matters.
 
     Raises:
         TypeError, ValueError: there are no chunks, or encodings are not tensors of one structure.
@@ -110,7 +110,7 @@ class FirstPass:
                     raise ValueError(
                         f"encode returned {len(parts[0])} tensors for chunk 0 and {len(parts[-1])} for chunk {index}"
                     )
-        # Autocast keeps 16-bit copies of weights that it made here without a graph, and would hand them out again.
+        # Autocast caches 16-bit copies of weights, made here without a graph, and would use them in the second pass.
         torch.clear_autocast_cache()
         self._rows = [part[0].shape[0] for part in parts]
         self._joined = [torch.cat(tensors).detach() for tensors in zip(*parts, strict=True)]
@@ -119,13 +119,13 @@ class FirstPass:
         self.encodings = like(structure, self._joined)
 
     def encode_again(self, index: int, chunk: Any, encode: Callable[[Any], Any]) -> list[tuple[Tensor, Tensor]]:
-        """Encode a chunk with a graph, and with the random numbers of the first pass.
+        """Encode a chunk with a graph and the random numbers of the first pass.
 
         Returns:
-            Encodings, each with the gradient that the backward of the loss found for it; without those that have none.
+            Each encoding that got a gradient from the loss, with that gradient.
 
         Raises:
-            RuntimeError: it has another shape than in the first pass.
+            RuntimeError: an encoding's shape differs from the first pass.
         """
         self._states[index].restore()
         found = leaves(encode(chunk), index)

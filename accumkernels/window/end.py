@@ -1,4 +1,4 @@
-"""The end of a window: judge it, divide, hand the result to optimizers and to the scaler."""
+"""The end of a window: judge it, divide it, hand gradients to optimizers and the verdict to the scaler."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class End:
 
     Args:
         store: Flat buffers and states.
-        ranks: They judge and reduce windows together.
+        ranks: Judge and reduce windows together.
         scaler: Gets the verdict.
-        overflow: As FusedAccumulator's argument.
-        noise: Is told of every window.
+        overflow: FusedAccumulator's argument.
+        noise: Measures every window.
 
     Attributes:
-        last_norm: The last norm that was computed.
+        last_norm: The last norm computed.
         reached: Whether any rank had a gradient in the last window that ended.
-        metrics: Of the last window that ended.
-        steps: The optimizers'; they are to be checked before a window ends.
+        metrics: Metrics of the last window that ended.
+        steps: Checks the optimizers before a window ends, then steps them.
     """
 
     def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
@@ -47,8 +47,8 @@ class End:
         self.reached = False
         self.metrics = Metrics(store.device)
         self.steps = OptimizerSteps(store, scaler)
-        self._skipped: bool | Tensor = False  # whether the last step was; on the device until somebody reads it
-        self._captured = False  # whether `_skipped` belongs to a CUDA graph, and changes with every replay
+        self._skipped: bool | Tensor = False  # whether the last step was skipped; on the device until somebody reads it
+        self._captured = False  # whether `_skipped` belongs to a CUDA graph and changes with every replay
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
@@ -72,7 +72,7 @@ class End:
         return skipped
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
-        """Check what the user wants to divide by; fp64 0-d on the first device, None for the sum of weights."""
+        """Check the user's divisor; returns fp64 0-d on the first device, None for the sum of weights."""
         if window.phase is Phase.AVERAGED:
             return torch.ones((), dtype=torch.float64, device=self._store.device)
         if given is None:
@@ -84,7 +84,7 @@ class End:
         return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
 
     def limit(self, max_norm: float | Tensor | None) -> Tensor | None:
-        """Check what the user wants to clip to; fp64 0-d on the first device. That of a number is made once."""
+        """Check the user's clipping norm; returns fp64 0-d on the first device, cached for a number."""
         if max_norm is None:
             return None
         device = self._store.device
@@ -98,28 +98,28 @@ class End:
         return self._limit[1]
 
     def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
-        """Average and hand out."""
+        """Average the sums and hand out gradients."""
         verdict, ended = self._judge(window, optimizers, divisor, divides=True)
         divide_by = None if ended.divided else verdict.divisor
         self._finish(window, optimizers, verdict, ended, WindowGrads(self._store), divide_by)
 
     def skip_empty(self) -> None:
-        """End a window without micro-batches, of a process that ends its windows alone."""
+        """End a window without micro-batches, in a process that ends its windows alone."""
         self._skipped = True
         self.metrics.end_empty_window()
 
     def norm(self, norm_type: float) -> Tensor:
-        """The norm of the sums as they are, fp64 0-d."""
+        """Compute the norm of the undivided sums, fp64 0-d."""
         return self._ranks.total_norm(self._store.buffers, norm_type, self._store.device)
 
     def result(self, norm: Tensor) -> Tensor:
-        """A norm as the user gets it."""
+        """Convert a norm to what the user gets."""
         self.last_norm = norm.to(self._store.result_dtype)
         self.metrics.see_norm(self.last_norm)
         return self.last_norm
 
     def results(self, norms: Sequence[Tensor]) -> list[Tensor]:
-        """Norms of parts as the user gets them; the last norm is that of all of them together."""
+        """Convert the norms of parts to what the user gets; the last norm becomes their total norm."""
         if norms:
             self.result(torch.linalg.vector_norm(torch.stack(list(norms))))
         return [norm.to(self._store.result_dtype) for norm in norms]
@@ -132,13 +132,13 @@ class End:
         max_norm: Tensor | None,
         parts: Sequence[Part] = (),
     ) -> Sequence[Tensor]:
-        """Average, clip, step all optimizers or none, update the scale; the norms of parts, or that of all."""
-        folding = self.steps.plan.folding()  # they get the sums as they are; the others get averages
-        # A window is divided while it is reduced where every sum is to be. What is clipped is divided once, by both;
-        # but a mean that is rounded may overflow whether it is clipped or not.
+        """Average, clip, step all optimizers or none, update the scale; returns the parts' norms, or the total norm."""
+        folding = self.steps.plan.folding()  # these get the undivided sums; the others get averages
+        # Divide the window while it is reduced if every sum must be divided. A clipped window is divided once, by
+        # divisor and coefficient together; but a rounded mean may overflow whether it is clipped or not.
         averages = not folding and (max_norm is None or self._store.rounds)
         verdict, ended = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm, parts=parts)
-        judged = verdict  # of sums as they are, whatever rounding them does
+        judged = verdict  # judges the undivided sums, whatever rounding does to them
         grads = WindowGrads(self._store)
         norms, coefficients = self._measure(parts, verdict, ended) if parts else ([], [])
 
@@ -160,7 +160,7 @@ class End:
             may_skip = asks and (self._overflow is not None or window.may_be_empty)
             self.steps.run(optimizers, folding, verdict, may_skip and self.was_skipped())
         except BaseException:
-            if folding:  # whoever goes on by hand finds the averaged gradients that finalize() promises
+            if folding:  # code that goes on by hand finds the averaged gradients that finalize() promises
                 grads.divide(judged.divide_by, only={id(p) for p in owned(folding)})
             raise
         if self._scaler.scaler is not None:
@@ -169,7 +169,7 @@ class End:
         return norms if parts else [found[Judged.NORM]]
 
     def _measure(self, parts: Sequence[Part], verdict: Verdict, ended: Ended) -> tuple[list[Tensor], list[Tensor]]:
-        """The norm of each part's average, and what clips it."""
+        """Compute the norm of each part's average, and its clipping coefficient."""
         norms = [self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, part.ids) for part in parts]
         if not ended.divided:
             norms = [norm / verdict.divisor for norm in norms]
@@ -185,10 +185,10 @@ class End:
         max_norm: Tensor | None = None,
         parts: Sequence[Part] = (),
     ) -> tuple[Verdict, Ended]:
-        """Judge the window, together with all ranks, which reduce its sums where that is still to be done.
+        """Judge the window together with all ranks, which reduce its sums if they have not yet.
 
-        Sums that are reduced are divided at once with `divides`. Their average is clipped to `max_norm`, or each of
-        `parts` by a norm of its own.
+        With `divides`, reduced sums are divided at once. Their average is clipped to `max_norm`, or each of `parts` by
+        its own norm.
         """
         store, checks = self._store, self._overflow is not None
         squares = self._noise.sums(store.device) if self._noise.measuring else None
@@ -221,7 +221,7 @@ class End:
         if stats.loss is not None:
             window.loss.agree(stats.loss)
         if stats.touched is not None:
-            self.steps.refresh(optimizers)  # also for what other ranks touched
+            self.steps.refresh(optimizers)  # other ranks may have touched more parameters
         return Verdict(store.ops, stats.state, stats.divisor, ended.norm, max_norm, ended.overflow), ended
 
     def _finish(
@@ -234,7 +234,7 @@ class End:
         divisor: Tensor | None,
         sums: Set[int] = frozenset(),
     ) -> Verdict:
-        """Divide all but `sums` (ids of tensors) by `divisor`, hand out `.grad`, and tell the scaler the verdict."""
+        """Divide all but `sums` (ids of tensors) by `divisor`, set `.grad`, and give the scaler the verdict."""
         if divisor is not None:
             grads.divide(divisor, but=sums)
         if self._store.rounds:
@@ -246,27 +246,27 @@ class End:
         window.finalize(verdict, grads)
         self._skipped, self._captured = skip, _captures(skip)
         self.metrics.end_window(window.micro_batches, verdict.exact, window.loss.sums)
-        # No `.grad`, so that optimizers leave their state alone, where the host knows that there is no weight, or where
-        # an overflow would leave momentum of torch's fused SGD undefined, which is worth a synchronisation.
+        # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
+        # an overflow would leave the momentum of torch's fused SGD undefined, which is worth a synchronisation.
         plan = self.steps.plan
         if not window.known_empty and not (plan.fused_sgd and plan.lack_momentum() and self.was_skipped()):
             window.hand_out()
         if self._scaler.scaler is not None:
             for optimizer in optimizers:
                 self._scaler.record(optimizer, skip, verdict.found_inf)
-        if ended.squares is not None and not averaged:  # else it was counted before it was saved
+        if ended.squares is not None and not averaged:  # a loaded average was measured before it was saved
             self._noise.end_window(self._store.state(), skip, ended.squares)
         return verdict
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; synchronises."""
+        """Return plain values; synchronises."""
         norm = self.last_norm
         return {"step_was_skipped": self.was_skipped(), "last_norm": None if norm is None else norm.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
         self._skipped, self._captured = state["step_was_skipped"], False
         norm = state["last_norm"]
         if norm is not None:

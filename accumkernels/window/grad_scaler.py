@@ -1,8 +1,8 @@
 """The handshake with `torch.amp.GradScaler`.
 
-The accumulator has already unscaled and checked when the window ends, so it enters its verdict where `scaler.unscale_`
-would: the optimizer's stage becomes UNSCALED and `found_inf_per_device` holds the verdict. `scaler.step` then neither
-unscales again nor misses an overflow, and `scaler.update` moves the scale as in a stock loop.
+The accumulator has already unscaled and checked gradients when the window ends, so it enters its verdict where
+`scaler.unscale_` would: the optimizer's stage becomes UNSCALED and `found_inf_per_device` holds the verdict. Then
+`scaler.step` neither unscales again nor misses an overflow, and `scaler.update` moves the scale as in a stock loop.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _TORCHS_STEP = torch.amp.GradScaler.step
 class _Verdict(dict[torch.device, Tensor]):
     """A `found_inf_per_device` that answers `scaler.step` and `scaler.update` separately.
 
-    They differ when a window is stepped although a micro-batch overflowed (the scale backs off), or skipped although
-    nothing overflowed (there was nothing to average). Every answer is a clone: `update` adds in place into the first
-    found_inf it is given.
+    The answers differ when a window is stepped although a micro-batch overflowed (the scale backs off), or skipped
+    although nothing overflowed (there was nothing to average). Every answer is a clone, because `update` adds in place
+    into the first found_inf it gets.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, key: int, device: torch.device, skip: Tensor) -> None:
         super().__init__()
         self.parts: dict[int, tuple[Tensor, Tensor]] = {}  # by accumulator: skip, found_inf
-        self._scaler = weakref.ref(scaler)  # the scaler has this
+        self._scaler = weakref.ref(scaler)  # weak, because the scaler holds this
         self._key = key
         self[device] = skip
 
@@ -49,12 +49,12 @@ class _Verdict(dict[torch.device, Tensor]):
 
 
 class LossScaler:
-    """What FusedAccumulator needs of a GradScaler; without an enabled one, every method does nothing.
+    """FusedAccumulator's interface to a GradScaler; without an enabled one, every method does nothing.
 
     Attributes:
-        divided_by: What a trainer divides its losses by before they are scaled. Gradients are multiplied by it in the
-            pass that adds them, so that sums, norms and divisors are those of the undivided losses.
-        trainer_divides: Whether there is such a trainer. What it divides by may still come to 1.
+        divided_by: The number by which a trainer divides its losses before they are scaled. The accumulate pass
+            multiplies gradients by it, so that sums, norms and divisors match the undivided losses.
+        trainer_divides: Whether there is such a trainer, even if it divides by 1.
         scales: Whether `loss_scale` is anything but None.
     """
 
@@ -64,8 +64,8 @@ class LossScaler:
         self.trainer_divides = False
         self.scales = self.scaler is not None
         self._undivided = True
-        self._inverse: Tensor | None = None  # of what is divided by, once it was asked for
-        self._unscaled: set[int] = set()  # ids of optimizers that were refused for it
+        self._inverse: Tensor | None = None  # 1 / divided_by, once it was needed
+        self._unscaled: set[int] = set()  # ids of optimizers refused because they were unscaled
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
         """Refuse a scaler whose scale lives on another kind of device than the parameters.
@@ -84,7 +84,7 @@ class LossScaler:
                 )
 
     def make_up_for(self, divided_by: float | Tensor) -> None:
-        """Multiply gradients by what a trainer divides its losses by, from now on."""
+        """From now on, multiply gradients by the number that a trainer divides its losses by."""
         self.trainer_divides = True
         if isinstance(divided_by, Tensor) or isinstance(self.divided_by, Tensor) or divided_by != self.divided_by:
             self.divided_by, self._inverse = divided_by, None
@@ -92,14 +92,14 @@ class LossScaler:
             self.scales = self.scaler is not None or not self._undivided
 
     def undivided(self, loss: Tensor | None) -> Tensor | None:
-        """A loss as it was before a trainer divided it."""
+        """Undo a trainer's division of a loss."""
         return loss if loss is None or self._undivided else loss.detach() * self.divided_by
 
     def loss_scale(self, lazily: bool = False) -> Tensor | None:
-        """The scale that gradients carry now, fp32 0-d; None when they carry none.
+        """Return the scale that gradients carry now, fp32 0-d; None when they carry none.
 
         Args:
-            lazily: Whether losses may have been scaled on another rank alone, the last of a pipeline.
+            lazily: Whether only another rank, the last of a pipeline, may have scaled losses.
 
         Raises:
             RuntimeError: the scaler has not scaled any loss yet.
@@ -118,7 +118,7 @@ class LossScaler:
         return self.scaler._scale if self._undivided else self.scaler._scale / self.divided_by
 
     def current_scale(self) -> Tensor | None:
-        """A copy of the scale, fp32 0-d; None where there is none yet."""
+        """Copy the scale, fp32 0-d; None if there is none yet."""
         scale = None if self.scaler is None else self.scaler._scale
         return None if scale is None else scale.reshape(()).clone()
 
@@ -126,7 +126,7 @@ class LossScaler:
         """Refuse gradients that `scaler.unscale_` has already divided by the scale.
 
         Args:
-            ours: Whether an optimizer steps parameters of this accumulator; others may be unscaled at any time.
+            ours: Whether an optimizer steps this accumulator's parameters; others may be unscaled at any time.
 
         Raises:
             RuntimeError: `scaler.unscale_` was called for such an optimizer since the last `scaler.update()`.
@@ -136,7 +136,7 @@ class LossScaler:
         for key, record in self.scaler._per_optimizer_states.items():
             if record["stage"] is not OptState.UNSCALED or isinstance(record["found_inf_per_device"], _Verdict):
                 continue
-            # The scaler knows optimizers by id alone. Looking for the object is slow, and rare.
+            # The scaler knows optimizers only by id. Searching for the object is slow, but rare.
             optimizer = next((o for o in gc.get_objects() if id(o) == key and isinstance(o, Optimizer)), None)
             if optimizer is None or ours(optimizer):
                 self._unscaled.add(key)
@@ -161,11 +161,11 @@ class LossScaler:
     def record(self, optimizer: Optimizer, skip: Tensor, found_inf: Tensor) -> None:
         """Tell the scaler that `optimizer`'s gradients are unscaled and checked.
 
-        Where several accumulators feed one optimizer, the worst verdict counts.
+        If several accumulators feed one optimizer, the worst verdict counts.
 
         Args:
             optimizer: The optimizer that `scaler.step` will be called with.
-            skip: fp32 0-d, exactly 1.0 when the step must not happen.
+            skip: fp32 0-d, exactly 1.0 when the optimizer must not step.
             found_inf: fp32 0-d, exactly 1.0 when the scale must back off.
         """
         if self.scaler is None:
@@ -184,19 +184,19 @@ class LossScaler:
         record["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, skips_itself: bool) -> None:
-        """`scaler.step(optimizer)`, after `record`.
+        """Run `scaler.step(optimizer)`, after `record`.
 
         Args:
             optimizer: The optimizer.
-            skips_itself: Whether it is one of torch's fused optimizers, which reads `found_inf` on the device.
+            skips_itself: Whether it is one of torch's fused optimizers, which read `found_inf` on the device.
         """
         scaler = self.scaler
         assert scaler is not None
         if not skips_itself or type(scaler).step is not _TORCHS_STEP or "step" in vars(scaler):
             scaler.step(optimizer)
             return
-        # As torch's own does, but for its look at the optimizer's signature, as long as the step of a small model; and
-        # for a found_inf of 0, which costs the optimizer a subtraction from each of its counters of steps.
+        # Do as torch does, without inspecting the optimizer's signature, which takes as long as a small model's step,
+        # and without a found_inf of 0, which would make the optimizer subtract from each of its step counters.
         record = scaler._per_optimizer_states[id(optimizer)]
         (found_inf,) = record["found_inf_per_device"].values()
         if not is_known_zero(found_inf):
@@ -205,7 +205,7 @@ class LossScaler:
         record["stage"] = OptState.STEPPED
 
     def forget(self) -> None:
-        """Take back what no step has used: the window was dropped."""
+        """Withdraw verdicts that no step has used, because the window was dropped."""
         if self.scaler is None:
             return
         for key, record in list(self.scaler._per_optimizer_states.items()):
@@ -219,7 +219,7 @@ class LossScaler:
         self._unscaled.clear()
 
     def update(self, keep: Tensor | None) -> None:
-        """`scaler.update()`, except that where `keep` (0-d bool) holds, scale and growth tracker stay; no sync."""
+        """Run `scaler.update()`, but keep scale and growth tracker where `keep` (0-d bool) holds; no sync."""
         if self.scaler is None:
             return
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
@@ -235,11 +235,11 @@ class LossScaler:
         tracker.copy_(torch.where(keep, old_tracker, tracker))
 
 
-# ---- backward of a scaled loss, from the gradient that the scale is
+# ---- backward of a scaled loss, starting from the scale as its gradient
 
 
 def _of(module: str, function: Any) -> Any:
-    """The function; where somebody has replaced it before this import, what equals none."""
+    """Return the function, or something that equals nothing if somebody replaced it before this import."""
     return function if getattr(function, "__globals__", {}).get("__name__") == module else object()
 
 
@@ -249,23 +249,23 @@ _run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def scaled_backward(loss: Tensor, scaler: torch.amp.GradScaler | None, kwargs: dict[str, Any]) -> Callable[[], None]:
-    """What runs `scaler.scale(loss).backward(**kwargs)`, or makes the same gradients bit for bit.
+    """Return a function that makes the gradients of `scaler.scale(loss).backward(**kwargs)` bit for bit.
 
-    The gradient of a product is the other factor, so that backward of the plain loss may as well begin with the scale.
-    With a loss of one element there is nothing else for torch's two functions to look at, and they take as long as a
-    small layer. Whatever is not as usual, or was replaced by somebody, goes through them.
+    The gradient of a product is the other factor, so backward of the plain loss may start from the scale. For a loss of
+    one element, torch's two functions have nothing else to do, yet take as long as a small layer. Any unusual loss, and
+    any function that somebody replaced, goes through torch's own.
 
     Args:
         loss: The plain loss.
         scaler: An enabled one, or None.
-        kwargs: Of `Tensor.backward`.
+        kwargs: Arguments of `Tensor.backward`.
     """
     if not kwargs and _is_usual(loss):
         scale = None if scaler is None else scaler._scale
         if scaler is None:
             gradient = torch.ones_like(loss)
         elif scale is not None and scale.device == loss.device and _scales_as_torch(scaler):
-            gradient = scale.clone()  # a function of the user's may write to the gradient that it gets
+            gradient = scale.clone()  # a user's function may write to its gradient
         else:
             return scaler.scale(loss).backward
         return partial(
@@ -275,7 +275,7 @@ def scaled_backward(loss: Tensor, scaler: torch.amp.GradScaler | None, kwargs: d
 
 
 def _is_usual(loss: Tensor) -> bool:
-    """Whether `loss.backward()` would hand one number to the engine by torch's own code, with nothing around it."""
+    """Whether `loss.backward()` would pass one number to the engine by torch's own code, with nothing around it."""
     return (
         type(loss) is Tensor
         and loss.requires_grad

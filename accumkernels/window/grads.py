@@ -1,4 +1,4 @@
-"""What optimizers get to see: `.grad` as views of the flat buffers, or as copies rounded to 16 bit."""
+"""The gradients that optimizers see: views of the flat buffers as `.grad`, or copies rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..buffers.store import Store
 class WindowGrads:
     """The gradients of one finished window.
 
-    Gradients of 16-bit parameters without masters are rounded from the fp32 sums anew after each change, since torch
-    wants `.grad` in the parameter's dtype, unless its `grad_dtype` says otherwise; all others are views.
+    Gradients of 16-bit parameters without masters are rounded from the fp32 sums after each change, since torch wants
+    `.grad` in the parameter's dtype unless `grad_dtype` says otherwise. All other gradients are views.
     """
 
     def __init__(self, store: Store) -> None:
@@ -25,12 +25,12 @@ class WindowGrads:
         self._rounded: dict[int, Tensor] = {}
 
     def divide(self, divisor: Tensor, *, only: Set[int] | None = None, but: Set[int] = frozenset()) -> None:
-        """Divide sums by a 0-d tensor; a true division, as `grad / K` would be.
+        """Divide sums by a 0-d tensor; a true division, like `grad / K`.
 
         Args:
             divisor: On any device.
-            only: ids of the tensors (parameters or masters) whose sums are divided; None for all.
-            but: ids of those whose sums are not.
+            only: ids of the tensors (parameters or masters) whose sums to divide; None for all.
+            but: ids of the tensors whose sums to leave alone.
         """
         for buffer in self._store.buffers:
             segments = buffer.touched_segments()
@@ -42,7 +42,7 @@ class WindowGrads:
                 piece.div_(by)
 
     def multiply(self, coefficient: Tensor, only: Set[int] | None = None) -> None:
-        """Multiply what was handed out; `only` what has these ids, None for all."""
+        """Multiply the gradients handed out; `only` those of the tensors with these ids, None for all."""
         for buffer in self._store.buffers:
             segments = buffer.touched_segments()
             if only is not None:
@@ -90,5 +90,5 @@ class WindowGrads:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """What gradients of norm `norm` are multiplied by: `torch.nn.utils.clip_grad_norm_`'s formula."""
+    """Compute the factor that `torch.nn.utils.clip_grad_norm_` multiplies gradients of norm `norm` by."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""What is done to the sums of a window while it ends: look for an overflow, measure them, divide them."""
+"""The checks, norms and divisions of a window's sums while it ends."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .verdict import Verdict
 
 @dataclass
 class Inspection:
-    """A look at the sums of one window; ranks say when (`ranks.base.Look`).
+    """Inspects the sums of one window; ranks decide when (`ranks.base.Look`).
 
     Args:
-        store: What has the sums.
-        window: The sums are its.
-        norm: Makes the norm of the sums of all ranks as they are, fp64 0-d.
-        check: Looks for an overflow that nobody has looked for; see `Store.check_sums`.
+        store: Holds the sums.
+        window: The window of the sums.
+        norm: Computes the norm of the undivided sums of all ranks, fp64 0-d.
+        check: Looks for overflows in unchecked sums; see `Store.check_sums`.
         checks: Whether an overflow matters.
-        measures: Whether sums that are reduced are measured, before they are divided.
-        divides: Whether they are divided at once.
-        unchecked: Whether something was added to them without a look.
+        measures: Whether to measure reduced sums before they are divided.
+        divides: Whether to divide them at once.
+        unchecked: Whether anything was added to the sums without a check.
     """
 
     store: Store
@@ -43,12 +43,12 @@ class Inspection:
     _divisors: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
 
     def begin_reducing(self) -> None:
-        """From here on, a failure loses the sums."""
+        """Note that from here on, a failure loses the sums."""
         self.window.begin_reducing()
         self._seen = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self.store.states}
 
     def agree(self, stats: GlobalStats) -> None:
-        """Take over what all ranks know of the window."""
+        """Take over all ranks' statistics of the window."""
         self.window.agree(stats)
         self.store.agreed(stats.state, stats.touched)
         if self._seen and self.divides:
@@ -56,7 +56,7 @@ class Inspection:
             self._divisors = {d: move(divisor, d) for d in self.store.states}
 
     def see(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
-        """These parts of sums are reduced."""
+        """Inspect these parts of sums, which are reduced."""
         seen = self._seen[buffer.device]
         if self.measures:
             buffer.ops.norm_(seen, parts)
@@ -65,10 +65,9 @@ class Inspection:
             buffer.ops.scaled_copy_(parts, parts, divisor=self._divisors[buffer.device], found_inf=found_inf)
 
     def squared_norm(self) -> Tensor:
-        """Of all that was seen, fp64 0-d.
+        """Return the squared norm of everything seen, fp64 0-d.
 
-        Where nothing was measured, the pass that divides tells what matters of it: inf where a quotient is not finite,
-        else 0.
+        If nothing was measured, the dividing pass gives what matters: inf where a quotient is not finite, else 0.
         """
         device = self.store.device
         parts = (move(seen, device) for seen in self._seen.values())

@@ -1,4 +1,4 @@
-"""The part of a micro-batch's weight that goes into its loss before backward, and the part that is left."""
+"""Splits a micro-batch's weight into a part that multiplies its loss before backward and a part for its gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ranks.weight_unit import agree_on_unit, agreed_unit
 
 
 def grad_weight(micro_batch: MicroBatch) -> float | Tensor:
-    """What gradients of a micro-batch, unscaled, are to be multiplied by; some may be of other ranks' losses."""
+    """Compute the factor for a micro-batch's unscaled gradients, which may include other ranks' losses."""
     weight, loss_weight = micro_batch.weight, micro_batch.loss_weight
     if loss_weight is None:
         return weight
@@ -22,7 +22,7 @@ def grad_weight(micro_batch: MicroBatch) -> float | Tensor:
 
 
 def together(first: MicroBatch, second: MicroBatch) -> MicroBatch:
-    """The second micro-batch with the weights of both, where their gradients were added up."""
+    """Return the second micro-batch with the weights of both, whose gradients were added up."""
     parts = [1.0 if part.loss_weight is None else part.loss_weight for part in (first, second)]
     return second._replace(
         weight=first.weight + second.weight,
@@ -32,27 +32,27 @@ def together(first: MicroBatch, second: MicroBatch) -> MicroBatch:
 
 
 class LossWeighting:
-    """Puts weights into losses, for where backward may cross ranks; elsewhere they wait for the accumulate pass."""
+    """Puts weights into losses whose backward may cross ranks; other weights wait for the accumulate pass."""
 
     def __init__(self) -> None:
-        self._unit: float | None = None  # of weights in losses, once all ranks know it
+        self._unit: float | None = None  # for weights in losses, once all ranks know it
 
     def weigh(self, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
         """Multiply a loss by its micro-batch's weight, in the job's unit.
 
         Returns:
-            The loss to run backward of, and the micro-batch, which knows what its loss was multiplied by.
+            The loss to run backward of, and the micro-batch with its loss's factor.
         """
         weight = micro_batch.weight
         if self._unit is None and not isinstance(weight, Tensor) and weight == 0:
-            # Says nothing of how large weights are.
+            # A weight of 0 does not tell how large weights are.
             return loss * 0.0, micro_batch._replace(loss_weight=0.0, unit=agreed_unit())
         if self._unit is None:
             self._unit = agree_on_unit(weight)
         factor = weight / self._unit
         if not isinstance(factor, Tensor) and factor == 1:
             return loss, micro_batch
-        # As the loss's dtype rounds it: what is lost there, `grad_weight` makes up for.
+        # The loss's dtype rounds the factor; `grad_weight` makes up for the difference.
         if isinstance(factor, Tensor):
             rounded = factor.to(loss.dtype)
             loss, factor = loss * move(rounded, loss.device), rounded.double()

@@ -1,4 +1,4 @@
-"""A micro-batch's way into the open window: run backward, collect gradients, add them, count."""
+"""A micro-batch's way into the open window: run backward, collect gradients, add them, and count the micro-batch."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .sums import Sums
 
 
 class MicroBatchRunner:
-    """Takes the micro-batches of one accumulator.
+    """Runs the micro-batches of one accumulator.
 
     Args:
         module: See `Captures`.
         store: Flat buffers and states.
-        ranks: Their sender decides what goes out while a backward runs.
+        ranks: Their sender decides which gradients go out while a backward runs.
         scaler: Scales losses.
-        overflow: As FusedAccumulator's argument.
-        noise: Asked for the sums that the noise scale needs.
-        **options: Of `Captures`.
+        overflow: FusedAccumulator's argument.
+        noise: Collects the sums that the noise scale needs.
+        **options: Options of `Captures`.
 
     Attributes:
-        serial: Micro-batches ever accumulated: what the kernels store in flags.
-        captures: What takes gradients.
+        serial: Number of micro-batches ever accumulated, which the kernels store in flags.
+        captures: Take gradients.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class MicroBatchRunner:
         self._noise = noise
         self._weighting = LossWeighting()
         self._window = Window()
-        self._warned = False  # of a micro-batch without gradients
+        self._warned = False  # whether it warned of a micro-batch without gradients
         self._counted_by_backward = False
-        self._crosses_ranks: bool | None = None  # whether backward may, once the open window has had one
+        self._crosses_ranks: bool | None = None  # whether backward may; known after the open window's first backward
         add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
         options.update(overflow=overflow, scaled=scaler.scaler is not None, sends=ranks.reduces_sums)
         self.captures = Captures(module, store, self, add, **options)
@@ -74,14 +74,14 @@ class MicroBatchRunner:
     # ---- the life of a window
 
     def open_window(self, window: Window) -> None:
-        """Take what comes from now on into `window`."""
+        """Add what comes from now on to `window`."""
         self._window = window
         self._crosses_ranks = None
         if self._shared_loss.found:
             self._shared_loss.forget()
         captures, presence = self.captures, self.captures.presence
         if presence is not None and (route := presence.route) is not None:
-            if route.backwards and not route.used:  # a window without a backward says nothing
+            if route.backwards and not route.used:  # a window without a backward proves nothing
                 presence.take_off(route)
             route.renew(self._noise.on)
         if captures.gradients.stashed:
@@ -91,12 +91,12 @@ class MicroBatchRunner:
             capture.set_listening(True)
 
     def listen(self, listening: bool) -> None:
-        """Whether what backward makes is taken; else it is left to torch."""
+        """Take gradients from backward, or leave them to torch."""
         for capture in self.captures:
             capture.set_listening(listening)
 
     def prepare_window(self) -> None:
-        """At a window's first micro-batch: refuse drift, make room for parameters that were unfrozen."""
+        """At a window's first micro-batch, refuse drift and make room for unfrozen parameters."""
         self._store.check_drift()
         self._store.allocate()
         if fresh := self._store.unplaced():
@@ -104,37 +104,37 @@ class MicroBatchRunner:
             self.captures.listen_to(self._store.grow(fresh))
 
     def is_ready(self) -> bool:
-        """Put back what an interrupted forward has left in modules; False where a backward was interrupted."""
+        """Restore modules after an interrupted forward; returns False if a backward was interrupted."""
         ready = True
         for capture in self.captures:
             ready = capture.is_ready() and ready
         return ready
 
     def is_uncounted(self) -> bool:
-        """Whether captures have taken gradients that no `accumulate` has counted."""
+        """Whether captures hold gradients that no `accumulate` has counted."""
         for capture in self.captures:
             if capture.added:
                 return True
         return bool(self.captures.gradients.stashed)
 
     def discard(self) -> None:
-        """Drop the gradients of the micro-batch that is under way; the window breaks where some were added."""
+        """Drop the gradients of the current micro-batch; this breaks the window if some were added."""
         self._shared_loss.forget()
         if self.captures.discard():
             self._window.break_()
 
     def resume(self, serial: int) -> None:
-        """Go on from a checkpoint taken after `serial` micro-batches."""
+        """Resume from a checkpoint taken after `serial` micro-batches."""
         self.serial = serial
 
     # ---- a micro-batch
 
     def micro_batch(self, weight: float | Tensor, last: bool = False, loss: Tensor | None = None) -> MicroBatch:
-        """The next micro-batch, of gradients that somebody else's backward makes."""
+        """Make the next micro-batch, whose gradients come from somebody else's backward."""
         return MicroBatch(weight, self.serial + 1, last, loss)
 
     def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> MicroBatch:
-        """Run backward of the weighted, scaled loss; captures have its gradients then, or they are added already."""
+        """Run backward of the weighted, scaled loss; captures then hold its gradients, or have added them already."""
         if (isinstance(weight, Tensor) or weight != 1) and self.captures.buckets.added:
             raise RuntimeError(
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
@@ -143,9 +143,9 @@ class MicroBatchRunner:
         if self._shared_loss.found:
             self._shared_loss.check()
         micro_batch = MicroBatch(weight, self.serial + 1, last, loss, True)
-        if self._crosses_ranks is None:  # torch.distributed takes its time to say so
+        if self._crosses_ranks is None:  # asking torch.distributed is slow
             self._crosses_ranks = backward_may_cross_ranks()
-        if self._crosses_ranks and not self.has_gradients:  # an earlier backward's do not have the weight
+        if self._crosses_ranks and not self.has_gradients:  # gradients of an earlier backward lack the weight
             loss, micro_batch = self._weighting.weigh(loss, micro_batch)
         if self._window.unsynced:
             self._window.check_unsynced(micro_batch)
@@ -153,19 +153,19 @@ class MicroBatchRunner:
         return micro_batch
 
     def weigh(self, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
-        """The loss to run backward of: with its weight, where backward may cross ranks."""
+        """Put the weight into the loss if backward may cross ranks."""
         return self._weighting.weigh(loss, micro_batch) if backward_may_cross_ranks() else (loss, micro_batch)
 
     def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], micro_batch: MicroBatch) -> None:
-        """Run backward of a part of a micro-batch, from gradients that have the loss scale and the weight's part."""
+        """Run backward of part of a micro-batch, from gradients with the loss scale and the weight's part in them."""
         backward = functools.partial(torch.autograd.backward, tensors, grads)
         if self.captures.add_early:
             self.run(backward, tensors[0], micro_batch)
-        else:  # they are summed in `.grad` as in torch: on the autocast route, those of every part would be kept
+        else:  # sum them in `.grad` as torch does, because the autocast route would keep those of every part
             self._shared_loss.run(backward, micro_batch)
 
     def run(self, backward: Callable[[], None], root: Tensor, micro_batch: MicroBatch) -> None:
-        """Run a backward whose graph begins at `root`; some gradients may be added while it runs."""
+        """Run a backward whose graph begins at `root`; some gradients may be added during it."""
         captures, presence = self.captures, self.captures.presence
         if self._window.micro_batches == 0 and captures.add_early:
             with torch.no_grad():
@@ -175,7 +175,7 @@ class MicroBatchRunner:
         try:
             sink: Sink = self._sums
             if micro_batch.last or self._sender.begun:
-                # What is left in `.grad`, by an earlier backward of this micro-batch too, is added after this one.
+                # Gradients left in `.grad`, also by an earlier backward of this micro-batch, are added after this one.
                 sends = micro_batch.last and captures.buckets.listens and not self.has_gradients
                 sink = self._sender.sink(sink, captures, sends)
             for capture in captures:
@@ -195,18 +195,18 @@ class MicroBatchRunner:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward has left gradients that were not counted."""
+        """Whether a backward has left uncounted gradients."""
         return self.is_uncounted() or any(p.grad is not None for b in self._store.buffers for p in b.params)
 
     def _add_of_loop(self, bucket: Bucket) -> None:
-        """Add what a backward of the loop's own has made, for which no window was prepared; its weight is 1."""
+        """Add gradients of the loop's own backward, for which no window was prepared; the weight is 1."""
         self._store.allocate()
         self._sender.check_not_sent(bucket)
         self._sums.add(bucket, MicroBatch(1.0, self.serial + 1))
 
     @profiled
     def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Add what there is of a micro-batch, and count it."""
+        """Add a micro-batch's gradients, and count it."""
         window, captures = self._window, self.captures
         if window.micro_batches == 0:
             self.prepare_window()
@@ -216,7 +216,7 @@ class MicroBatchRunner:
         if self._shared_loss.found:
             self._shared_loss.check()
 
-        # Collect: captures keep it until the ops have taken it.
+        # Collect: captures keep the gradients until the ops have added them.
         added, buckets = False, []
         for capture in captures:
             added = added or capture.added
@@ -227,7 +227,7 @@ class MicroBatchRunner:
         if window.unsynced:
             window.check_unsynced(micro_batch)
 
-        # Check the whole micro-batch first, where it may be dropped.
+        # Check the whole micro-batch first if it may be dropped.
         drops = None
         if self._overflow in ("microbatch", "raise"):
             drops = self._sums.find_overflow(captures.gradients.drained, micro_batch)
@@ -235,10 +235,10 @@ class MicroBatchRunner:
         if self._overflow == "raise" and dropped.item() != 0:  # type: ignore[union-attr]
             captures.discard()
             self.serial = micro_batch.tag
-            window.drop_unsynced()  # their gradients came with these
+            window.drop_unsynced()  # their gradients came with this micro-batch
             raise self._sums.overflow_error(micro_batch, window.micro_batches)
 
-        # Add. The op that adds the last bucket counts the micro-batch too, and unsynced ones, whose gradients came now.
+        # Add. The op that adds the last bucket also counts the micro-batch, and unsynced ones whose gradients it holds.
         counted = window.with_unsynced(micro_batch) if window.unsynced else micro_batch
         if not buckets or (window.unsynced and not captures.gradients.drained):
             buckets.append([])
@@ -249,7 +249,7 @@ class MicroBatchRunner:
                 self._sums.add(bucket, micro_batch)
             self._sums.add(buckets[-1], counted, count=True, drops=drops)
         except BaseException:
-            # An op refuses all of its gradients, but others may have run.
+            # An op that fails has added none of its gradients, but others may have run.
             if added or self._sums.partial or self._sender.begun:
                 window.break_()
             raise
@@ -264,8 +264,8 @@ class MicroBatchRunner:
             self._sender.end_last()
 
     def _is_nothing(self, micro_batch: MicroBatch) -> bool:
-        """Where there is no gradient: whether there was no micro-batch, or its gradient is to come with a later one."""
-        if self._ranks.sharded:  # FSDP2 keeps the gradient, and will add it to a later one
+        """For a call without gradients: whether there was no micro-batch, or its gradients will come later."""
+        if self._ranks.sharded:  # FSDP2 keeps the gradients and will add them to a later micro-batch's
             self._window.add_unsynced(micro_batch)
             self._window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, unsynced=True)
             return True

@@ -1,4 +1,4 @@
-"""What a half-swapped loop does, and what to change in it: errors, and warnings where somebody may mean it."""
+"""Detects half-swapped loops: raises errors that say what to change, and warns where the loop may be intended."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class MisuseDetector(Follower):
-    """Looks at what a loop does beside its calls of one accumulator. Nothing here reads from a device in every window.
+    """Watches what a loop does beside its calls of one accumulator. It never reads from a device in every window.
 
     Args:
-        store: Whose parameters.
-        ranks: Where other ranks take part in a window, only all of them together know that it is empty.
-        scaler: The one that the accumulator was built with.
-        uncounted: Whether gradients were taken that nobody counted.
+        store: Holds the parameters.
+        ranks: If other ranks take part in a window, only all of them together know whether it is empty.
+        scaler: The accumulator's scaler.
+        uncounted: Whether captures hold gradients that nobody counted.
     """
 
     def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, uncounted: Callable[[], bool]) -> None:
@@ -41,20 +41,20 @@ class MisuseDetector(Follower):
         self._warned: set[str] = set()
         self._looked_for_scalers = False
         self._looked_for_unscaling = False
-        self._own_backwards = 0  # windows of a loop's own backward, stepped without a scaler
+        self._own_backwards = 0  # windows that ran a loop's own backward and were stepped without a scaler
         self._drops = 0  # windows that zero_() dropped since the last step that needed none
         self._window = Window()
         self.open_window(self._window)
         follow(self)
 
     def open_window(self, window: Window) -> None:
-        """A new window, which replaces the last one, ended or dropped."""
+        """See a new window, which replaces the last one, ended or dropped."""
         last = self._window
         self._dropped_one = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
         self._drops += self._dropped_one
         self._window = window
-        self._losses = 0  # that acc.backward got
-        self._divided_by: float | None = None  # what all of them were divided by
+        self._losses = 0  # losses that acc.backward got
+        self._divided_by: float | None = None  # what they were all divided by
         self._clipped = False
         self._stepped: set[int] = set()
 
@@ -64,8 +64,8 @@ class MisuseDetector(Follower):
         """Look at the last node of the loss's graph, before its backward.
 
         Raises:
-            TypeError: it is no tensor.
-            RuntimeError: a GradScaler scaled it already.
+            TypeError: the loss is no tensor.
+            RuntimeError: a GradScaler has already scaled it.
         """
         if not isinstance(loss, Tensor):
             raise wrong_type("loss", "a tensor", loss)
@@ -80,7 +80,7 @@ class MisuseDetector(Follower):
         elif name == "DivBackward0":
             divided_by = _number(_other(node))
         if self._scaler.trainer_divides:
-            divided_by = None  # its adapter makes up for it
+            divided_by = None  # the trainer's adapter makes up for it
         if self._losses == 0:
             self._divided_by = divided_by
         elif divided_by != self._divided_by:
@@ -110,7 +110,7 @@ class MisuseDetector(Follower):
         """Look at a window before it ends.
 
         Raises:
-            RuntimeError: none of its micro-batches had any gradient.
+            RuntimeError: none of its micro-batches had a gradient.
         """
         window = self._window
         calls = window.micro_batches + window.found_nothing
@@ -127,7 +127,7 @@ class MisuseDetector(Follower):
             self._warn_of_drops()
         if caller == "step()" and window.micro_batches > self._losses and self._scaler.scaler is None:
             self._own_backwards += 1
-            if self._own_backwards == 2:  # by now, a scaler of another model has been updated
+            if self._own_backwards == 2:  # by now, another model's scaler would have been updated
                 self._warn_of_scaler()
 
     def _warn_of_division(self, by: float) -> None:
@@ -155,7 +155,7 @@ class MisuseDetector(Follower):
             self._drops = 0
 
     def _warn_of_scaler(self) -> None:
-        """Look for a GradScaler that has scaled losses and was never updated: no step of its own has used it."""
+        """Look for a GradScaler that has scaled losses but was never updated, because nothing stepped through it."""
         for scaler in _scalers():
             if scaler._per_optimizer_states or scaler.get_scale() != scaler._init_scale:
                 continue
@@ -172,24 +172,24 @@ class MisuseDetector(Follower):
             _log.warning(message, *values)
 
     def see_clip(self) -> None:
-        """`acc.clip_grad_norm_` is done."""
+        """Note that `acc.clip_grad_norm_` has run."""
         self._clipped = True
 
-    # ---- what others do
+    # ---- calls of others
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Refuse a step that would train with no gradient, or with gradients that are not what `finalize` made."""
+        """Refuse a step without gradients, or with gradients other than those that `finalize` made."""
         if self._window.phase is not Phase.FINALIZED:
-            if not has_closure:  # else the gradients are still to come
+            if not has_closure:  # a closure has yet to compute the gradients
                 self._check_closed(optimizer)
         elif id(optimizer) not in self._stepped and self._window.handed_out:
             self._check_handed_out(optimizer)
             unknown = self._clipped and self._scaler.scaler is None and not self._looked_for_unscaling
-            if unknown and self._holds(owned((optimizer,))):  # another accumulator's has a scale by right
+            if unknown and self._holds(owned((optimizer,))):  # another accumulator's optimizer may have a scale
                 self._check_not_unscaled_late(optimizer)
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """What a closure has computed must be finalized by now."""
+        """Check that what a closure computed was finalized."""
         self._stepped.add(id(optimizer))
         if has_closure and self._window.phase is not Phase.FINALIZED and not torch.compiler.is_compiling():
             self._check_closed(optimizer)
@@ -204,7 +204,7 @@ class MisuseDetector(Follower):
             )
 
     def _check_handed_out(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:  # the first has one, nearly always
+        for group in optimizer.param_groups:  # nearly always the first group has one
             for p in group["params"]:
                 if p.grad is not None:
                     return
@@ -215,9 +215,9 @@ class MisuseDetector(Follower):
             )
 
     def _check_not_unscaled_late(self, optimizer: Optimizer) -> None:
-        """Without a scaler of its own, the accumulator clips what it was given; a scaler must not divide that.
+        """Refuse a scaler that divides what an accumulator without a scaler has clipped.
 
-        The first step shows it, as each does: a fused optimizer has got a scale, for others the scaler keeps a record.
+        The first step shows it, as each does: a fused optimizer has a scale, and the scaler keeps a record of others.
         """
         if getattr(optimizer, "grad_scale", None) is not None or any(
             scaler._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
@@ -230,7 +230,7 @@ class MisuseDetector(Follower):
         self._looked_for_unscaling = True
 
     def before_clip(self, params: list[Tensor]) -> None:
-        """Refuse torch's clipping where every gradient is in the accumulator."""
+        """Refuse torch's clipping if the accumulator holds every gradient."""
         if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._uncounted()):
             return
         if all(p.grad is None for p in params) and self._holds(params):
@@ -241,15 +241,15 @@ class MisuseDetector(Follower):
             )
 
     def _holds(self, params: list[Tensor]) -> bool:
-        """Whether a sum of this window is of one of these parameters or masters."""
-        if self._uncounted():  # the autocast route has gradients of parameters that are not touched yet
+        """Whether this window has a sum for one of these parameters or masters."""
+        if self._uncounted():  # the autocast route holds gradients of parameters that are not touched yet
             return any(self._store.place(p) is not None for p in params)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
         return any(id(p) in touched for p in params)
 
 
 def _other(node: Any) -> Tensor | None:
-    """What a product's or quotient's first factor was multiplied or divided by, if no gradient goes there."""
+    """Return the factor or divisor of a product's or quotient's first factor, if no gradient goes there."""
     if node.next_functions[1][0] is not None:
         return None
     other = node._saved_other
@@ -257,10 +257,10 @@ def _other(node: Any) -> Tensor | None:
 
 
 def _number(other: Any) -> float | None:
-    """Its value, where the host knows that."""
+    """Return its value if the host knows it."""
     if other is None or other.dim() != 0 or other.device.type != "cpu" or other.is_complex():
         return None
-    return float(other.tolist())  # not item(): tolist() is no op, which a dispatch mode would see
+    return float(other.tolist())  # not item(): tolist() is no op that a dispatch mode would see
 
 
 def _is_scale_of(scaler: torch.amp.GradScaler, factor: Tensor) -> bool:
@@ -269,7 +269,7 @@ def _is_scale_of(scaler: torch.amp.GradScaler, factor: Tensor) -> bool:
 
 
 def _scalers() -> Iterator[torch.amp.GradScaler]:
-    """All GradScalers that have scaled a loss. Torch keeps no list of them, so this is slow, and not for every step."""
+    """Find all GradScalers that have scaled a loss. Torch keeps no list of them, so do not call this in every step."""
     for found in gc.get_objects():
         if issubclass(type(found), torch.amp.GradScaler) and found.is_enabled() and found._scale is not None:
             yield found
@@ -280,7 +280,7 @@ def warn_of_nothing(ran_backward: bool, after_backward: bool) -> None:
 
     Args:
         ran_backward: Whether the accumulator ran its backward.
-        after_backward: Whether it ran that of the micro-batch before, in the same window.
+        after_backward: Whether the accumulator ran the previous micro-batch's backward, in the same window.
     """
     if ran_backward:
         _log.warning(

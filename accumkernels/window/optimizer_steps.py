@@ -1,4 +1,4 @@
-"""The optimizers of a window: what is refused before it ends, what follows from them alone, and their steps."""
+"""The optimizers of a window: the checks before it ends, the plan made from them alone, and their steps."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _params_of = itemgetter("params")
 
 
 class StepPlan:
-    """Who owns what, and who can take sums as they are.
+    """Maps parameters to optimizers, and finds the optimizers that can take undivided sums.
 
-    Made once for optimizers, their param groups and the parameters touched; later windows only see that it fits.
+    The plan is made once for optimizers, their param groups and the parameters touched; later windows only check it.
 
     Args:
         store: Flat buffers and masters.
@@ -40,12 +40,12 @@ class StepPlan:
         ignored: `id`s of parameters that need no optimizer.
 
     Attributes:
-        foreign_params: Tensors of the optimizers that are not accumulated here.
-        fused: Those of torch's own fused optimizers, which scale gradients themselves and skip by themselves.
-        fused_sgd: Those of them that are SGD.
+        foreign_params: Tensors of the optimizers that this accumulator does not accumulate.
+        fused: torch's own fused optimizers, which scale gradients and skip steps themselves.
+        fused_sgd: The SGDs among `fused`.
 
     Raises:
-        RuntimeError: names the first parameter that was accumulated and that none of them, or more than one, owns.
+        RuntimeError: names the first accumulated parameter that none of them, or more than one, owns.
     """
 
     def __init__(self, store: Store, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
@@ -54,14 +54,14 @@ class StepPlan:
         self._ignored = ignored
         self._owned = owned(optimizers)
         self._touched = store.touched_bytes()
-        if optimizers:  # else, whoever asked for that updates parameters by hand
+        if optimizers:  # without any, the caller updates parameters by hand
             touched = {id(s.param) for _, s in store.touched()}
             named = ((e.name, store.target(e.param)) for e in store.named if id(e.param) in touched)
             check_ownership(optimizers, named, ignored)
         self.foreign_params = [p for p in self._owned if store.place(p) is None]
         self.fused = [o for o in optimizers if steps_scaled_gradients(o)]
         self.fused_sgd = [o for o in optimizers if is_fused_sgd(o)]
-        self._fp32 = [  # with what must have no gradient for all that they find to be sums of the window
+        self._fp32 = [  # optimizers with only fp32 sums, and the tensors whose `.grad` must be None for that
             (o, [p for p in owned((o,)) if store.place(p) is None])
             for o in self.fused
             if all(p.dtype == torch.float32 for p in owned((o,)) if store.place(p))
@@ -82,9 +82,9 @@ class StepPlan:
         )
 
     def folding(self) -> list[Optimizer]:
-        """Those that average and clip in their own pass.
+        """List the optimizers that average and clip in their own pass.
 
-        All gradients that they will find are fp32 sums of this window, and no hook is to see averages.
+        All gradients that they will find are fp32 sums of this window, and no hook should see averages.
         """
         folding: list[Optimizer] = []
         if not self._fp32 or self._store.result_dtype != torch.float32 or has_global_step_pre_hooks():
@@ -99,7 +99,7 @@ class StepPlan:
         return folding
 
     def lack_momentum(self) -> bool:
-        """Whether a fused SGD is about to make the momentum of a parameter, which it leaves undefined if it skips."""
+        """Whether a fused SGD is about to create a parameter's momentum, which stays undefined if it skips."""
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
         return any(lacks_momentum(o, touched) for o in self.fused_sgd)
 
@@ -109,10 +109,10 @@ class OptimizerSteps:
 
     Args:
         store: Flat buffers and masters.
-        scaler: Steps them, where there is one.
+        scaler: Steps the optimizers, if there is one.
 
     Attributes:
-        plan: Of the optimizers that were checked last.
+        plan: The plan for the optimizers that were checked last.
     """
 
     plan: StepPlan
@@ -121,7 +121,7 @@ class OptimizerSteps:
         self._store = store
         self._scaler = scaler
         self._ignored: Set[int] = frozenset()
-        self._checked: tuple[object, ...] = ()  # the caller, and the optimizers that it can drive
+        self._checked: tuple[object, ...] = ()  # the calling method, and the optimizers that it can drive
         self.plan = StepPlan(store, ())
 
     def check(self, caller: str, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
@@ -133,8 +133,8 @@ class OptimizerSteps:
             ignored: `id`s of parameters that need no optimizer.
 
         Raises:
-            TypeError: an optimizer is none, or wrapped by a trainer.
-            RuntimeError: says what is out of order, and names the parameter.
+            TypeError: an argument is no optimizer, or one that a trainer has wrapped.
+            RuntimeError: says what is wrong, and names the parameter.
         """
         if (caller, *optimizers) != self._checked:
             self._check_kinds(caller, optimizers)
@@ -173,21 +173,21 @@ class OptimizerSteps:
         self._checked = (caller, *optimizers)
 
     def refresh(self, optimizers: Sequence[Optimizer]) -> None:
-        """Plan anew where the plan does not fit."""
+        """Make a new plan if the old one does not fit."""
         if not self.plan.fits(optimizers, self._ignored):
             self.plan = StepPlan(self._store, optimizers, self._ignored)
 
-    @with_graph  # as where the user's own hooks would find it
+    @with_graph  # the optimizers' hooks then find the mode that they expect
     def run(
         self, optimizers: Sequence[Optimizer], folding: Sequence[Optimizer], verdict: Verdict, skipped: bool
     ) -> None:
-        """Step them, in the order given.
+        """Step the optimizers in the given order.
 
         Args:
-            optimizers: Those that were checked.
-            folding: Those of them that get sums as they are, and what to divide these by.
-            verdict: Of the window, for those that skip by themselves.
-            skipped: For the others, where there is no scaler that knows.
+            optimizers: The checked optimizers.
+            folding: Those of them that get undivided sums, and the divisor.
+            verdict: The window's verdict, for optimizers that skip by themselves.
+            skipped: Whether to skip the others, if no scaler knows.
         """
         fused, scaled = self.plan.fused, self._scaler.scaler is not None
         surely = is_known_zero(verdict.skip)
@@ -195,7 +195,7 @@ class OptimizerSteps:
             for optimizer in fused:
                 scale = verdict.single[Judged.DIVIDE_BY] if optimizer in folding else None
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
-                if not surely:  # also for a scaler whose own `step` does not set it
+                if not surely:  # set it also for a scaler whose own `step` does not
                     optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 if scaled:

@@ -1,4 +1,4 @@
-"""What FusedAccumulator has to know of the optimizers that step its windows."""
+"""Facts about the optimizers that step FusedAccumulator's windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..errors import expect
 
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
-# Wrappers that step on their own terms: name of the package, what to do instead.
+# Wrappers that decide themselves when to step: name of the package, what to do instead.
 _TRAINERS = {
     "accelerate": f"let accumkernels.integrations.accelerate.Accelerator prepare it, {_UNWRAP}",
     "lightning": f"give the Trainer accumkernels.integrations.lightning.FusedAccumulation, {_UNWRAP}",
@@ -25,16 +25,16 @@ _TRAINERS = {
 }
 
 
-@functools.cache  # 25 microseconds each, and asked twice per step
+@functools.cache  # 25 microseconds each, and two calls per step
 def _step_parameters(optimizer_class: type[Optimizer]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(optimizer_class.step).parameters
 
 
 def check_optimizer(optimizer: object, caller: str) -> None:
-    """Refuse what is not a torch optimizer, or one that a trainer has wrapped.
+    """Refuse objects that are no torch optimizer, and optimizers that a trainer has wrapped.
 
     Raises:
-        TypeError: says which it is, and what to pass instead.
+        TypeError: says what was passed, and what to pass instead.
     """
     package = type(optimizer).__module__.partition(".")[0]
     if package in _TRAINERS and hasattr(optimizer, "optimizer"):
@@ -73,19 +73,19 @@ def check_no_closure(optimizer: Optimizer) -> None:
 
 
 def owned(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """All parameters in the optimizers' groups."""
+    """List all parameters in the optimizers' groups."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def check_ownership(
     optimizers: Sequence[Optimizer], targets: Iterable[tuple[str, Tensor]], ignored: Set[int] = frozenset()
 ) -> None:
-    """Check that every accumulated parameter is stepped by exactly one of the optimizers.
+    """Check that exactly one of the optimizers steps each accumulated parameter.
 
     Args:
-        optimizers: Those named in `finalize` or `step`.
-        targets: Name and tensor of what must be owned, for every parameter accumulated in this window.
-        ignored: `id`s of those that may be owned by none.
+        optimizers: The arguments of `finalize` or `step`.
+        targets: Name and tensor that an optimizer must own, for every parameter accumulated in this window.
+        ignored: `id`s of those that need no optimizer.
 
     Raises:
         RuntimeError: names the first parameter that none, or more than one, owns.
@@ -119,9 +119,9 @@ def is_fused_sgd(optimizer: Optimizer) -> bool:
 
 
 def lacks_momentum(optimizer: Optimizer, touched: Set[int]) -> bool:
-    """Whether a fused SGD is about to make the momentum of a parameter.
+    """Whether a fused SGD is about to create a parameter's momentum.
 
-    Torch allocates the buffers uninitialised on the first step and then does not write them when found_inf is set.
+    Torch allocates the buffers uninitialised on the first step, and leaves them so if found_inf is set.
 
     Args:
         optimizer: A fused SGD.

@@ -1,4 +1,4 @@
-"""Some of an accumulator's parameters, as a user names them: to be clipped together, or owned by no optimizer."""
+"""A user's selection of an accumulator's parameters, to clip together or to exempt from ownership."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import wrong_type
 
 
 class Part(NamedTuple):
-    """What is clipped together.
+    """Parameters that are clipped together.
 
     Attributes:
         ids: `id`s of the parameters and of their masters.
@@ -25,10 +25,10 @@ class Part(NamedTuple):
 
 
 def read_parts(max_norm: Sequence[Any], store: Store) -> list[Part]:
-    """Read `max_norm` of `step` where it is a list of (parameters, number).
+    """Read `step`'s `max_norm` given as a list of (parameters, number).
 
     Raises:
-        TypeError, ValueError: names the entry that is wrong.
+        TypeError, ValueError: names the wrong entry.
     """
     parts: list[Part] = []
     taken: set[int] = set()
@@ -46,16 +46,16 @@ def read_parts(max_norm: Sequence[Any], store: Store) -> list[Part]:
 
 
 def select(params: Tensor | Iterable[Tensor], name: str, store: Store) -> Set[int]:
-    """`id`s of parameters and of their masters; either may be given.
+    """Return the `id`s of parameters and of their masters; the user may pass either.
 
     Args:
-        params: One, or any number.
-        name: Of the argument, for messages.
-        store: That of the accumulator.
+        params: One or more tensors.
+        name: The argument's name, for messages.
+        store: The accumulator's store.
 
     Raises:
-        TypeError: it is neither, or holds something else.
-        ValueError: it is not of this accumulator.
+        TypeError: `params` is neither, or holds something else.
+        ValueError: a tensor does not belong to this accumulator.
     """
     if not isinstance(params, Iterable):
         raise wrong_type(name, "an iterable of parameters", params)

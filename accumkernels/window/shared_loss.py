@@ -1,7 +1,7 @@
-"""A loss with a weight in it, whose gradients reach the parameters of two accumulators: refused over several ranks.
+"""Refuses, over several ranks, a weighted loss whose gradients reach the parameters of two accumulators.
 
-Over several ranks a weight goes into the loss before backward, and what is left of it, by its own accumulator, to the
-gradients. A second accumulator that finds gradients of the same backward cannot know that they have the weight already.
+Over several ranks a weight multiplies the loss before backward, and its accumulator multiplies the gradients by what is
+left of it. A second accumulator that finds gradients of the same backward cannot know that they are already weighted.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class SharedLoss:
     """Notices, for one accumulator, gradients of a loss that another has weighted.
 
     Args:
-        store: Whose parameters.
-        uncounted: Whether captures have taken gradients, which are in no `.grad`, and that nobody counted.
+        store: Holds the parameters.
+        uncounted: Whether captures hold gradients that are in no `.grad` and that nobody counted.
 
     Attributes:
-        found: The first parameter of an accumulator that has left such gradients here; empty where none has.
+        found: The first parameter of the accumulator that left such gradients here; empty if none did.
     """
 
     def __init__(self, store: Store, uncounted: Callable[[], bool]) -> None:
         self._store = store
         self._uncounted = uncounted
         self.found = ""
-        self._grads: dict[int, Tensor] = {}  # by id of the parameter, those of the other's backward
-        self._taken = False  # whether captures have some of them
+        self._grads: dict[int, Tensor] = {}  # gradients of the other's backward, by id of the parameter
+        self._taken = False  # whether captures hold some of them
         _all.add(self)
 
     def run(self, backward: Callable[[], None], micro_batch: MicroBatch) -> None:
-        """Run a backward; where its loss has a weight in it, note at all other accumulators what it leaves there."""
+        """Run a backward; if its loss has a weight in it, note what it leaves at every other accumulator."""
         if micro_batch.loss_weight is None:
             backward()
             return
@@ -49,12 +49,12 @@ class SharedLoss:
                 other.compare(before, self._store.named[0].name)
 
     def left(self) -> tuple[dict[int, tuple[Tensor, int]], bool]:
-        """What backwards have left here: by id of the parameter, `.grad` and its version; whether captures have any."""
+        """Return `.grad` and its version by id of the parameter, and whether captures hold any gradients."""
         found = ((id(entry.param), entry.param.grad) for entry in self._store.named)
         return {key: (grad, grad._version) for key, grad in found if grad is not None}, self._uncounted()
 
     def compare(self, before: tuple[dict[int, tuple[Tensor, int]], bool], weighted_by: str) -> None:
-        """After a backward of a weighted loss, by the accumulator of `weighted_by`: note what it has left here."""
+        """Note what a weighted loss's backward, run by the accumulator of `weighted_by`, has left here."""
         grads, uncounted = self.left()
         for key, (grad, version) in grads.items():
             had, had_version = before[0].get(key, (None, -1))
@@ -64,15 +64,15 @@ class SharedLoss:
             self._taken, self.found = True, weighted_by
 
     def check(self) -> None:
-        """Refuse gradients that are of another accumulator's weighted loss, before they are counted here.
+        """Refuse gradients of another accumulator's weighted loss before they are counted here.
 
         Raises:
-            RuntimeError: names both accumulators by a parameter.
+            RuntimeError: names a parameter of each accumulator.
         """
         ours = next((e.name for e in self._store.named if self._grads.get(id(e.param), self) is e.param.grad), None)
         if ours is None and self._taken:
             ours = self._store.named[0].name
-        if ours is None:  # they were dropped, as of a discriminator in the generator's turn
+        if ours is None:  # the gradients were dropped, like a discriminator's in the generator's turn
             self.forget()
             return
         raise RuntimeError(
@@ -83,6 +83,6 @@ class SharedLoss:
         )
 
     def forget(self) -> None:
-        """The gradients were dropped."""
+        """Forget gradients that were dropped."""
         self.found, self._taken = "", False
         self._grads.clear()

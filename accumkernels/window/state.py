@@ -1,4 +1,4 @@
-"""What the host knows of the window that is open: its phase, counts and flags, and the losses of its micro-batches."""
+"""The host's knowledge of the open window: its phase, counts and flags, and the losses of its micro-batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .verdict import Verdict
 
 
 class Phase(enum.Enum):
-    """Where a window is in its life. `accumulator.py` says which calls each phase allows.
+    """A window's phase. `accumulator.py` says which calls each phase allows.
 
-    OPEN: it takes micro-batches.
+    OPEN: it accepts micro-batches.
     AVERAGED: it was loaded from a state saved between `finalize` and `zero_`; its sums are averages.
-    BROKEN: an exception in backward came after some of its gradients had been added.
-    REDUCING: its sums are being reduced over ranks; it stays here when that fails.
+    BROKEN: backward raised after some of its gradients had been added.
+    REDUCING: its sums are being reduced over ranks; it stays here if that fails.
     FINALIZED: it was judged, and its gradients were handed out.
     """
 
@@ -37,7 +37,7 @@ class Phase(enum.Enum):
 
 @dataclass
 class WindowLoss:
-    """The losses of one window's micro-batches: on a GPU where they are, unread; those of the CPU as numbers.
+    """The losses of one window's micro-batches: losses on a GPU stay there unread, those on the CPU become numbers.
 
     Args:
         device: Where they are summed.
@@ -46,26 +46,25 @@ class WindowLoss:
     device: torch.device = torch.device("cpu")
     _losses: list[float | Tensor] = field(default_factory=list, init=False)
     _weights: list[float | Tensor] = field(default_factory=list, init=False)
-    _undecided: int = field(default=0, init=False)  # of the last ones: gradients are kept and may still be dropped
+    _undecided: int = field(default=0, init=False)  # number of last ones whose kept gradients may still be dropped
     _loaded: Tensor | None = field(default=None, init=False)  # sums of micro-batches before a checkpoint
-    _agreed: Tensor | None = field(default=None, init=False)  # sums of all ranks
+    _agreed: Tensor | None = field(default=None, init=False)  # sums over all ranks
 
     def add(
         self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, unsynced: bool = False
     ) -> None:
-        """Take in a micro-batch.
+        """Add a micro-batch's loss.
 
         Args:
-            loss: One element, as the user computed it, on any device; None or larger ones do not count.
-            weight: Of the micro-batch; fp64 0-d where a tensor.
-            drop: fp64 `[1]`, not 0 where the micro-batch is dropped, with those kept before it; None where it is not.
-            unsynced: Whether its gradients will come with those of a later micro-batch, and be used or dropped with
-                them.
+            loss: One element, as the user computed it, on any device; None and larger losses do not count.
+            weight: The micro-batch's weight; fp64 0-d if a tensor.
+            drop: fp64 `[1]`, not 0 if this micro-batch and those kept before it are dropped; None if not.
+            unsynced: Whether its gradients will come with a later micro-batch's, to be used or dropped with them.
         """
         if loss is not None and loss.numel() == 1:
-            # Its value now: loops like to change a loss in place afterwards, and it may be a view of much more.
+            # Read its value now: loops like to change a loss in place later, and it may be a view of much more.
             if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor
-                value = loss.tolist()  # no op, which a dispatch mode would see
+                value = loss.tolist()  # no op that a dispatch mode would see
                 while isinstance(value, list):
                     (value,) = value
                 self._losses.append(float(value))
@@ -82,59 +81,59 @@ class WindowLoss:
         self._undecided = 0
 
     def drop_unsynced(self) -> None:
-        """Forget micro-batches whose gradients were kept and will not be used."""
+        """Forget micro-batches whose kept gradients will not be used."""
         decided = len(self._losses) - self._undecided
         del self._losses[decided:], self._weights[decided:]
         self._undecided = 0
 
     def _scalar(self, weight: float | Tensor) -> Tensor:
-        """fp64 0-d on the device; a number is filled in there, since a copy of it would wait."""
+        """Make fp64 0-d on the device; a number is filled in there, because a copy would wait."""
         return weight if isinstance(weight, Tensor) else torch.full((), weight, dtype=torch.float64, device=self.device)
 
     def _vector(self, values: Sequence[float | Tensor]) -> Tensor:
-        """fp64 on the device; numbers alone go there in one copy."""
+        """Make fp64 on the device; if all are numbers, in one copy."""
         if any(isinstance(value, Tensor) for value in values):
             return torch.stack(list(map(self._scalar, values)))
         return move(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
 
     def sums(self) -> Tensor | None:
-        """fp64 `[2]`: `sum w_i l_i` and `sum w_i` over the micro-batches with a loss; None where there are none.
+        """Return fp64 `[2]`: `sum w_i l_i` and `sum w_i` over micro-batches with a loss; None if there are none.
 
-        Of this rank until the window ends, and of all ranks afterwards.
+        Until the window ends these are this rank's sums, afterwards those over all ranks.
         """
         if self._agreed is not None or not self._losses:
             return self._loaded if self._agreed is None else self._agreed
-        # The loss of a dropped micro-batch is usually not finite, and 0 times that is NaN.
+        # A dropped micro-batch's loss is usually not finite, and 0 times that is NaN.
         w = self._vector(self._weights)
         used = torch.stack([torch.where(w != 0, w * self._vector(self._losses), 0.0), w]).sum(1)
         return used if self._loaded is None else used + self._loaded
 
     def agree(self, sums: Tensor) -> None:
-        """Take over the sums of all ranks."""
+        """Take over the sums over all ranks."""
         self._agreed = sums
 
     def resume(self, sums: Sequence[float]) -> None:
-        """Go on from a checkpoint: the two numbers of `sums`, zeros where there were none."""
+        """Resume from a checkpoint's two `sums`, which are zeros if there were no losses."""
         if any(sums):
             self._loaded = torch.tensor(sums, dtype=torch.float64, device=self.device)
 
 
 @dataclass
 class Window:
-    """Counts and flags of one window, and its losses; the sums themselves are in the store.
+    """Counts, flags and losses of one window; the store holds the sums themselves.
 
     Attributes:
         number: How many windows ended before.
         loss: The losses of its micro-batches.
         phase: See `Phase`.
-        micro_batches: `accumulate` calls, dropped micro-batches too.
+        micro_batches: Number of `accumulate` calls, including dropped micro-batches.
         unsynced: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
-        unsynced_sum: All of them together; None where there are none.
+        unsynced_sum: All unsynced micro-batches together; None if there are none.
         host_weight: Sum of the weights that were numbers.
-        weighed_after: Whether a weight other than 1 was left to the accumulate pass by a loop of the user's own.
-        found_nothing: `accumulate` calls that found no gradient, and counted nothing.
-        dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks where there are several.
-        verdict: Once it is finalized.
+        weighed_after: Whether a user's own loop left a weight other than 1 to the accumulate pass.
+        found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
+        dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
+        verdict: Its verdict, once it is finalized.
         handed_out: Whether optimizers have got `.grad`s.
     """
 
@@ -150,7 +149,7 @@ class Window:
     dropped: bool = field(default=False, init=False)
     verdict: Verdict | None = field(default=None, init=False)
     handed_out: bool = field(default=False, init=False)
-    _decided_on_device: bool = field(default=False, init=False)  # a weight or divisor is a tensor that it alone knows
+    _decided_on_device: bool = field(default=False, init=False)  # only the device knows a weight or the divisor
     _grads: WindowGrads | None = field(default=None, init=False)
 
     @property
@@ -160,11 +159,11 @@ class Window:
 
     @property
     def known_empty(self) -> bool:
-        """Whether the host knows already that the step will be skipped for want of weight."""
+        """Whether the host already knows that the step will be skipped because there is no weight."""
         return self.dropped or (not self._decided_on_device and self.host_weight == 0)
 
     def count(self, weight: float | Tensor) -> None:
-        """Count a micro-batch that was added, and with it the unsynced ones."""
+        """Count a micro-batch that was added, and the unsynced ones with it."""
         self.micro_batches += 1
         if self.unsynced:
             self.drop_unsynced()
@@ -174,43 +173,43 @@ class Window:
             self._decided_on_device = True
 
     def count_nothing(self) -> None:
-        """`accumulate` was called, and found no gradient."""
+        """Count an `accumulate` call that found no gradient."""
         self.found_nothing += 1
 
     def weigh_late(self) -> None:
-        """A weight other than 1 was left to the accumulate pass by a loop of the user's own."""
+        """Note that a user's own loop left a weight other than 1 to the accumulate pass."""
         self.weighed_after = True
 
     def break_(self) -> None:
-        """Some gradients of a micro-batch may be in the sums, and others are not: only dropping the window is left."""
+        """Break the window: its sums may hold only part of a micro-batch, so it can only be dropped."""
         self.phase = Phase.BROKEN
 
     def discard(self, window: bool, together: bool) -> None:
-        """Drop it as a whole: because that was asked for, or because it is broken and ranks end it together."""
+        """Drop all of it, because the user asked for that, or because it is broken and ranks end it together."""
         if window or (self.phase is Phase.BROKEN and together):
             self.dropped = True
             if self.phase is Phase.BROKEN:
                 self.phase = Phase.OPEN
 
-    # ---- its end
+    # ---- the end of a window
 
     def divide_on_device(self) -> None:
-        """A divisor was given that only the device knows."""
+        """Note a divisor that only the device knows."""
         self._decided_on_device = True
 
     def begin_reducing(self) -> None:
-        """Its sums are being reduced over ranks: if that fails, they are lost."""
+        """Start reducing the sums over ranks: if that fails, they are lost."""
         self.phase = Phase.REDUCING
 
     def agree(self, stats: GlobalStats) -> None:
-        """Take over what all ranks know together; where the host did not look, only the device knows."""
+        """Take over all ranks' statistics; if the host did not look, only the device knows them."""
         if stats.dropped is None or stats.weight is None:
             self._decided_on_device = True
         else:
             self.dropped, self.host_weight = stats.dropped, stats.weight
 
     def finalize(self, verdict: Verdict, grads: WindowGrads) -> None:
-        """It was judged, and this is what it hands out."""
+        """End the window with its verdict and the gradients that it hands out."""
         self.phase, self.verdict, self._grads = Phase.FINALIZED, verdict, grads
 
     def hand_out(self) -> None:
@@ -220,25 +219,25 @@ class Window:
         self.handed_out = True
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
-        """Multiply what was handed out, which has the norm `norm`, so that its norm is at most `max_norm`."""
+        """Scale the gradients handed out, whose norm is `norm`, to a norm of at most `max_norm`."""
         assert self._grads is not None
         self._grads.multiply(clip_coefficient(norm, max_norm))
 
     # ---- micro-batches whose gradients FSDP2 keeps
 
     def check_unsynced(self, micro_batch: MicroBatch) -> None:
-        """Refuse a weight that does not go with those of unsynced micro-batches, whose gradients are one sum by now.
+        """Refuse a weight that does not match that of unsynced micro-batches, whose gradients are one sum by now.
 
         Raises:
-            RuntimeError: gradients of the sum would have to be multiplied differently, or only the device knows.
+            RuntimeError: parts of the sum would need different factors, or only the device knows.
         """
         loss_weight = micro_batch.loss_weight
         if self.unsynced_sum is None or isinstance(loss_weight, Tensor) or loss_weight == 0:
             return
         given, before = grad_weight(micro_batch), grad_weight(self.unsynced_sum)
         if isinstance(before, Tensor) and not isinstance(given, Tensor):
-            return  # both went into their losses
-        # What a 16-bit loss loses of its weight is less than 1 part in 128.
+            return  # both weights went into the losses
+        # A 16-bit loss loses less than 1 part in 128 of its weight.
         if isinstance(given, Tensor) or isinstance(before, Tensor) or abs(given / before - 1) > 1 / 128:
             raise RuntimeError(
                 f"accumulate(weight={given}) after {self.unsynced} micro-batches that were multiplied by {before}, "
@@ -247,7 +246,7 @@ class Window:
             )
 
     def add_unsynced(self, micro_batch: MicroBatch) -> None:
-        """Count a micro-batch whose gradients will come with those of a later one."""
+        """Count a micro-batch whose gradients will come with a later one's."""
         if isinstance(micro_batch.weight, Tensor) and not isinstance(micro_batch.loss_weight, Tensor):
             raise RuntimeError(
                 "accumulate() found no gradient: FSDP2 keeps it (set_requires_gradient_sync(False)), and then a weight "
@@ -256,21 +255,21 @@ class Window:
         self.check_unsynced(micro_batch)
         self.micro_batches += 1
         self.unsynced += 1
-        self.unsynced_sum = self.with_unsynced(micro_batch)._replace(loss=None)  # which has its graph
+        self.unsynced_sum = self.with_unsynced(micro_batch)._replace(loss=None)  # a loss keeps its graph alive
 
     def with_unsynced(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch whose gradients hold those of unsynced ones as well."""
+        """Return the micro-batch whose gradients also hold those of the unsynced ones."""
         return micro_batch if self.unsynced_sum is None else together(self.unsynced_sum, micro_batch)
 
     def drop_unsynced(self) -> None:
-        """The gradients that were kept came, or will not be used."""
+        """Forget the unsynced micro-batches: their gradients came, or will not be used."""
         self.unsynced, self.unsynced_sum = 0, None
         self.loss.drop_unsynced()
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; a window that is finalized is saved as averaged."""
+        """Return plain numbers; a finalized window is saved as averaged."""
         return {
             "number": self.number,
             "micro_batches": self.micro_batches,
@@ -281,7 +280,7 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become the window that `state_dict` described; this one is empty."""
+        """Load what `state_dict` returned into this empty window."""
         self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
         self.number, self.micro_batches = state["number"], state["micro_batches"]
         self.host_weight = state["host_weight"]

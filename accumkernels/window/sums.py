@@ -1,4 +1,4 @@
-"""A micro-batch's gradients on their way into the flat buffers: checked for overflow first if required, then added."""
+"""Adds a micro-batch's gradients to the flat buffers, after a check for overflow if required."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NOTHING = Captured([], [])
 
 
 class Sums:
-    """Runs the kernels of micro-batches, on every device that has gradients; the sink of backwards that send nothing.
+    """Runs micro-batches' kernels on every device that has gradients; the sink of backwards that send nothing.
 
     Args:
         store: The flat buffers and states.
-        ranks: They drop a micro-batch together where its gradients are sharded.
+        ranks: Drop a micro-batch together if its gradients are sharded.
         scaler: Has the scale that gradients carry.
-        overflow: As FusedAccumulator's argument.
-        noise: Asked for the sums that the noise scale needs.
+        overflow: FusedAccumulator's argument.
+        noise: Collects the sums that the noise scale needs.
 
     Attributes:
-        partial: Whether an op has run of an `add` that did not end: one refuses its own gradients before it adds any.
+        partial: Whether an `add` that failed has run an op; an op refuses its own gradients before it adds any.
         awaited: See `Sink`.
     """
 
@@ -48,17 +48,17 @@ class Sums:
 
     def multiplier(self, micro_batch: MicroBatch) -> float | Tensor | None:
         """See `Sink`."""
-        if self._noise.on or micro_batch.unit is None:  # what is left of the weight is known only in backward
+        if self._noise.on or micro_batch.unit is None:  # only backward knows what is left of the weight
             return None
         weight = micro_batch.weight if micro_batch.loss_weight is None else grad_weight(micro_batch)
         if self._scaler.scales:
             weight = _over(weight, self._scaler.loss_scale())
         if isinstance(weight, float) and (weight == 0 or not math.isfinite(weight)):
-            return None  # BLAS would not look for an overflow in what it multiplies by zero
+            return None  # BLAS would not look for an overflow in operands that it multiplies by zero
         return weight
 
     def check_writable(self, place: Place) -> None:
-        """See `Sink`: nothing is on its way."""
+        """See `Sink`: nothing is being sent."""
 
     def leaf_ran(self, place: Place, pending: bool) -> bool:
         """See `Sink`: nobody waits."""
@@ -75,10 +75,10 @@ class Sums:
         """Add gradients, and mark their segments as touched.
 
         Args:
-            bucket: Gradients, by flat buffer; there may be none.
-            micro_batch: Theirs.
-            count: Whether its weight enters the window's; once per micro-batch.
-            drops: Per device, fp64 `[1]` that drops the micro-batch where it is not 0.
+            bucket: Gradients, by flat buffer; may be empty.
+            micro_batch: The micro-batch of the gradients.
+            count: Whether to add its weight to the window's; once per micro-batch.
+            drops: Per device, fp64 `[1]` that drops the micro-batch if it is not 0.
         """
         plain = micro_batch.loss_weight is None
         weight = micro_batch.weight if plain else grad_weight(micro_batch)
@@ -103,7 +103,7 @@ class Sums:
             self.partial = True
             if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, micro_batch)
-        if count:  # nothing for the first buffer, or the gradients hold a part of the weight already
+        if count:  # the first buffer got nothing, or its gradients already hold a part of the weight
             weight, device = micro_batch.weight, first.device
             flags, drop = first.flags if self._checks else None, None if drops is None else drops[device]
             weights = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
@@ -112,26 +112,26 @@ class Sums:
         self.partial = False
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, micro_batch: MicroBatch) -> None:
-        """Add `sum w_i |g_i|^2` where the gradients of a loss times `loss_weight` have that squared."""
+        """Add `sum w_i |g_i|^2`, given the squared norm of gradients of a loss times `loss_weight`."""
         factor = micro_batch.loss_weight
         if isinstance(factor, Tensor):
             factor = move(torch.where(factor == 0, 1.0, factor), squares.device)
         weighted[0] /= 1.0 if isinstance(factor, float) and factor == 0 else factor  # type: ignore[arg-type]
         squares += weighted
 
-    # ---- before anything is added
+    # ---- the check before anything is added
 
     def find_overflow(self, bucket: Bucket, micro_batch: MicroBatch) -> dict[torch.device, Tensor]:
         """Check a micro-batch on every device before anything is added.
 
         Returns:
-            Per device fp64 `[1]`, 1.0 where any gradient on any device, or the weight, is not finite; for DTensors, on
-            any rank.
+            Per device, fp64 `[1]`: 1.0 if the weight or any gradient on any device (for DTensors, on any rank) is not
+            finite.
         """
         weight, tag = micro_batch.weight, micro_batch.tag
         drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
         found = dict(bucket)
-        for buffer in self._store.buffers:  # those without a gradient too: their device looks at the weight
+        for buffer in self._store.buffers:  # also those without gradients: their device checks the weight
             segments, grads = found.get(buffer, _NOTHING)
             weight_tensor = move(weight, buffer.device) if isinstance(weight, Tensor) else None
             buffer.check_finite(segments, grads, drops[buffer.device], tag=tag, weight_tensor=weight_tensor)
@@ -141,7 +141,7 @@ class Sums:
         return drops
 
     def overflow_error(self, micro_batch: MicroBatch, number: int) -> FloatingPointError:
-        """What to raise for a micro-batch that was found not to be finite, the one after `number` others."""
+        """Make the error for a micro-batch that is not finite, the one after `number` others."""
         last, names = self._store.flagged()
         if last == micro_batch.tag:
             what = f"gradients of {', '.join(names)}"
@@ -151,7 +151,7 @@ class Sums:
 
 
 def _over(weight: float | Tensor, loss_scale: Tensor | None) -> float | Tensor:
-    """`weight / loss_scale`, as a number where no device has to be waited for."""
+    """Compute `weight / loss_scale`, as a number if that needs no wait for a device."""
     scale = 1.0 if loss_scale is None else loss_scale.reshape(()).double()
     if isinstance(scale, Tensor) and scale.device.type == "cpu":
         scale = scale.item()

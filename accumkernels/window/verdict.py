@@ -1,4 +1,4 @@
-"""What becomes of a window: what to divide by, whether to step or to back off; and what loggers want to know of it."""
+"""A window's verdict (its divisor, and whether to step and to back off), and metrics for loggers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..ops.schema import Judged
 
 
 class Verdict:
-    """Device scalars of one window, by one call of an op; nothing is read back.
+    """Device scalars of one window, computed by one op call; nothing is read back.
 
     Args:
         ops: The backend's module.
         state: fp64 `[4]`, see `ops.schema.State`.
         divisor: fp64 0-d that replaces the sum of weights, or None.
-        norm: fp64 0-d, of the sums, or None.
-        max_norm: fp64 0-d that their average is to be clipped to, or None.
-        overflow: fp64 of one element; where not 0, a sum is not finite, which the state does not show.
+        norm: The sums' norm, fp64 0-d, or None.
+        max_norm: The norm to clip their average to, fp64 0-d, or None.
+        overflow: fp64 of one element; if not 0, a sum is not finite although the state does not show it.
 
     Attributes:
         exact: fp64, by `ops.schema.Judged`.
         single: The same in fp32, each 0-d.
-        skip: fp32; 1.0 where the step must not happen.
-        found_inf: fp32; 1.0 where the loss scale must back off.
+        skip: fp32; 1.0 if the step must not happen.
+        found_inf: fp32; 1.0 if the loss scale must back off.
     """
 
     def __init__(
@@ -43,29 +43,29 @@ class Verdict:
         self._overflow = overflow
         self.exact, single = _two_empty(len(Judged), state.device)
         ops.judge_(self.exact, single, state, divisor=divisor, norm=norm, max_norm=max_norm, overflow=overflow)
-        self.single = single.unbind()  # one by one they take as long as the op
+        self.single = single.unbind()  # indexing one by one takes as long as the op
         self.skip = self.single[Judged.SKIP]
         self.found_inf = self.single[Judged.FOUND_INF]
 
     def with_overflow(self, overflow: Tensor) -> Verdict:
-        """Judge again, with an overflow (fp64 of one element, 0 or 1) that showed later."""
+        """Judge again with an overflow (fp64 of one element, 0 or 1) that showed later."""
         if self._overflow is not None:
             overflow = torch.maximum(overflow.reshape(()), self._overflow.reshape(()))
         return Verdict(self._ops, *self._given, overflow)
 
     @property
     def empty(self) -> Tensor:
-        """bool; nothing was accumulated, and nothing overflowed: the scale stays as it is."""
+        """bool; whether nothing was accumulated and nothing overflowed, so that the scale stays."""
         return self.single[Judged.EMPTY] != 0
 
     @property
     def divisor(self) -> Tensor:
-        """fp64; what the sums are divided by."""
+        """fp64; the divisor of the sums."""
         return self.exact[Judged.DIVISOR]
 
     @property
     def coefficient(self) -> Tensor:
-        """fp64; what clips the average."""
+        """fp64; the factor that clips the average."""
         return self.exact[Judged.COEFFICIENT]
 
     @property
@@ -75,7 +75,7 @@ class Verdict:
 
 
 def _two_empty(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """fp64 and fp32 tensors that may be changed outside inference mode too."""
+    """Make fp64 and fp32 tensors that may be changed outside inference mode too."""
     if torch.is_inference_mode_enabled():  # the context takes four times as long as a tensor
         with torch.inference_mode(False):
             return _two_empty(numel, device)
@@ -89,30 +89,30 @@ def is_known_zero(scalar: Tensor) -> bool:
 
 
 class Metrics:
-    """A snapshot of the window that ended last, and counts of all windows; nothing is read from the device.
+    """A snapshot of the last window that ended, and counts of all windows; nothing is read from the device.
 
-    Counts are kept in place on a GPU, so that a replayed CUDA graph counts too; those of the CPU are numbers.
+    A GPU updates its counts in place, so that a replayed CUDA graph counts too; counts on the CPU are numbers.
 
     Args:
-        device: Where they are kept.
+        device: Where to keep the counts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counted = 0.0, 0.0  # windows, and those of them that were skipped, where the host has the verdicts
-        self._ended: Tensor | None = None  # the same where it has not: fp64 [2]
+        self._counted = 0.0, 0.0  # windows, and skipped windows, whose verdicts the host has
+        self._ended: Tensor | None = None  # the same for verdicts on the device: fp64 [2]
         self._micro_batches = 0  # of the window that ended last
         self._judged: Tensor | None = None
         self._norm: Tensor | None = None
         self._loss: Callable[[], Tensor | None] = lambda: None
 
     def end_window(self, micro_batches: int, judged: Tensor, loss: Callable[[], Tensor | None]) -> None:
-        """Take in a window that ends.
+        """Record a window that ends.
 
         Args:
-            micro_batches: `accumulate` calls in it.
-            judged: fp64, see `ops.schema.Judged`; not changed any more.
-            loss: See `WindowLoss.sums`; asked by `read`.
+            micro_batches: Number of its `accumulate` calls.
+            judged: fp64, see `ops.schema.Judged`; nobody changes it any more.
+            loss: See `WindowLoss.sums`; `read` calls it.
         """
         if judged.is_cpu:  # a number costs a tenth of a tensor
             numbers = judged.tolist()
@@ -125,17 +125,17 @@ class Metrics:
         self._micro_batches, self._judged, self._norm, self._loss = micro_batches, judged, None, loss
 
     def end_empty_window(self) -> None:
-        """Take in a window without micro-batches."""
+        """Record a window without micro-batches."""
         judged = torch.zeros(len(Judged), dtype=torch.float64, device=self._device)
         judged[: Judged.SKIP + 1] = 1
         self.end_window(0, judged, lambda: None)
 
     def see_norm(self, norm: Tensor) -> None:
-        """Take in the norm of the window that ended."""
+        """Record the norm of the window that ended."""
         self._norm = norm
 
     def read(self) -> dict[str, float | Tensor]:
-        """The snapshot, in tensors of its own."""
+        """Return the snapshot, in tensors of its own."""
         counted = torch.tensor(self._counted, dtype=torch.float64, device="cpu")
         ended = counted if self._ended is None else self._ended.clone()
         window: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
