@@ -1,5 +1,5 @@
-"""Where gradients are taken from autograd: after backward, while it runs, or before autocast widens them.
+"""Takes gradients from autograd: after backward, while it runs, or before autocast widens them.
 
-May read and clear `.grad`, put hooks on parameters and modules, and look up segments in buffers/. It knows nothing of
-weights, windows, ranks or overflow, and never decides whether a gradient is used.
+This room may read and clear `.grad`, put hooks on parameters and modules, and look up segments in buffers/. It knows
+nothing of weights, windows, ranks or overflow, and never decides whether a gradient is used.
 """

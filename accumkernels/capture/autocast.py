@@ -1,18 +1,18 @@
 """The autocast route: 16-bit gradients of fp32 parameters, taken before autocast's backward widens them.
 
-Autocast casts an fp32 weight to 16 bit in every forward, and the cast's backward widens the gradient that comes back
-(6 bytes per element) before AccumulateGrad adds it (12). Here the module finds, while its forward runs, a 16-bit tensor
-in the parameter's slot: a view of a flat shadow that is rounded from the parameters once per window. In the graph it
-stands behind a function whose backward takes the 16-bit gradient to the flat buffer as it is. Bytes per element and
-micro-batch: stock 24 (6 to cast, 6 to widen, 12 to add), here 10.
+Autocast casts an fp32 weight to 16 bits in every forward. The cast's backward widens the returning gradient (6 bytes
+per element) before AccumulateGrad adds it (12). With the route, a module's forward finds a 16-bit tensor in the
+parameter's slot: a view of a flat shadow that is rounded from the parameters once per window. In the graph, this tensor
+comes from a function whose backward takes the 16-bit gradient to the flat buffer without widening it. Bytes per element
+and micro-batch: stock 24 (6 to cast, 6 to widen, 12 to add), here 10.
 
-The function connects the shadow to its parameters, so that `torch.autograd.grad` with respect to them works as ever. It
-is one for all of them, made once per micro-batch; with gradients released in backward, one for each weight and its
-bias. Hooks on modules, rather than a walk over the graph or one hook on the model, also serve submodules called alone,
-autocast inside forward, and what checkpointing runs again. Which slots autocast casts is learned by watching the ops of
-each module's first forward; a slot that is also read uncast keeps its parameter. Values and gradients are bit for bit
-those of stock autocast: the cast rounds alike, and uses of one weight are summed in 16 bit, as gradients of its cached
-cast are.
+The function connects the shadow to its parameters, so that `torch.autograd.grad` with respect to them works as usual.
+One function per micro-batch serves all parameters; if gradients are released in backward, there is one for each weight
+and its bias. Hooks on modules, unlike a walk over the graph or one hook on the model, also serve submodules called
+alone, autocast inside forward, and checkpointing's reruns. The route learns which slots autocast casts by watching the
+ops of each module's first forward; a slot that is also read uncast keeps its parameter. Values and gradients are bit
+for bit those of stock autocast: the cast rounds alike, and gradients of several uses of one weight are summed in 16
+bits, as for autocast's cached cast.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class _Shadow:
         self.dtype = dtype
         self.buffer = buffer
         self.segment = segment
-        self.tensor: Tensor | None = None  # made, with others, at the end of the micro-batch
+        self.tensor: Tensor | None = None  # allocated, with others, at the end of the micro-batch
         self.holds: tuple[int, int] | None = None
 
     def current(self) -> tuple[int, int]:
-        """What changes when the parameter does: its version, or where `param.data` points."""
+        """Return what changes with the parameter's values: its version, or where `param.data` points."""
         return self.param._version, self.param.data_ptr()
 
 
 class _Take(torch.autograd.Function):
-    """From parameters to their shadows; in backward, 16-bit gradients are taken, or widened where they must not be."""
+    """Maps parameters to their shadows; backward takes 16-bit gradients, or widens those that it must not take."""
 
     @staticmethod
     def forward(ctx: Any, route: weakref.ref[AutocastRoute], shadows: list[_Shadow], *_: Tensor) -> tuple[Tensor, ...]:
@@ -82,14 +82,14 @@ class _Take(torch.autograd.Function):
 
 
 class _Slots:
-    """What is known of one module's own parameters."""
+    """The route's knowledge of one module's own parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.shadows: dict[str, _Shadow] | None = None  # by slot; None until learned
-        self.learned_in = -1  # the generation; shadows are used from the next one on
+        self.learned_in = -1  # the generation; the next one begins to use the shadows
         self.recorder: CastRecorder | None = None
-        self.unwatched: set[int] | None = None  # its parameters, while it runs without gradients inside a watched one
+        self.unwatched: set[int] | None = None  # its parameters, while it runs without grad inside a watched module
         self.swapped: list[tuple[str, Tensor, Tensor]] = []
 
 
@@ -101,19 +101,19 @@ class AutocastRoute(Capture):
     """Hooks on a model's modules that put 16-bit shadows in the slots of parameters which autocast casts.
 
     Args:
-        store: Where the model's parameters have their segments.
-        buckets: Collects gradients as they come, where it takes those of the backward that runs.
+        store: Holds the segments of the model's parameters.
+        buckets: Collects gradients while backward runs, if it takes that backward's gradients.
         gradients: Keeps them otherwise.
-        fused: Has a say in what stands in the slots of linear weights.
-        always: Whether gradients are taken in every backward; else only between `begin` and `end`, and otherwise they
-            are widened into `.grad`, where a loop of its own may look for them.
-        module: The model. Nothing keeps it alive but the caller.
+        fused: Decides what stands in the slots of linear weights that it fuses.
+        always: Whether to take gradients in every backward. If not, backwards outside `begin` and `end` widen them into
+            `.grad`, where a loop of its own may look for them.
+        module: The model. Only the caller keeps it alive.
         smallest: Modules whose parameters all have fewer elements are left to autocast.
 
     Attributes:
         keeps_whole: Whether no gradient may come in several parts.
         used: Whether a module ran under autocast in this window.
-        backwards: How many it took part in, in this window.
+        backwards: Number of backwards in this window that it took part in.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class AutocastRoute(Capture):
         self._fused = fused
         self.keeps_whole = self.used = False
         self._taking = False  # while a backward runs that `accumulate` follows at once
-        self._listening = True  # not between `finalize` and the next window, where gradients are torch's alone
+        self._listening = True  # False between `finalize` and the next window, when gradients are torch's alone
         self.backwards = 0
-        self._rounded: dict[torch.device, Ready] = {}  # when shadows on CUDA devices were
+        self._rounded: dict[torch.device, Ready] = {}  # when shadows on CUDA devices were rounded
         self._store = store
         self._buckets = buckets
         self._gradients = gradients
@@ -140,12 +140,12 @@ class AutocastRoute(Capture):
         self._new: list[_Shadow] = []
         self._live: dict[int, Tensor] = {}  # by id of the parameter: its shadow in this micro-batch's graph
         self._direct: set[int] = set()  # ids of parameters that some forward reads uncast
-        self._elsewhere: set[int] = set()  # and of those that are used outside of the modules that have them
+        self._elsewhere: set[int] = set()  # ids of parameters used outside of their own modules
         self._casts: dict[tuple[int, torch.Size], int] = {}
-        self._at_home: list[set[int]] = []  # of the modules that run, while any is watched
-        self._swapped: list[_Slots] = []  # modules with a shadow in a slot: those that run
-        self._recorders: list[CastRecorder] = []  # of modules that run, the innermost last
-        self._generation = 0  # micro-batches begun
+        self._at_home: list[set[int]] = []  # parameters of the running modules, while any is watched
+        self._swapped: list[_Slots] = []  # running modules with a shadow in a slot
+        self._recorders: list[CastRecorder] = []  # of running modules, the innermost last
+        self._generation = 0  # number of micro-batches begun
         self._root = id(module)
         self._modules: dict[int, _Slots] = {}
         self._handles = Handles(self)
@@ -175,7 +175,7 @@ class AutocastRoute(Capture):
         return {id(s.param) for s in self._shadows.values() if self._may_route(s.param)}
 
     def in_parts(self, place: Place) -> bool:
-        """See `Capture`: a tied embedding's comes in two, a 16-bit one and an fp32 one."""
+        """See `Capture`: a tied embedding's gradient comes in two, a 16-bit and an fp32 part."""
         return id(place[0].params[place[1]]) in self._direct
 
     def begin(self, micro_batch: MicroBatch, sink: Sink) -> None:
@@ -195,15 +195,15 @@ class AutocastRoute(Capture):
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if not self._listening:
-            return  # the optimizer may have stepped by now, and torch's fused ones do not count as in-place changes
+            return  # the optimizer may have stepped, and torch's fused ones do not count as in-place changes
         slots = self._modules.get(id(module))
         if slots is None or slots.module() is not module or slots.recorder is not None:
             return  # a copy, or a module that calls itself
         self._put_back(slots)
         if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
-            return  # neither can take a function of ours into its graph
+            return  # neither can take our function into its graph
         if not torch.is_grad_enabled():
-            if self._at_home:  # the first run of a reentrant checkpoint: its second one will tell
+            if self._at_home:  # the first run of a reentrant checkpoint; learn from its second run
                 slots.unwatched = _own(module)
                 self._at_home.append(slots.unwatched)
             return
@@ -217,7 +217,7 @@ class AutocastRoute(Capture):
         self.used = True
         dtype = torch.get_autocast_dtype(device_type)
         if learning:
-            # Dynamo does not compile a part of it while a dispatch mode is active.
+            # Dynamo does not compile parts of a module while a dispatch mode is active.
             if dtype in _HALF and not any(map(is_compiled, module.modules())):
                 self._watch(slots, module, dtype)
             return
@@ -252,10 +252,10 @@ class AutocastRoute(Capture):
         self._swapped.append(slots)
 
     def _connect(self, of_module: list[_Shadow]) -> None:
-        """Put a module's shadows into this micro-batch's graph; all there are, unless they are released in backward.
+        """Put a module's shadows into this micro-batch's graph, or all shadows if nothing is released in backward.
 
-        A function takes its gradients when the last one is there. Those of a bias come with its weight's, and wait for
-        nothing; two weights of a module do not wait for each other.
+        A function takes its gradients when the last of them arrives. A bias's gradient comes with its weight's and
+        causes no wait; two weights of a module do not wait for each other.
         """
         if self._buckets.listens:
             new = [s for s in of_module if id(s.param) not in self._live]
@@ -270,7 +270,7 @@ class AutocastRoute(Capture):
                 self._live[id(shadow.param)] = tensor
 
     def take(self, shadow: _Shadow, grad: Tensor, leaf: Any) -> bool:
-        """Take the gradient of a backward that would fill `.grad`; False: it is wanted there, in fp32."""
+        """Take the gradient if this backward would fill `.grad`; False: the caller wants it there, in fp32."""
         if not self._listening or not (self._always or self._taking) or not fills_grad(leaf):
             return False
         place = shadow.buffer, shadow.segment.index
@@ -316,7 +316,7 @@ class AutocastRoute(Capture):
     # ---- a compiled part's call
 
     def _enter_compiled(self, part: nn.Module, *_: Any) -> None:
-        """Put shadows into all slots of a part before Dynamo sees them: its code then has nothing to cast."""
+        """Put shadows into all slots of a part before Dynamo sees them, so that its code has nothing to cast."""
         self._leave_compiled(part)
         device_type = self._store.device.type
         dtype = torch.get_autocast_dtype(device_type)
@@ -330,7 +330,7 @@ class AutocastRoute(Capture):
             for name, param in module._parameters.items() if module is not None else ():
                 if param is not None and name not in shadows:
                     self._give_shadow(shadows, name, param, dtype)
-        if self._new:  # not at the end of the micro-batch, as where the first forward is eager: it would compile twice
+        if self._new:  # allocate now, not at the end of the micro-batch as in eager mode: it would compile twice
             self._allocate()
         for slots in self._inside[id(part)]:
             module = slots.module()
@@ -342,7 +342,7 @@ class AutocastRoute(Capture):
             self._put_back(slots)
 
     def _restore_module(self, module: nn.Module, *_: Any) -> None:
-        """Before its state_dict is made, which may be in its forward."""
+        """Restore the slots before the module's state_dict is made, which may happen in its forward."""
         slots = self._modules.get(id(module))
         if slots is not None and slots.module() is module:
             self._put_back(slots)
@@ -354,9 +354,9 @@ class AutocastRoute(Capture):
         return True
 
     def _may_route(self, param: Tensor) -> bool:
-        """Whether a parameter's gradient is wanted by nobody else, and comes in one part where it has to."""
+        """Whether nobody else wants a parameter's gradient, and it comes in one part if it has to."""
         if id(param) in self._elsewhere:
-            return False  # autograd would sum what comes from there and from here in 16 bit
+            return False  # autograd would sum the gradients from both sides in 16 bits
         if self.keeps_whole and self._buckets.listens and id(param) in self._direct:
             return False  # its gradient would come in two parts
         return is_ours_alone(param)
@@ -367,7 +367,7 @@ class AutocastRoute(Capture):
         self._elsewhere |= watch.elsewhere
         self._direct |= watch.direct
         if not watch.cast and not watch.direct and watch.own:
-            return  # the forward raised, or ran nothing: look again next time
+            return  # the forward raised, or ran nothing: watch the next one
         slots.learned_in = self._generation
         if slots.shadows is None:
             slots.shadows = {}
@@ -378,7 +378,7 @@ class AutocastRoute(Capture):
             self._give_shadow(slots.shadows, name, param, watch.dtype)
 
     def _give_shadow(self, shadows: dict[str, _Shadow], name: str, param: Tensor, dtype: torch.dtype) -> None:
-        """Let a slot have its parameter's shadow, if the parameter is accumulated and cast from fp32."""
+        """Give a slot its parameter's shadow, if the parameter is accumulated and cast from fp32."""
         place = self._store.place(param)
         if param.dtype != torch.float32 or place is None:
             return
@@ -407,7 +407,7 @@ class AutocastRoute(Capture):
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Round every parameter that changed: one pass per device."""
+        """Round every parameter that changed, in one pass per device."""
         stale: dict[torch.device, list[_Shadow]] = {}
         for shadow in self._shadows.values():
             if shadow.tensor is not None and shadow.holds != shadow.current():
@@ -420,15 +420,15 @@ class AutocastRoute(Capture):
             else:  # a parameter that is not dense
                 torch._foreach_copy_(outputs, inputs)
             device = shadows[0].param.device
-            if device.type == "cuda":  # all modules' shadows, on the stream of the first one to run
+            if device.type == "cuda":  # round all modules' shadows on the stream of the first module that runs
                 self._rounded[device] = Ready(device)
-            # A graph that still holds the old values must notice.
+            # A graph that still holds the old values must notice the change.
             torch.autograd.graph.increment_version(outputs)
             for shadow in shadows:
                 shadow.holds = shadow.current()
 
     def renew(self, keeps_whole: bool) -> None:
-        """The optimizer has stepped: the shadow is rounded anew.
+        """Round the shadow again, because the optimizer has stepped.
 
         Args:
             keeps_whole: Whether no gradient of the next window may come in several parts.
@@ -439,7 +439,7 @@ class AutocastRoute(Capture):
             shadow.holds = None
 
     def forget(self) -> None:
-        """See `Capture`; what was learned in the micro-batch is used from now on."""
+        """See `Capture`; from now on, use what was learned in the micro-batch."""
         self.is_ready()
         self._casts.clear()
         self._live.clear()
@@ -448,7 +448,7 @@ class AutocastRoute(Capture):
             self._allocate()
 
     def remove(self) -> None:
-        """See `Capture`; graphs that are left give their gradients to `.grad`."""
+        """See `Capture`; remaining graphs give their gradients to `.grad`."""
         self._listening = False
         self.is_ready()
         _stop(self._recorders)
@@ -456,6 +456,6 @@ class AutocastRoute(Capture):
 
 
 def _stop(recorders: list[CastRecorder]) -> None:
-    """End what a Ctrl-C in a module's first forward left on: every op of the thread would go on passing through it."""
+    """Stop recorders that a Ctrl-C in a first forward left on, or every op of the thread would pass through them."""
     while recorders and _get_current_dispatch_mode() is recorders[-1]:
         recorders.pop().__exit__(None, None, None)

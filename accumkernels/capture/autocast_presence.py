@@ -1,4 +1,4 @@
-"""Whether autocast casts a model's parameters, and so whether the autocast route is on its modules."""
+"""Decides whether autocast casts a model's parameters, and so whether to put the autocast route on its modules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .autocast import AutocastRoute
 from .captures import Capture
 from .compiled import split
 
-# Backwards between two looks at the graph. A node takes 0.3 microseconds to look at, and 10 or more to run.
+# Backwards between two looks at the graph. Looking at a node takes 0.3 microseconds, running it 10 or more.
 EVERY = 32
-# Elements. A module whose parameters are all smaller is left to autocast, unless the route is asked for: its hooks take
+# Elements. A module with only smaller parameters is left to autocast unless the user asks for the route: its hooks take
 # longer than the bytes that they save (MLPs of square layers on a CPU: 1.12 times the window at 16, 0.99 at 256).
 SMALLEST = 2**16
 
@@ -23,7 +23,7 @@ SMALLEST = 2**16
 def may_route(module: nn.Module, asked: str | bool) -> bool:
     """Whether the route can ever be on a module, for FusedAccumulator's argument `autocast_route`.
 
-    A compiled part takes it whatever the size of its modules: there it is one hook for all of them.
+    A compiled part may use it whatever the size of its modules, because one hook serves all of them.
     """
     large = any(p.numel() >= SMALLEST for p in module.parameters())
     return asked is True or (asked == "auto" and (large or bool(split(module)[1])))
@@ -33,16 +33,16 @@ class AutocastPresence:
     """Puts the route among an accumulator's captures when a backward's graph shows that autocast casts parameters.
 
     Hooks put every `Module.__call__` on its slow path, so a model that autocast leaves alone gets none. The first
-    backward is looked at, then every so many: autocast may be turned on later. When a whole window has run without it,
-    the route goes, with its copy of the weights.
+    backward is inspected, then every so many, because autocast may be turned on later. After a whole window without
+    autocast, the route is removed, with its copy of the weights.
 
     Args:
         module: The model, held weakly.
-        store: Where its parameters have their segments.
-        captures: Those in use, in order; the route comes last.
-        always: The route is there from the beginning to the end, as it is for a model with compiled parts: their graphs
-            do not show casts, and would be compiled anew when the route came.
-        make: Makes the route, of the module and the fewest elements of a module's largest parameter.
+        store: Holds the segments of its parameters.
+        captures: The captures in use, in order; the route comes last.
+        always: Whether the route stays from beginning to end, as it must for a model with compiled parts: their graphs
+            do not show casts, and would be recompiled when the route came.
+        make: Makes the route from the module and the fewest elements of a module's largest parameter.
 
     Attributes:
         route: The route, while it is there.
@@ -62,7 +62,7 @@ class AutocastPresence:
         self._smallest = 0 if always else SMALLEST
         self._make = make
         self._stays = always or bool(split(module)[1])
-        self._until_look = 0  # backwards
+        self._until_look = 0  # number of backwards
         self._every = EVERY
         self.route: AutocastRoute | None = None
         if self._stays:
@@ -81,9 +81,9 @@ class AutocastPresence:
             self._captures.append(self.route)
 
     def finds_casts(self, loss: Tensor) -> bool:
-        """Whether the graph of a backward that is about to run, without the route, shows that it would be of use.
+        """Whether the graph of a backward that will run without the route shows that the route would help.
 
-        It is put on after that backward: a checkpoint that runs its forward again finds the first one's modules.
+        The route is put on after that backward, because a rerun checkpoint needs the modules of its first forward.
         """
         if self._until_look:
             self._until_look -= 1
@@ -92,17 +92,17 @@ class AutocastPresence:
         return _casts(loss.grad_fn, self._store, self._smallest)
 
     def take_off(self, route: AutocastRoute) -> None:
-        """Take the route off, after a window whose backwards did without autocast."""
+        """Remove the route after a window whose backwards did not use autocast."""
         if not self._stays:
             route.remove()
             self._captures.remove(route)
             self.route = None
-            self._every *= 2  # casts that are not autocast's, or that no module makes, look alike in the graph
+            self._every *= 2  # casts by the user, or outside of modules, look the same in the graph
             self._until_look = self._every
 
 
 def _casts(root: Any, store: Store, smallest: int) -> bool:
-    """Whether a graph casts a large parameter of the store's, or hides what it does (reentrant checkpoints)."""
+    """Whether a graph casts a large parameter of the store, or hides that (reentrant checkpoints)."""
     seen = {root}
     stack = [] if root is None else [root]
     while stack:

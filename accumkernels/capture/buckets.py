@@ -1,4 +1,4 @@
-"""Gradients taken while backward runs, and handed over in buckets (`release="backward"` and "auto")."""
+"""Takes gradients while backward runs, and hands them over in buckets (`release="backward"` and "auto")."""
 
 from __future__ import annotations
 
@@ -23,42 +23,41 @@ _Item = tuple[Place, Tensor]
 
 
 def default_bucket_bytes(device: torch.device, largest: int) -> int:
-    """A bucket's size where the user gives none.
+    """Return a bucket's size if the user gives none.
 
-    On a GPU what stays in L2 until it is read. On a CPU what the C library keeps when it is freed at once: glibc gives
-    the end of its heap back to the system where more than twice the largest block is free, and the next backward
+    On a GPU it is what stays in L2 until it is read. On a CPU it is what the C library keeps when it is freed at once:
+    glibc returns the end of its heap to the system if more than twice the largest block is free; the next backward then
     touches new pages, which takes longer than everything else (benchmarks.buckets).
 
     Args:
-        device: Of the gradients.
-        largest: Bytes of the largest one.
+        device: The gradients' device.
+        largest: Bytes of the largest gradient.
     """
     return 16 * 2**20 if device.type == "cuda" else min(max(2 * largest, 2 * 2**20), 32 * 2**20)
 
 
 class Buckets(Capture):
-    """Takes each `.grad` as soon as backward has made it, and hands them over in buckets.
+    """Takes each `.grad` as soon as backward has made it, and hands gradients over in buckets.
 
-    What is pending is less than `bucket_bytes` whenever a hook returns, so at most `bucket_bytes` and one gradient, the
-    one that fills the bucket, are alive at any moment.
+    Less than `bucket_bytes` is pending whenever a hook returns, so at most `bucket_bytes` and one gradient, the one
+    that fills the bucket, are alive at any moment.
 
-    Hooks, which parameters keep, keep this object: it must not keep the accumulator. They find the caches cold, since a
-    layer has just run: each call of Python's between a gradient and its op takes microseconds.
+    Parameters keep the hooks, and hooks keep this object, so it must not keep the accumulator. Hooks find the caches
+    cold, since a layer has just run: each Python call between a gradient and its op takes microseconds.
 
-    Backward over several devices runs hooks in several threads. No lock is taken for a gradient: an append is atomic,
-    whoever hands over takes the front of the list, and a lost addition only makes a bucket larger by one gradient.
+    A backward over several devices runs hooks in several threads. Gradients need no lock: an append is atomic, a
+    handover takes the front of the list, and a lost addition only makes a bucket larger by one gradient.
 
     Args:
         bucket_bytes: Hand over when so many bytes are pending.
-        usual: Called with what is pending for each buffer, on the stream of the last gradient, in backwards that are
-            not between `begin` and `end`.
-        always: Whether these backwards are listened to.
-        handles: They take off the hooks when the accumulator is freed.
+        usual: Adds a bucket of a backward outside `begin` and `end`, on the stream of the last gradient.
+        always: Whether to take gradients of these backwards.
+        handles: Remove the hooks when the accumulator is freed.
 
     Attributes:
         handed_over: Whether anything was handed over since the last `forget`.
-        interrupted: Whether a backward began and did not end: it raised, or runs now. Never known under compiled
-            autograd.
+        interrupted: Whether a backward began and did not end, because it raised or still runs. Never known under
+            compiled autograd.
         listens: Whether any parameter has a hook.
         bucket_bytes: As the argument.
         order: The streams that write to flat buffers in one backward.
@@ -74,7 +73,7 @@ class Buckets(Capture):
         self._handles = handles
         self._listening = True
         self._inside = False  # between `begin` and `end`
-        self._lock = threading.RLock()  # of handing over: several devices' threads may
+        self._lock = threading.RLock()  # several devices' threads may hand over
         # What hooks read and write for each gradient.
         self._ready = False  # whether gradients are taken, and a backward is known to have begun
         self._items: list[_Item] = []
@@ -92,12 +91,12 @@ class Buckets(Capture):
                 self.listens = True
 
     def _hook(self, place: Place, sharded: bool) -> Callable[[Tensor], None]:
-        """What a parameter calls when backward has made its `.grad`."""
+        """Make the hook that a parameter calls when backward has made its `.grad`."""
         segment = place[0].segments[place[1]]
         nbytes, on_gpu = segment.numel * segment.dtype.itemsize, segment.device.type == "cuda"
 
         def take(param: Tensor) -> None:
-            if is_dynamo_compiling():  # under compiled autograd, and it must not look into what follows
+            if is_dynamo_compiling():  # under compiled autograd, which must not look into what follows
                 _take_opaquely(self, place, param)
                 return
             if not self._ready:
@@ -118,14 +117,14 @@ class Buckets(Capture):
         return take
 
     def take_first(self, place: Place, param: Tensor) -> None:
-        """Take the first gradient of a backward; any where nobody knows that a backward has begun; or none."""
+        """Take a backward's first gradient (or any, if nobody knows that a backward has begun), if it takes any."""
         grad = local_grad(param) if self.takes else None
         if grad is not None:
             param.grad = None
             self.collect(place, grad)
 
     def set_listening(self, listening: bool) -> None:
-        """Whether gradients are taken; else they stay in `.grad`."""
+        """Take gradients, or leave them in `.grad`."""
         self._listening = listening
         self._ready = False
 
@@ -145,7 +144,7 @@ class Buckets(Capture):
         self.interrupted = self._ready = self._listening
 
     def end(self, failed: bool) -> None:
-        """See `Capture`; a backward that raised leaves nothing, unless the window is broken."""
+        """See `Capture`; a backward that raised leaves nothing, unless it breaks the window."""
         self._sink = self._usual
         self._limit, self._awaited = self.bucket_bytes, frozenset()
         self._inside = self._ready = False
@@ -161,15 +160,15 @@ class Buckets(Capture):
 
     @property
     def added(self) -> bool:  # type: ignore[override]
-        """See `Capture`; what is pending counts, too."""
+        """See `Capture`; pending gradients count, too."""
         return self.handed_over or bool(self._items)
 
     def is_pending(self, place: Place) -> bool:
-        """Whether a gradient of a segment was taken and not yet handed over."""
+        """Whether a segment's gradient was taken but not yet handed over."""
         return any(pending == place for pending, _ in self._items)
 
     def collect(self, place: Place, grad: Tensor) -> bool:
-        """Take the gradient of a segment, in the backward that made it; False where that is not listened to."""
+        """Take a segment's gradient in the backward that made it; False if that backward's gradients are not taken."""
         if not self._ready:
             if not self.takes:
                 return False
@@ -183,27 +182,27 @@ class Buckets(Capture):
         return True
 
     def _begin(self, *_: Any) -> None:
-        """Note that a backward runs, and be told of its end."""
+        """Note that a backward runs, and ask to be called at its end."""
         if not self._ready and self.takes and not _in_compiled_autograd():
             self.interrupted = self._ready = True
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _ended(self) -> None:
-        """A backward has ended; of reentrant checkpointing, inside another, which may still raise."""
+        """Note that a backward ended; reentrant checkpointing's ends inside another, which may still raise."""
         self.interrupted = self._ready = False
         outer = torch._C._current_autograd_node()
         for function, _ in () if outer is None else outer.next_functions:
-            if function is not None and function.name() != "torch::autograd::AccumulateGrad":  # a gradient will tell
+            if function is not None and function.name() != "torch::autograd::AccumulateGrad":  # its hook calls begin
                 function.register_prehook(self._begin)
 
     def hand_over(self) -> None:
         """Hand over what is pending, if anything is."""
-        graph = torch.is_grad_enabled()  # with create_graph=True
+        graph = torch.is_grad_enabled()  # True with create_graph=True
         torch._C._set_grad_enabled(False)
         try:
             with self._lock:
                 items = self._items[:]
-                del self._items[: len(items)]  # not what another thread appends meanwhile
+                del self._items[: len(items)]  # keep what another thread appends meanwhile
                 self._bytes = 0
                 if not items:
                     return
@@ -216,7 +215,7 @@ class Buckets(Capture):
             torch._C._set_grad_enabled(graph)
 
     def _join_streams(self, items: list[_Item]) -> None:
-        """Let what is pending be read; a bucket that is added on yet another stream comes after this one."""
+        """Order streams: pending gradients may be read then, and a bucket added on another stream comes later."""
         self._streams.join()
         if self.order.writers:  # fused weights write to the buffers too
             for device in dict.fromkeys(buffer.device for (buffer, _), _ in items):
@@ -235,7 +234,7 @@ class Buckets(Capture):
         return _buckets(self._items)
 
     def forget(self) -> None:
-        """See `Capture`; the next backward begins anew."""
+        """See `Capture`; the next backward starts afresh."""
         self._items.clear()
         self._bytes = 0
         self._ready = self.handed_over = self.interrupted = False
@@ -258,9 +257,9 @@ _take_opaquely = opaque(Buckets.take_first)
 
 
 def _buckets(items: list[_Item]) -> list[Bucket]:
-    """By flat buffer; more than one bucket where a segment got several gradients, which are added one after another.
+    """Group by flat buffer; more than one bucket if a segment got several gradients, which are added one by one.
 
-    So it is with reentrant checkpointing, after a second backward, and where a weight is read both cast and uncast.
+    That happens with reentrant checkpointing, after a second backward, and if a weight is read both cast and uncast.
     """
     if len(items) == 1:
         (buffer, index), grad = items[0]
@@ -288,6 +287,6 @@ def _buckets(items: list[_Item]) -> list[Bucket]:
 
 
 def _in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs this backward: it forgets what is to be called at the end."""
+    """Whether compiled autograd runs this backward: it drops callbacks for the end."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and getattr(module, "in_compiled_autograd_region", False)

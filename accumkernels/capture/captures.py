@@ -1,8 +1,8 @@
-"""What takes gradients: one protocol for `.grad`, buckets, the autocast route and fused weights.
+"""The protocol of everything that takes gradients: `.grad`, buckets, the autocast route and fused weights.
 
-An accumulator holds those that it uses. Around each backward they are told of the micro-batch and of a sink, which adds
-what they hand over while it runs; afterwards they are drained of what is left. They report to the sink what they added
-and what is complete, and decide nothing about windows, weights or ranks.
+An accumulator holds the captures that it uses. Around each backward they get the micro-batch and a sink, which adds
+what they hand over while it runs; afterwards `drain` returns the rest. Captures report to the sink what they added and
+what is complete, and decide nothing about windows, weights or ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class MicroBatch(NamedTuple):
     """A micro-batch, from where it enters the accumulator until it is counted.
 
     Attributes:
-        weight: What it counts in the window's sum of weights: a number, or fp64 0-d on the first device.
+        weight: Its part of the window's sum of weights: a number, or fp64 0-d on the first device.
         tag: Its serial number, which kernels store in the flags of parameters whose gradients are not finite.
-        last: Whether it is the window's last on this rank, whose sums may be sent while its backward runs.
+        last: Whether it is the window's last on this rank, so that sums may be sent while its backward runs.
         loss: Its plain loss, for the window's metrics.
         ran_backward: Whether the accumulator ran its backward; otherwise, no gradient means that there was none.
-        loss_weight: What its loss was multiplied by before backward, as `weight` is given; None: it was left as it is.
-        unit: The unit of `loss_weight`, which is `weight / unit` but for rounding; None where `loss_weight` is 0, and
-            no rank had another weight when it was put there.
+        loss_weight: The factor of its loss before backward, given like `weight`; None: the loss was left as it is.
+        unit: The unit of `loss_weight`, which is `weight / unit` up to rounding; None if `loss_weight` is 0 and no rank
+            had another weight by then.
     """
 
     weight: float | Tensor
@@ -50,10 +50,10 @@ Place = tuple[FlatBuffer, int]  # a segment
 
 
 class Sink(Protocol):
-    """Where gradients go while a backward runs.
+    """Receives gradients while a backward runs.
 
     Attributes:
-        awaited: Segments whose gradients are to be handed over at once, with all that is pending; None: every one.
+        awaited: Segments whose gradients must be handed over at once, with all that is pending; None: every segment.
     """
 
     awaited: Set[Place] | None
@@ -62,69 +62,69 @@ class Sink(Protocol):
         """Add gradients to the flat buffers."""
 
     def multiplier(self, micro_batch: MicroBatch) -> float | Tensor | None:
-        """What the ops that compute weight gradients multiply them by as they add them: the weight over the loss scale.
+        """Return the factor for ops that compute weight gradients and add them: the weight over the loss scale.
 
         None: the micro-batch needs gradients of its own.
         """
 
     def check_writable(self, place: Place) -> None:
-        """Refuse an addition to a segment that is on its way to other ranks."""
+        """Refuse an addition to a segment that is being sent to other ranks."""
 
     def leaf_ran(self, place: Place, pending: bool) -> bool:
-        """Take note that no more gradients come to a segment in this backward.
+        """Note that a segment gets no more gradients in this backward.
 
         Args:
             place: The segment.
-            pending: Whether one of them has not been handed over yet.
+            pending: Whether one of its gradients has not been handed over yet.
 
         Returns:
-            Whether what is pending is to be handed over now.
+            Whether to hand over now what is pending.
         """
 
 
 class Capture:
-    """Takes gradients of backwards; by itself, none.
+    """Takes gradients of backwards; the base class takes none.
 
     Attributes:
-        added: Whether gradients of the micro-batch under way were taken with their weight, which cannot change now.
+        added: Whether gradients of the current micro-batch were taken with its weight, which cannot change now.
         broken: Whether gradients of a backward that raised may be in the sums.
     """
 
     added = broken = False
 
     def begin(self, micro_batch: MicroBatch, sink: Sink) -> None:
-        """A backward begins; what is taken early goes to the sink."""
+        """Begin a backward; gradients taken early go to the sink."""
 
     def end(self, failed: bool) -> None:
-        """The backward has ended, or raised."""
+        """End a backward, which may have raised."""
 
     def drain(self) -> list[Bucket]:
-        """What is left to add, in this order; it is kept until `forget`, so that a failed op loses nothing."""
+        """Return what is left to add, in this order; keep it until `forget`, so that a failed op loses nothing."""
         return []
 
     def forget(self) -> None:
-        """Forget what was taken: the micro-batch was counted."""
+        """Forget what was taken, because the micro-batch was counted."""
 
     def discard(self) -> bool:
-        """Forget the micro-batch under way; whether some of it may be in the sums, so that the window is broken."""
+        """Forget the current micro-batch; return whether some of it may be in the sums, which breaks the window."""
         broken = self.added
         self.forget()
         return broken
 
     def is_ready(self) -> bool:
-        """Put back what an interrupted forward has left in modules; False where a backward was interrupted."""
+        """Restore modules after an interrupted forward; return False if a backward was interrupted."""
         return True
 
     def set_listening(self, listening: bool) -> None:
-        """Whether what backward makes is taken; else it is left to torch."""
+        """Take gradients from backward, or leave them to torch."""
 
     def reports(self, place: Place) -> bool:
-        """Whether `Sink.leaf_ran` will say when all gradients of a segment have come."""
+        """Whether `Sink.leaf_ran` will report when all gradients of a segment have come."""
         return False
 
     def in_parts(self, place: Place) -> bool:
-        """Whether a segment's gradient may come in parts, and nothing says which is the last."""
+        """Whether a segment's gradient may come in parts without a sign of the last one."""
         return False
 
     def remove(self) -> None:
-        """Take off every hook."""
+        """Remove every hook."""

@@ -1,4 +1,4 @@
-"""What a module's forward does with its parameters, seen op by op: the autocast route learns from it."""
+"""Records op by op how a module's forward uses its parameters, which the autocast route learns from."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _to_copy = torch.ops.aten._to_copy.default
 
 
 class CastRecorder(TorchDispatchMode):
-    """Sees which parameters a forward reads, and which of them only through a cast to 16 bit.
+    """Records which parameters a forward reads, and which it reads only through a cast to 16 bits.
 
     Args:
-        own: ids of the parameters of the module that runs.
-        others: ids of parameters whose use outside of the modules that have them is to be noted, in `elsewhere`.
-        at_home: ids of the parameters of every module that runs.
+        own: ids of the running module's parameters.
+        others: ids of parameters to note in `elsewhere` if they are used outside of their own modules.
+        at_home: ids of the parameters of every running module.
         casts: (address, shape) of a cast that autocast may serve again from its cache: id of the parameter.
-        dtype: Of autocast.
+        dtype: Autocast's dtype.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which captures an accumulator uses, found from its options, its model and what backwards show."""
+"""Chooses an accumulator's captures by its options, its model and its backwards."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from .gradients import Gradients
 
 
 class Captures(list[Capture]):
-    """The captures in use: those that take gradients while a backward runs, and `gradients`, which are drained last.
+    """The captures in use: those that take gradients while a backward runs, and `gradients`, which is drained last.
 
     Args:
-        module: Its forward may be changed by the autocast route and for fused weights; None: nothing is.
+        module: The autocast route and fused weights may change its forward; None: nothing changes.
         store: Flat buffers.
-        owner: Hooks come off when it is freed.
-        add: Adds what backwards of the loop's own have made, with `release="backward"`.
-        overflow: As FusedAccumulator's argument.
-        release: As FusedAccumulator's argument; "auto" only where `overflow` allows buckets.
-        bucket_bytes: As FusedAccumulator's argument.
-        autocast_route: As FusedAccumulator's argument.
-        fuse_weight_gradients: As FusedAccumulator's argument.
+        owner: Hooks are removed when it is freed.
+        add: Adds gradients of the loop's own backwards, with `release="backward"`.
+        overflow: FusedAccumulator's argument.
+        release: FusedAccumulator's argument; "auto" only if `overflow` allows buckets.
+        bucket_bytes: FusedAccumulator's argument.
+        autocast_route: FusedAccumulator's argument.
+        fuse_weight_gradients: FusedAccumulator's argument.
         scaled: Whether losses are scaled.
         sends: Whether sums may be sent to other ranks while the last backward runs.
 
     Attributes:
-        buckets: Takes gradients while backward runs, where it listens.
+        buckets: Takes gradients while backward runs, if it listens.
         gradients: Takes what is left in `.grad`.
-        presence: Decides whether the autocast route is among them; None where it never is.
+        presence: Decides whether to use the autocast route; None if it is never used.
         add_early: Whether gradients may be added while backward runs.
-        release_early: Whether they ever may, and sums may be sent.
+        release_early: Whether they ever may, so that sums may be sent.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Captures(list[Capture]):
             self.presence = AutocastPresence(module, store, self, always, make)
 
     def listen_to(self, grown: Sequence[FlatBuffer]) -> None:
-        """Release the gradients of new buffers in backward, if that is worth it: small models go without hooks."""
+        """Release gradients of new buffers in backward if that is worth it; small models get no hooks."""
         if not self.release_early:
             return
         if not self.buckets.listens:
@@ -102,21 +102,21 @@ class Captures(list[Capture]):
 
     @property
     def added(self) -> bool:
-        """Whether gradients of the micro-batch under way were taken with their weight, which cannot change now."""
+        """Whether gradients of the current micro-batch were taken with its weight, which cannot change now."""
         return any(capture.added for capture in self)
 
     def discard(self) -> bool:
-        """Forget the micro-batch under way, and drop every `.grad`; whether some of it may be in the sums."""
+        """Forget the current micro-batch, and drop every `.grad`; return whether some of it may be in the sums."""
         self.gradients.discard()
         return any([capture.discard() for capture in self])  # noqa: C419  of all of them
 
     def remove_hooks(self) -> None:
-        """Take off every hook."""
+        """Remove every hook."""
         for capture in self:
             capture.remove()
 
     def ways(self) -> dict[str, int]:
-        """How many trainable elements go which way: fused, routed, and the ordinary one."""
+        """Count the trainable elements that are fused, routed, and neither."""
         fused = set() if self._fused is None else self._fused.parameters
         routed = (self.routed or set()) - fused
         numel = {id(s.param): s.numel for buffer in self._store.buffers for s in buffer.segments}
@@ -125,12 +125,12 @@ class Captures(list[Capture]):
 
     @property
     def routed(self) -> set[int] | None:
-        """The ids of the parameters that take the autocast route; None while it is not there."""
+        """Return the ids of the parameters that take the autocast route; None while there is none."""
         route = None if self.presence is None else self.presence.route
         return None if route is None else route.parameters
 
     def __str__(self) -> str:
-        """What `release` comes to."""
+        """Name the way that `release` resolves to."""
         if not self.buckets.listens:
             return f"{self._release!r} (whole micro-batches)" if self._release == "auto" else repr(self._release)
         return f"{self._release!r} (buckets of {self.buckets.bucket_bytes:,} bytes)"

@@ -1,7 +1,7 @@
-"""Compiled parts of a model: which they are, and hooks around their calls, where Dynamo does not look.
+"""Finds the compiled parts of a model, and puts hooks around their calls, where Dynamo does not look.
 
-A hook on a module inside a compiled part is compiled along with it. Around the whole part it is not, however the part
-was compiled.
+A hook on a module inside a compiled part is compiled with it. A hook around the whole part is not, however the part was
+compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from ..hooks import Handles, Hook
 
-# Autocast casts these modules' parameters, all of them.
+# Modules whose parameters autocast casts, all of them.
 _CAST = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -23,7 +23,7 @@ _CAST = (
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether its calls are compiled, by `torch.compile(module)` or by `module.compile()`."""
+    """Whether `torch.compile(module)` or `module.compile()` compiles its calls."""
     return _is_wrapper(module) or module._compiled_call_impl is not None
 
 
@@ -32,7 +32,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def split(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules that run eagerly, and the outermost compiled ones."""
+    """List the modules that run eagerly, and the outermost compiled ones."""
     compiled: list[nn.Module] = []
     seen: set[nn.Module] = set()
 
@@ -52,7 +52,7 @@ def split(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 def casting_modules(part: nn.Module) -> list[nn.Module]:
-    """The modules inside a compiled part whose own parameters autocast casts, and no other code reads in forward."""
+    """List a compiled part's modules whose own parameters autocast casts and no other code reads in forward."""
     return [
         module
         for module in part.modules()
@@ -70,7 +70,7 @@ def hook_around(part: nn.Module, enter: Hook[Any], leave: Hook[Any], handles: Ha
 
 
 class _Around:
-    """Takes the place of what `module.compile()` has made, which copies and pickles of the module leave behind."""
+    """Replaces what `module.compile()` has made, which copies and pickles of the module leave behind."""
 
     def __init__(self, module: nn.Module, enter: Hook[Any], leave: Hook[Any]) -> None:
         call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class _Around:
         module._compiled_call_impl = around
 
     def remove(self) -> None:
-        """Put back what was there, unless the module was compiled anew."""
+        """Restore the original, unless the module was compiled again."""
         module = self._module()
         if module is not None and module._compiled_call_impl is self._around:
             module._compiled_call_impl = self._call

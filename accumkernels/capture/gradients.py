@@ -1,4 +1,4 @@
-"""`.grad`: the one place that reads and clears it, and what nobody else could add before `accumulate`."""
+"""Reads and clears `.grad`, and keeps what no other capture could add before `accumulate`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .streams import Streams
 
 
 class Gradients(Capture):
-    """Takes what backward has left in `.grad`, with 16-bit gradients that never were there.
+    """Takes what backward has left in `.grad`, and 16-bit gradients that never were there.
 
     `.grad`s stay where they are until the ops have added them.
 
     Args:
-        store: Whose parameters.
+        store: Holds the parameters.
 
     Attributes:
         drained: What `drain` has found, until it is forgotten.
@@ -33,10 +33,10 @@ class Gradients(Capture):
         self._store = store
         self.drained: Bucket = ()
         self.stashed: dict[FlatBuffer, dict[int, list[Tensor]]] = {}
-        self._streams = Streams()  # that these were computed on
+        self._streams = Streams()  # streams that computed the stashed gradients
 
     def stash(self, place: Place, grad: Tensor) -> None:
-        """Keep a 16-bit gradient of an fp32 parameter, which is to be added as it is."""
+        """Keep a 16-bit gradient of an fp32 parameter, to be added without widening it first."""
         if grad.is_cuda:
             self._streams.see(grad.device)
         self.stashed.setdefault(place[0], {}).setdefault(place[1], []).append(grad)
@@ -80,9 +80,9 @@ class Gradients(Capture):
 
 
 def _take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None) -> Captured:
-    """Collect the `.grad`s of a buffer's parameters, and what was stashed for its segments."""
+    """Collect the `.grad`s of a buffer's parameters, and the gradients stashed for its segments."""
     params = buffer.params
-    if not stashed and not buffer.sharded:  # nearly always all are there, and one pass is enough
+    if not stashed and not buffer.sharded:  # nearly always all are there, so one pass is enough
         grads = [grad for param in params if (grad := param.grad) is not None]
         if len(grads) == len(params):
             return Captured(buffer.all_indices, grads)
@@ -98,12 +98,12 @@ def _take(buffer: FlatBuffer, stashed: Mapping[int, list[Tensor]] | None) -> Cap
 
 
 def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Tensor]) -> Tensor:
-    """The sum as autograd would have made it: 16-bit parts widened, then added in fp32."""
+    """Sum the parts as autograd would: widen 16-bit parts, then add in fp32."""
     if grad is None and len(parts) == 1:
         return parts[0]
     segment = buffer.segments[index]
     total = segment.in_memory_order(parts[0].float() if grad is None else grad.detach())
-    # By the op, since torch's add_ would first widen the part to memory of its own.
+    # Use our op, since torch's add_ would first widen the part in extra memory.
     layout, layout_host = buffer.layout_alone(index)
     flat = total.as_strided((segment.numel,), (1,))
     for part in parts[1:] if grad is None else parts:
@@ -114,7 +114,7 @@ def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Ten
 
 
 def is_ours_alone(param: Tensor) -> bool:
-    """Whether nobody else waits for a parameter's gradient: hooks would not see what never gets there."""
+    """Whether nobody else waits for a parameter's gradient; hooks would not see what never gets there."""
     if not param.requires_grad or param._backward_hooks:
         return False
     for hook in (param._post_accumulate_grad_hooks or {}).values():
@@ -124,11 +124,11 @@ def is_ours_alone(param: Tensor) -> bool:
 
 
 def fills_grad(leaf: Any) -> bool:
-    """Whether the backward that runs would add to the `.grad` behind an AccumulateGrad node.
+    """Whether the running backward would add to the `.grad` behind an AccumulateGrad node.
 
-    `torch.autograd.grad` does not, wherever it is called, nor a backward whose `inputs` leave the parameter out.
+    `torch.autograd.grad` never does, and neither does a backward whose `inputs` omit the parameter.
     """
     try:
         return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it runs for torch.autograd.grad, which asked for this very leaf
+    except RuntimeError:  # torch.autograd.grad runs, and asked for this very leaf
         return False

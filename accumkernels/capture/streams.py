@@ -1,4 +1,4 @@
-"""CUDA streams that gradients and shadows are computed on, and those that read them."""
+"""The CUDA streams that compute gradients and shadows, and those that read them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def _raw(device: torch.device) -> int:
-    """The current stream's handle: a twentieth of the time of `torch.cuda.current_stream`, per gradient."""
+    """Return the current stream's handle, in a twentieth of the time of `torch.cuda.current_stream`, per gradient."""
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 class Streams:
-    """The streams that tensors were computed on; whoever reads the tensors on another one waits for all of them.
+    """The streams that computed some tensors; a reader on another stream waits for all of them.
 
     Attributes:
         seen: By device and handle; empty on CPUs.
@@ -21,24 +21,24 @@ class Streams:
         self.seen: dict[tuple[int, int], torch.cuda.Stream] = {}
 
     def see(self, device: torch.device) -> None:
-        """Note the current stream of a CUDA device, before the tensor that it computes is handed on."""
+        """Note a CUDA device's current stream before the tensor that it computes is passed on."""
         key = (device.index, _raw(device))
         if key not in self.seen:
             self.seen[key] = torch.cuda.current_stream(device)
 
     def join(self) -> None:
-        """Let the current streams wait for what was noted; they are themselves noted."""
+        """Make the current streams wait for those noted, and note them too."""
         for stream in list(self.seen.values()):
             torch.cuda.current_stream(stream.device).wait_stream(stream)
             self.see(stream.device)
 
     def forget(self) -> None:
-        """Forget them: what they computed was read."""
+        """Forget the streams, because their tensors were read."""
         self.seen.clear()
 
 
 class StreamOrder:
-    """The streams that write something on CUDA devices in one backward, each after the one before it.
+    """Orders the streams that write something on CUDA devices in one backward, each after the one before it.
 
     Attributes:
         writers: By index of the device, the handle and the stream that wrote last; empty between backwards.
@@ -48,7 +48,7 @@ class StreamOrder:
         self.writers: dict[int, tuple[int, torch.cuda.Stream]] = {}
 
     def take(self, device: torch.device) -> None:
-        """Let the current stream of a device write next; does nothing for other devices."""
+        """Make the current stream of a device write next; does nothing for other devices."""
         if device.type != "cuda":
             return
         raw = _raw(device)
@@ -60,14 +60,14 @@ class StreamOrder:
             self.writers[device.index] = (raw, stream)
 
     def end(self) -> None:
-        """Let the current streams of all devices come after the last writers."""
+        """Make the current streams of all devices wait for the last writers."""
         for _, stream in list(self.writers.values()):
             self.take(stream.device)
         self.writers.clear()
 
 
 class Ready:
-    """When something on a CUDA device was written: streams other than the writer's wait for it once."""
+    """Marks when something on a CUDA device was written: streams other than the writer's wait for it once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +76,7 @@ class Ready:
         self._waited = {_raw(device)}
 
     def wait(self) -> None:
-        """Let the current stream wait, if it has not."""
+        """Make the current stream wait, if it has not."""
         raw = _raw(self._device)
         if raw not in self._waited:
             torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -1,8 +1,8 @@
 """`F.linear` and `F.embedding` of a weight whose gradient may be added to the flat buffer instead of returned.
 
-Values, the input's gradient and the bias's are those of torch, by the same ops. The weight stays in the graph: where
-its gradient is wanted as a tensor (`torch.autograd.grad`, `create_graph`, a loop's own `loss.backward()`), backward
-returns it as torch would.
+Values and the gradients of input and bias match torch's, by the same ops. The weight stays in the graph: if its
+gradient is wanted as a tensor (`torch.autograd.grad`, `create_graph`, a loop's own `loss.backward()`), backward returns
+it as torch would.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class Target(Protocol):
-    """Where a weight's gradient goes, if it is wanted there."""
+    """Adds a weight's gradient, if it is wanted in the flat buffer."""
 
     def add_linear(self, grad: Tensor, input: Tensor) -> bool:
-        """Add `grad.T @ input`, of `[tokens, out]` and `[tokens, in]`; False: it is wanted as a tensor."""
+        """Add `grad.T @ input`, of `[tokens, out]` and `[tokens, in]`; False: the gradient is wanted as a tensor."""
 
     def add_embedding(self, grad: Tensor, indices: Tensor, padding_idx: int, by_frequency: bool) -> bool:
         """Add row t of `grad` to row `indices[t]`; False: the gradient is wanted as a tensor."""
@@ -71,16 +71,16 @@ class _Embedding(torch.autograd.Function):
 
 
 def _not_a_view(output: Tensor) -> Tensor:
-    """The output as a tensor of its own for autograd: a view from a custom function cannot be changed in place."""
+    """Make the output a tensor of its own for autograd: a view from a custom function cannot be changed in place."""
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
 class SlotWeight(Tensor):
-    """What a module finds in the slot of its weight while it runs.
+    """The tensor that a module finds in its weight's slot while it runs.
 
     Attributes:
-        plain: What stands there otherwise; every op but the two below gets it.
-        target: Of the weight's gradient.
+        plain: The slot's usual tensor; every op but the two below gets it.
+        target: Adds the weight's gradient.
     """
 
     plain: Tensor
@@ -98,23 +98,23 @@ class SlotWeight(Tensor):
 
 
 def in_slot(plain: Tensor, target: Target) -> SlotWeight:
-    """The tensor to put into a slot; it has the graph of `plain`, also for those who never ask `__torch_function__`."""
+    """Make the tensor for a slot; it has the graph of `plain`, also for code that never asks `__torch_function__`."""
     with without_modes():
         weight = plain.as_subclass(SlotWeight)
     weight.plain, weight.target = plain, target
-    weight._is_param = isinstance(plain, torch.nn.Parameter)  # what isinstance(weight, nn.Parameter) reads
+    weight._is_param = isinstance(plain, torch.nn.Parameter)  # isinstance(weight, nn.Parameter) reads it
     return weight
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Whoever watches ops is to see those of the model alone."""
+    """Hide our ops from dispatch modes, which should see the model's alone."""
     if torch._C._len_torch_dispatch_stack():
         return torch.utils._python_dispatch._disable_current_modes()
     return contextlib.nullcontext()
 
 
 def plain_of(tensor: Tensor) -> Tensor:
-    """What stands in a slot when nothing is fused."""
+    """Return what a slot holds when nothing is fused."""
     return tensor.plain if isinstance(tensor, SlotWeight) else tensor
 
 
@@ -150,10 +150,10 @@ def _embedding(
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is not of a class with ideas of its own, as DTensors are."""
+    """Whether a tensor has no class with behaviour of its own, as DTensors have."""
     return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast casts what it is given."""
+    """Cast as autocast does."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

@@ -1,8 +1,8 @@
 """A linear layer's weight gradient, added to its segment by one GEMM: `view = beta * view + alpha * grad.T @ input`.
 
-How, and whether at all, depends on the processor, shapes and dtypes alone, so that a run repeats bit for bit. The rule
-is made from `python -m benchmarks.weight_gradients`, which times each way whole against the GEMM whose result is added
-afterwards.
+The choice of the way, or of none, depends only on the processor, shapes and dtypes, so that a run repeats bit for bit.
+Its rule comes from `python -m benchmarks.weight_gradients`, which times each way against a GEMM whose result is then
+added.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from ...ops import native as library
 
-# Up to this many tokens products in fp32 cost less than writing a 16-bit gradient and adding it, however it is made.
-# What they cost is to read and write the segment, so that our own kernel serves any processor.
+# Up to this many tokens, products in fp32 cost less than writing a 16-bit gradient and adding it, however it is made.
+# Their cost is reading and writing the segment, so our own kernel serves any processor.
 _FEW_TOKENS = 32
-_FEW_TOKENS_AVX512 = 64  # of fp32 operands, to our own: addmm takes 1.2 to 1.6 times as long (an Intel Xeon, 64 tokens)
-_PART_OF_CACHE = 4  # what sums may take of the last level to be found there again in the next micro-batch
-_ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # of cblas
+_FEW_TOKENS_AVX512 = 64  # for our kernel on fp32: addmm takes 1.2 to 1.6 times as long (an Intel Xeon, 64 tokens)
+_PART_OF_CACHE = 4  # sums in up to 1/4 of the last level are still there in the next micro-batch
+_ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # cblas constants
 
 Gemm = Callable[[Tensor, Tensor, Tensor, float, float], None]
-native: Gemm = library.add_product_  # fp32 or bf16 operands, by a kernel of our own
+native: Gemm = library.add_product_  # fp32 or bf16 operands, by our own kernel
 
 
 def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
-    """The way to add a weight's gradient, or None where making the gradient first is faster.
+    """Choose the way to add a weight's gradient; None if making the gradient first is faster.
 
     Args:
         view: The weight's segment, `[out, in]`.
@@ -37,7 +37,7 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
         tokens: Rows of the operands.
 
     Returns:
-        To be called with the segment, both operands, alpha and beta (0 or 1).
+        A function of the segment, both operands, alpha and beta (0 or 1).
     """
     if not view.is_contiguous() or view.numel() == 0:
         return None
@@ -53,25 +53,25 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
         return None
     if dtype == torch.bfloat16 and _mkl_widens():
         return native if library.multiplies(dtype) else None
-    # MKL widens fp16. torch's products need not on processors with AMX, which have AVX512_FP16 too; on others they take
-    # up to 25 times as long.
+    # MKL widens fp16. torch's products need not on processors with AMX, which also have AVX512_FP16; on others they
+    # take up to 25 times as long.
     fast = not torch.cpu._is_amx_tile_supported() if dtype == torch.float16 else mkl_gemm(dtype) is not None
     return mkl if fast or tokens <= _FEW_TOKENS else None
 
 
 def sums_fit_in_cache(nbytes: int) -> bool:
-    """Whether 16-bit gradients are added to so many bytes of sums, on the CPU, faster than a GEMM adds its product.
+    """Whether adding 16-bit gradients to so many bytes of sums is faster on the CPU than a GEMM that adds its product.
 
-    With AMX oneDNN makes a gradient in half the time of MKL's product, and where the sums stay in a cache, the pass
-    takes less than the other half. On a Xeon with 480 MiB of it a window of 11 million parameters took 3 to 15 % less
-    time so, and one of 124 million, whose sums are beyond it, up to 35 % more.
+    With AMX, oneDNN makes a gradient in half the time of MKL's product, and if the sums stay in a cache, the adding
+    pass takes less than the other half. On a Xeon with 480 MiB of cache, a window of 11 million parameters took 3 to
+    15 % less time that way, and one of 124 million, whose sums exceed the cache, up to 35 % more.
     """
     return torch.cpu._is_amx_tile_supported() and nbytes <= last_level_cache() // _PART_OF_CACHE
 
 
 @functools.cache
 def last_level_cache() -> int:
-    """Bytes of the processor's third level of cache; 0 where nobody says."""
+    """Return the bytes of the processor's third level of cache; 0 if the system does not say."""
     try:
         size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return int(size.removesuffix("K")) * 1024
@@ -80,22 +80,22 @@ def last_level_cache() -> int:
 
 
 def same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    """Operands of the segment's dtype."""
+    """Multiply operands of the segment's dtype."""
     torch.addmm(view, grad.t(), input, alpha=alpha, beta=beta, out=view)
 
 
 def cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    """16-bit operands on an NVIDIA GPU."""
+    """Multiply 16-bit operands on an NVIDIA GPU."""
     torch.addmm(view, grad.t(), input, torch.float32, alpha=alpha, beta=beta, out=view)
 
 
 def widened(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    """16-bit operands copied to fp32."""
+    """Multiply 16-bit operands copied to fp32."""
     same_dtype(view, grad.float(), input.float(), alpha, beta)
 
 
 def mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    """16-bit operands, products and sums in fp32; widened where this build of torch has no MKL."""
+    """Multiply 16-bit operands with products and sums in fp32; widen them if this build of torch has no MKL."""
     gemm = mkl_gemm(grad.dtype)
     if gemm is None:
         widened(view, grad, input, alpha, beta)
@@ -108,22 +108,22 @@ def mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) ->
 
 @functools.cache
 def _mkl_widens() -> bool:
-    """Whether oneDNN, which makes torch's products, multiplies bf16 faster than fp32 here, and MKL does not.
+    """Whether oneDNN, which computes torch's products, multiplies bf16 faster than fp32 here, and MKL does not.
 
-    Both do so with AMX and neither with AVX-512 or AVX2 alone. AVX512_BF16 without AMX is AMD's, where MKL widens: on
-    Zen 4 it takes up to 2.5 times as long as the product and the pass that adds it.
+    Both do with AMX, and neither with AVX-512 or AVX2 alone. Processors with AVX512_BF16 but no AMX are AMD's, where
+    MKL widens: on Zen 4 it takes up to 2.5 times as long as the product and the pass that adds it.
     """
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 def _faster_than_mkl() -> bool:
-    """Whether our AVX-512 meets a processor of AMD's: MKL takes up to 1.8 times as long there in fp32 too (Zen 4)."""
+    """Whether our AVX-512 kernel runs on an AMD processor, where MKL takes up to 1.8 times as long in fp32 (Zen 4)."""
     return _mkl_widens() and library.multiplies(torch.bfloat16)
 
 
 @functools.cache
 def mkl_gemm(dtype: torch.dtype) -> Callable[..., None] | None:
-    """The function of the MKL inside torch's own library, which torch's x86 wheels export."""
+    """Find the function of the MKL inside torch's own library, which torch's x86 wheels export."""
     name = "cblas_gemm_bf16bf16f32" if dtype == torch.bfloat16 else "cblas_gemm_f16f16f32"
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))

@@ -1,32 +1,32 @@
-"""Which weight gradients are added to the flat buffers by the ops that compute them."""
+"""Decides which weight gradients are added to the flat buffers by the ops that compute them."""
 
 from __future__ import annotations
 
 import torch
 
-_SMALLEST = 2**18  # elements; below, two calls of Python cost more than the bytes that they save
+_SMALLEST = 2**18  # elements; below, two Python calls cost more than the bytes that they save
 _WIDE_RANGE = frozenset({torch.bfloat16, torch.float32})
 _ALL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class FusionPolicy:
-    """Decides for one accumulator.
+    """Decides which weights of one accumulator are fused.
 
-    A GradScaler decides by what overflows. A sum over tokens that overflows where autograd makes it in fp16, or of
-    gradients that are scaled, may be finite in the buffer: therefore linear weights are then fused only on demand.
+    A GradScaler acts on overflows. A sum over tokens that overflows when autograd makes it in fp16, or from scaled
+    gradients, may be finite in the buffer, so linear weights are then fused only on demand.
 
-    What a backward has added cannot be taken back. By default weights are fused only where that is so of all
-    gradients, and where a micro-batch can be dropped as a whole they never are.
+    A backward's additions cannot be undone. By default, weights are fused only if all gradients are added in backward
+    anyway; if a micro-batch can be dropped as a whole, they never are.
 
     Args:
         scaled: Whether losses are scaled.
         wanted: FusedAccumulator's `fuse_weight_gradients`.
-        overflow: As FusedAccumulator's argument.
+        overflow: FusedAccumulator's argument.
         adds_in_backward: Whether gradients are added while backward runs in any case.
-        sums_fit_in_cache: Whether 16-bit gradients of linear weights are made and added faster than they are fused.
+        sums_fit_in_cache: Whether making and adding 16-bit gradients of linear weights is faster than fusing them.
 
     Attributes:
-        fuses: Whether any weight may be.
+        fuses: Whether any weight may be fused.
         min_numel: Weights of fewer elements are not fused.
         linear: The dtypes of linear weights, as they are multiplied, that are fused.
         embedding: The dtypes of embeddings that are fused.

@@ -1,4 +1,4 @@
-"""An embedding's gradient, added to its segment row by row: only rows of tokens that occur are touched."""
+"""Adds an embedding's gradient to its segment row by row, touching only rows of tokens that occur."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def add_rows(
 ) -> None:
     """Add `multiplier * grad[t]` to row `indices[t]` for every t.
 
-    Deterministic on a CPU, where rows are added in the order of `indices`; on a GPU where
+    Deterministic on a CPU, where rows are added in the order of `indices`, and on a GPU if
     `torch.use_deterministic_algorithms` asks for it.
 
     Args:
@@ -30,7 +30,7 @@ def add_rows(
         rows = rows / counts[indices].unsqueeze(1)
     if isinstance(multiplier, Tensor):
         rows = rows * multiplier.to(view.dtype)
-    elif multiplier != 1:  # not as index_add_'s alpha, which is rounded only once: ordinary gradients are rounded here
+    elif multiplier != 1:  # not as index_add_'s alpha, which rounds only once: ordinary gradients are rounded here
         rows = rows * multiplier
     if padding_idx >= 0:
         rows = rows.masked_fill((indices == padding_idx).unsqueeze(1), 0)

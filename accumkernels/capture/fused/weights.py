@@ -1,4 +1,4 @@
-"""Which weights are fused: puts them into the slots of `nn.Linear` and `nn.Embedding` while these run."""
+"""Puts the weights to be fused into the slots of `nn.Linear` and `nn.Embedding` while these run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .rows import add_rows
 
 
 class _Place:
-    """One weight's segment, where its gradient is added while a permitted backward runs."""
+    """One weight's segment; a permitted backward adds the gradient to it."""
 
     def __init__(
         self, owner: FusedWeights, param: Tensor, buffer: FlatBuffer, index: int, policy: FusionPolicy
@@ -35,7 +35,7 @@ class _Place:
         self.index = index
         self._ways: dict[tuple[torch.dtype, int], gemm.Gemm | None] = {}  # by dtype and number of tokens
         with without_modes():
-            # Held, so that it stays the one: autograd itself does not keep a leaf's node between graphs.
+            # Held so that it stays the same: autograd itself does not keep a leaf's node between graphs.
             self.leaf = torch.autograd.graph.get_gradient_edge(param).node
 
     def add_linear(self, grad: Tensor, input: Tensor) -> bool:
@@ -66,14 +66,14 @@ class _Place:
         return True
 
     def _multiplier(self) -> float | Tensor | None:
-        """What the gradient is multiplied by, where backward would put it into `.grad` and nobody else sees it."""
+        """Return the gradient's factor, if backward would put it into `.grad` and nobody else sees it."""
         owner = self._owner()
         if owner is None or owner.multiplier is None or not self.buffer.views:  # released
             return None
         return owner.multiplier if is_ours_alone(self.param) and fills_grad(self.leaf) else None
 
     def _begins(self) -> bool:
-        """Before the ops that write the segment: note that they do; whether it holds no sum of this window yet."""
+        """Announce the ops that write the segment; return whether it holds no sum of this window yet."""
         owner = self._owner()
         assert owner is not None
         first = not self.buffer.touched[self.index]
@@ -84,18 +84,18 @@ class _Place:
 class FusedWeights(Capture):
     """Hooks on a model's linear layers and embeddings that put their weights into their slots as `SlotWeight`s.
 
-    What a forward has made serves every backward: where none is granted to add to the buffers, gradients are what they
-    would be without.
+    The graph of a forward serves every backward: one without permission to add to the buffers makes the gradients that
+    it would make without fusion.
 
     Args:
-        module: The model. Nothing keeps it alive but the caller.
-        store: Where its parameters have their segments.
-        buckets: What takes other gradients in backward.
-        policy: Which weights are fused.
-        reports_leaves: Whether sinks are to hear when all gradients of a fused weight have come.
+        module: The model. Only the caller keeps it alive.
+        store: Holds the segments of its parameters.
+        buckets: Takes other gradients in backward.
+        policy: Decides which weights are fused.
+        reports_leaves: Whether to tell sinks when all gradients of a fused weight have come.
 
     Attributes:
-        multiplier: Of gradients that the backward that runs may add; None while it may not.
+        multiplier: The factor of gradients that the running backward may add; None while it may add none.
         parameters: ids of the parameters that were ever fused.
     """
 
@@ -107,13 +107,13 @@ class FusedWeights(Capture):
         self.parameters: set[int] = set()
         self._listening = True
         self._store = store
-        self._sink: Sink | None = None  # of the backward that runs
-        self._tag = 0  # of the micro-batch under way
+        self._sink: Sink | None = None  # of the running backward
+        self._tag = 0  # of the current micro-batch
         self._policy = policy
         self._reports_leaves = reports_leaves
         self._buckets = buckets
         self._places: dict[int, _Place] = {}  # by id of the parameter
-        self._in_slots: dict[int, tuple[weakref.ref[nn.Module], Tensor, SlotWeight]] = {}  # by id of a module that runs
+        self._in_slots: dict[int, tuple[weakref.ref[nn.Module], Tensor, SlotWeight]] = {}  # by id of a running module
         self._handles = Handles(self)
         eager, _ = split(module)
         for part in eager:
@@ -134,14 +134,14 @@ class FusedWeights(Capture):
             return  # something else stands in the slot
         linear = isinstance(module, nn.Linear)
         if linear and plain.dtype == torch.float32 and torch.is_autocast_enabled(plain.device.type):
-            return  # it will be cast; the autocast route puts what it is cast to into the slot
+            return  # autocast will cast it; the autocast route puts the cast tensor into the slot
         weight = self.dress_linear(plain, plain) if linear else self._dress(plain, plain)
         if isinstance(weight, SlotWeight):
             module._parameters["weight"] = weight  # type: ignore[assignment]
             self._in_slots[id(module)] = weakref.ref(module), plain, weight
 
     def dress_linear(self, plain: Tensor, param: Tensor) -> Tensor:
-        """What is to stand in the slot of `param` in the place of `plain`: that itself where it is not to be fused."""
+        """Return the tensor for the slot of `param` that replaces `plain`, or `plain` if it is not to be fused."""
         return self._dress(plain, param) if plain.dtype in self._policy.linear else plain
 
     def _dress(self, plain: Tensor, param: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class FusedWeights(Capture):
             self._buckets.order.end()
 
     def see_write(self, place: Place) -> None:
-        """Note that a segment is about to be written, on the stream of the backward that runs."""
+        """Note that a segment is about to be written, on the stream of the running backward."""
         assert self._sink is not None
         self._sink.check_writable(place)
         buffer, index = place
@@ -209,7 +209,7 @@ class FusedWeights(Capture):
             self._buckets.order.take(buffer.device)
 
     def _leaf_ran(self, *_: Any, place: Place) -> None:
-        """Autograd comes to a leaf, with or without a gradient, when all that used it have run."""
+        """Note that autograd reached a leaf, with or without a gradient, after all its uses have run."""
         if self._sink is not None and self._sink.leaf_ran(place, self._buckets.is_pending(place)):
             self._buckets.hand_over()
 
@@ -219,7 +219,7 @@ class FusedWeights(Capture):
 
     @property
     def broken(self) -> bool:  # type: ignore[override]
-        """See `Capture`: nothing that was added can be taken back."""
+        """See `Capture`: additions cannot be undone."""
         return self.added
 
     # ---- the life of a window
@@ -229,7 +229,7 @@ class FusedWeights(Capture):
         self._listening = listening
 
     def drain(self) -> list[Bucket]:
-        """See `Capture`: nothing waits, the ops have added it. Here, so that a micro-batch goes through fewer files."""
+        """See `Capture`: the ops have added everything. Defined here so that a micro-batch crosses fewer files."""
         return []
 
     def forget(self) -> None:
@@ -238,14 +238,14 @@ class FusedWeights(Capture):
         self.added = False
 
     def remove(self) -> None:
-        """See `Capture`; graphs that are left give their gradients to `.grad`."""
+        """See `Capture`; remaining graphs give their gradients to `.grad`."""
         self._listening = False
         self.is_ready()
         self._handles.remove()
 
 
 def _is_eager() -> bool:
-    """Whether nothing runs the model that could not take a function of ours into its graph."""
+    """Whether nothing runs the model that could not take our function into its graph."""
     return not (
         torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
