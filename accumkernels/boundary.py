@@ -1,4 +1,4 @@
-"""Where a user's loop calls us: Dynamo is to stay out, and a profile is to show what is ours."""
+"""Decorators for the methods that a user's loop calls: keep Dynamo out, and show our work in a profile."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.compiler import is_dynamo_compiling
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# The context manager of torch.profiler.record_function without its arguments and its own op: 0.2 microseconds where
-# nothing is profiled, against 5. Inductor writes it into the code that it generates.
+# torch.profiler.record_function's context manager without its arguments and its own op: 0.2 microseconds instead of 5
+# if nothing is profiled. Inductor writes it into the code that it generates.
 _range = torch._C._profiler._RecordFunctionFast
 
 
-# What Dynamo does with the frames of this thread; None where it leaves them alone.
+# How Dynamo handles the frames of this thread; None if it leaves them alone.
 _frame_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
 
 
 def with_graph(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.enable_grad()` around the calls of a method, in a tenth of its time."""
+    """Wrap calls of a method in `torch.enable_grad()`, in a tenth of its time."""
 
     @functools.wraps(method)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -39,7 +39,7 @@ def with_graph(method: Callable[_P, _R]) -> Callable[_P, _R]:
 def profiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a method without a graph, and show its calls as `accumkernels::<its name>` in profiles.
 
-    And with `emit_nvtx` in Nsight Systems. Both in one frame: a small micro-batch pays for each.
+    Nsight Systems shows them too, with `emit_nvtx`. One frame does both, because a small micro-batch pays for each.
     """
     name = f"accumkernels::{method.__name__.lstrip('_')}"
 
@@ -57,12 +57,12 @@ def profiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have torch.compile call a function as it is, and not look inside.
+    """Make torch.compile call a function without looking inside.
 
-    What the accumulator does depends on counts, names and `.grad`s, which Dynamo would guard on and compile anew in
-    every micro-batch; there is nothing in it to fuse. `torch.compiler.disable` itself imports Dynamo, which takes a
-    second: therefore at the first call, when the constructor of the optimizer has done so already. Its wrapper takes
-    five microseconds, and is called only where Dynamo traces, or would compile the frames of this call.
+    The accumulator's work depends on counts, names and `.grad`s, which Dynamo would guard on and recompile for in every
+    micro-batch, and nothing in it can be fused. `torch.compiler.disable` imports Dynamo, which takes a second, so wait
+    for the first call, when the optimizer's constructor has already imported it. Its wrapper takes five microseconds,
+    so use it only if Dynamo traces, or would compile the frames of this call.
     """
     disabled: Callable[_P, _R] | None = None
 

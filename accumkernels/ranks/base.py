@@ -1,4 +1,4 @@
-"""What every kind of ranks can do for a window, and what they exchange at its end."""
+"""The interface of every kind of ranks, and the values that they exchange at a window's end."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .sender import Sender
 
 
 class LocalStats(NamedTuple):
-    """What one rank knows of its window when it ends; tensors are on the first device.
+    """One rank's statistics of its window when it ends; tensors are on the first device.
 
     Attributes:
         state: fp64 `[4]`, see `ops.schema.State`.
-        touched: For each segment, in the order of buffers, 1 where it holds a sum.
-        dropped: Whether the window was dropped here.
-        squares: fp64 `[2]`, `sum w_i |g_i|^2` and the squared norm of the sum; None where they are not measured.
+        touched: For each segment, in the order of buffers, 1 if it holds a sum.
+        dropped: Whether this rank dropped the window.
+        squares: fp64 `[2]`, `sum w_i |g_i|^2` and the squared norm of the sum; None if they are not measured.
         divisor: fp64 0-d that replaces the sum of weights; None for that sum.
-        weighed_after: Whether any weight other than 1 came after its backward, where it is too late for gradients that
-            backward has reduced over ranks.
+        weighed_after: Whether any weight other than 1 came after its backward, too late for gradients that backward has
+            already reduced over ranks.
         micro_batches: How many this rank ran.
         window: The window's number.
-        loss: Makes fp64 `[2]`, the weighted sum of losses and the sum of their weights; None where no loss is known.
-        norms: How many norms the step clips by: 0, 1 for that of all parameters, 1 + n for a list of n parts.
-        limit: fp64 0-d, what it clips to, added up over parts; None without any.
-        averaged: Whether the sums are averages already, of all ranks: the window was loaded as finalized.
+        loss: Makes fp64 `[2]`, the weighted sum of losses and the sum of their weights; None if no loss is known.
+        norms: How many norms the step clips by: 0, 1 for the norm of all parameters, 1 + n for a list of n parts.
+        limit: fp64 0-d, the clipping norm, added up over parts; None without clipping.
+        averaged: Whether the sums are already averages over all ranks: the window was loaded as finalized.
     """
 
     state: Tensor
@@ -49,23 +49,23 @@ class LocalStats(NamedTuple):
 
     @property
     def loss_sums(self) -> Tensor:
-        """What `loss` makes, zeros where none is known: of the same length on every rank."""
+        """Return the result of `loss`, or zeros if no loss is known, with the same length on every rank."""
         loss = self.loss()
         return torch.zeros_like(self.state[:2]) if loss is None else loss
 
 
 class GlobalStats(NamedTuple):
-    """What all ranks know of the window together; tensors are on the first device.
+    """All ranks' statistics of the window; tensors are on the first device.
 
     Attributes:
-        state: fp64 `[4]`, zeros where any rank dropped the window.
+        state: fp64 `[4]`, zeros if any rank dropped the window.
         divisor: fp64 0-d, or None.
-        squares: fp64 0-d, nan where not every rank measured it; None where this one did not.
-        loss: As `LocalStats.loss` makes it, summed over ranks; None where this rank's own is right.
-        touched: As in `LocalStats`, by any rank; None where the host did not look and this rank's own is right.
-        dropped: Whether any rank dropped it; None where only the device knows.
-        weight: The sum of weights; None where only the device knows.
-        error: What ranks disagree about; to be raised once nobody waits for this rank any more.
+        squares: fp64 0-d, nan if not every rank measured it; None if this one did not.
+        loss: The result of `LocalStats.loss`, summed over ranks; None if this rank's own is right.
+        touched: As in `LocalStats`, by any rank; None if the host did not look and this rank's own is right.
+        dropped: Whether any rank dropped it; None if only the device knows.
+        weight: The sum of weights; None if only the device knows.
+        error: What ranks disagree about; raise it once nobody waits for this rank any more.
     """
 
     state: Tensor
@@ -79,12 +79,12 @@ class GlobalStats(NamedTuple):
 
 
 class Look(Protocol):
-    """What the end of a window does to its sums, at the moments that ranks choose.
+    """Operations on a window's sums at its end, at the moments that ranks choose.
 
     Attributes:
-        unchecked: Whether something was added to the sums without a look for an overflow.
+        unchecked: Whether anything was added to the sums without a check for overflow.
         checks: Whether an overflow matters.
-        divides: Whether sums that are reduced are divided at once.
+        divides: Whether to divide reduced sums at once.
     """
 
     unchecked: bool
@@ -92,32 +92,32 @@ class Look(Protocol):
     divides: bool
 
     def check(self, norm: Tensor | None) -> Tensor:
-        """Look for that overflow; `norm` of the sums, or its square, spares a pass. Returns the state afterwards."""
+        """Check for that overflow; the sums' `norm`, or its square, spares a pass. Returns the state afterwards."""
 
     def norm(self) -> Tensor:
-        """The norm of the sums of all ranks as they are, fp64 0-d; collective where parameters are not all here."""
+        """Compute the norm of the undivided sums of all ranks, fp64 0-d; collective if parameters are distributed."""
 
     def begin_reducing(self) -> None:
-        """From here on, a failure loses the sums."""
+        """Note that from here on, a failure loses the sums."""
 
     def agree(self, stats: GlobalStats) -> None:
-        """Take over what all ranks know of the window."""
+        """Take over all ranks' statistics of the window."""
 
     def see(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
-        """These parts of sums are reduced: measure them, and divide them."""
+        """Measure and divide these parts of sums, which are reduced."""
 
     def squared_norm(self) -> Tensor:
-        """Of everything seen, before it was divided; inf where only the division was to tell of an overflow."""
+        """Return the squared norm of everything seen, undivided; inf if only the division could show an overflow."""
 
 
 class Ended(NamedTuple):
-    """What ranks found at the end of a window; tensors are fp64, on the first device.
+    """The results of ranks at the end of a window; tensors are fp64, on the first device.
 
     Attributes:
-        stats: What all know together.
-        norm: 0-d, of the sums of all ranks; None where nothing is clipped by it.
+        stats: All ranks' statistics.
+        norm: 0-d, of the sums of all ranks; None if nothing is clipped by it.
         squares: As in `LocalStats`, of all ranks.
-        overflow: 0-d, not 0 where a sum over ranks is not finite, though each rank's may be; None: nobody looked.
+        overflow: 0-d, not 0 if a sum over ranks is not finite, though each rank's may be; None: nobody looked.
         divided: Whether sums were divided.
     """
 
@@ -129,10 +129,10 @@ class Ended(NamedTuple):
 
 
 def end_reduced(ranks: Ranks, report: LocalStats, look: Look) -> Ended:
-    """End a window whose sums are reduced now: all ranks agree first, and each part is looked at when it is there.
+    """End a window whose sums are reduced now: all ranks agree first, and each part is inspected when it arrives.
 
     Raises:
-        RuntimeError: ranks disagree; only when the last collective is over, since all of them have to come to it.
+        RuntimeError: ranks disagree; raised only after the last collective, which all of them must reach.
     """
     look.begin_reducing()
     stats = ranks.all_reduce_stats(report)
@@ -148,29 +148,29 @@ def end_reduced(ranks: Ranks, report: LocalStats, look: Look) -> Ended:
     return Ended(
         stats,
         norm=of_sum.sqrt() if report.norms == 1 else None,
-        # nan where a rank did not measure, and then the window does not count
+        # nan if a rank did not measure; the window then does not count
         squares=None if stats.squares is None else torch.stack([stats.squares, of_sum]),
-        # each rank's sum was finite; theirs together may not be
+        # each rank's sum was finite, but their total may not be
         overflow=(~torch.isfinite(of_sum)).double() if look.checks else None,
         divided=look.divides,
     )
 
 
 class Ranks:
-    """The ranks that share windows: what all kinds have in common, and the right thing where nothing is to be done.
+    """The ranks that share windows: the common part of all kinds, and methods that suffice if nothing must be done.
 
     Attributes:
         size: How many ranks share a window.
-        rank: Which of them this is.
+        rank: This rank's number among them.
         shards: How many of them hold different parts of the same gradients.
-        shard: Which of these this is.
-        stage: Which rank of a pipeline this is; each has other parameters.
-        ends_together: Whether another rank may have micro-batches where this one has none, which then takes part.
+        shard: This rank's number among the shards.
+        stage: This rank's number in a pipeline, whose ranks have different parameters.
+        ends_together: Whether another rank may have micro-batches when this one has none, which must then take part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
         sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
-        judged_together: Whether ranks hold different parts of the same gradients, so that all of them are judged. Those
-            are right in `.grad` alone, where others have reduced or divided them: nothing is taken inside modules.
-        sender: Decides what is sent while a backward runs.
+        judged_together: Whether ranks hold different parts of the same gradients, and judge them together. These are
+            right only in `.grad`, once others have reduced or divided them, so nothing is taken inside modules.
+        sender: Decides what to send while a backward runs.
     """
 
     size = 1
@@ -191,7 +191,7 @@ class Ranks:
         """Refuse parameters whose gradients these ranks would not reduce."""
 
     def check_noise_scale(self) -> None:
-        """Refuse to measure the noise scale where squares of shards do not add up."""
+        """Refuse to measure the noise scale if squares of shards do not add up."""
 
     # ---- while a window is open
 
@@ -199,20 +199,20 @@ class Ranks:
         """Reduce these flat buffers from now on; the list may grow between windows."""
 
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
-        """Let ranks take these tensors from rank 0 after each window, in place of the module's buffers."""
+        """Make ranks take these tensors, instead of the module's buffers, from rank 0 after each window."""
 
-    # ---- at its end
+    # ---- at the end of a window
 
     def end_window(self, report: LocalStats, look: Look) -> Ended:
-        """End a window together, whatever that takes: compare reports, reduce sums, measure them.
+        """End a window together in all its steps: compare reports, reduce sums, measure them.
 
-        Where sums are whole before, since they need no reduction or backward has done it, what nobody has looked at is
-        checked first, so that every rank reports it. A window that was loaded with averages, which are those of all
-        ranks, is not reduced again.
+        If sums are whole before, because they need no reduction or backward has reduced them, unchecked ones are
+        checked first, so that every rank reports it. A window loaded with averages, which cover all ranks, is not
+        reduced again.
 
         Args:
-            report: What this rank knows.
-            look: What is to be done to the sums.
+            report: This rank's statistics.
+            look: Operations on the sums.
 
         Raises:
             RuntimeError: ranks disagree, in the same words on all of them.
@@ -235,27 +235,27 @@ class Ranks:
         return Ended(stats, norm, squares)
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
-        """Combine what all ranks report; collective."""
+        """Combine all ranks' reports; collective."""
         raise NotImplementedError
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """Reduce what was not reduced, and hand every part of a touched segment to `look` when it is there."""
+        """Reduce what was not reduced, and pass every part of a touched segment to `look` when it arrives."""
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The elementwise maximum over ranks that hold different parts of the same gradients, in place."""
+        """Take the elementwise maximum over ranks that hold different parts of the same gradients, in place."""
         return tensor
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks that hold different parts of the same gradients, in place."""
+        """Sum over ranks that hold different parts of the same gradients, in place."""
         return tensor
 
     def total_norm(
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
-        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`.
+        """Norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`.
 
-        Nothing is read back. Orders 2 and inf take one deterministic pass of the `norm_` op; for other orders torch's
-        own `torch.nn.utils.get_total_norm` is asked.
+        Nothing is read back. Orders 2 and inf take one deterministic pass of the `norm_` op; other orders use
+        `torch.nn.utils.get_total_norm`.
         """
         if norm_type not in (2.0, math.inf):
             views = [view for buffer in buffers for view in buffer.touched_views(only)]
@@ -273,16 +273,16 @@ class Ranks:
     # ---- checkpoints
 
     def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
-        """What ranks have together of something that windows sum up: its sum, or mean where gradients are means.
+        """Combine over ranks what windows sum up: by sum, or by mean if gradients are means.
 
         Args:
             tensor: Of the same shape on all ranks; changed.
-            largest: Their elementwise maximum instead.
+            largest: Take the elementwise maximum instead.
         """
         return tensor
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """The rows of all ranks that hold different parts of the same gradients, this one's at `shard`."""
+        """Gather a row from each rank that holds another part of the same gradients, this one's at `shard`."""
         return row.unsqueeze(0)
 
 
@@ -290,7 +290,7 @@ class SingleProcess(Ranks):
     """A process that ends its windows by itself, and communicates nothing."""
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
-        """See `Ranks`; what this one reports."""
+        """See `Ranks`; returns this process's own report."""
         state = torch.zeros_like(report.state) if report.dropped else report.state
         squares = None if report.squares is None else report.squares[0]
         return GlobalStats(state, report.divisor, squares)

@@ -1,4 +1,4 @@
-"""Which ranks an accumulator reduces over, found from what the user passed."""
+"""Chooses the ranks that an accumulator reduces over, from the user's arguments."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .weight_unit import backward_may_cross_ranks
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user's `params` and `process_group` say about ranks.
+    """The ranks that the user's `params` and `process_group` imply.
 
     Attributes:
         params: The parameters to accumulate; for a DistributedDataParallel module, the module inside.
-        process_group: As FusedAccumulator's.
+        process_group: FusedAccumulator's argument.
         group: The ProcessGroup to reduce flat buffers over, or None.
         ddp: The DistributedDataParallel module, or None.
     """
@@ -48,25 +48,25 @@ class Choice:
         scaled: bool,
         **options: Any,
     ) -> Ranks:
-        """Meet the other ranks. With a group this is collective: parameters become those of its rank 0.
+        """Join the other ranks. With a group this is collective, and parameters take the values of its rank 0.
 
         Args:
             named: The parameters.
-            comm_dtype: As FusedAccumulator's.
-            autocast_route: As FusedAccumulator's.
-            noise_scale: As FusedAccumulator's.
+            comm_dtype: FusedAccumulator's argument.
+            autocast_route: FusedAccumulator's argument.
+            noise_scale: FusedAccumulator's argument.
             scaled: Whether there is a GradScaler.
             **options: Further arguments of FusedAccumulator that must be alike on all ranks.
 
         Raises:
-            ValueError, RuntimeError: ranks differ, nothing says how ranks are combined, or an argument does not go
-                with how parameters are sharded.
+            ValueError, RuntimeError: ranks differ, nothing says how to combine ranks, or an argument does not suit the
+                way in which parameters are sharded.
         """
         given = self.process_group if self.group is None else self.group
         stages, no_replicas = stages_of(named), False
         if stages:
             group = group_of_stages(stages, options["release"], autocast_route, given)
-            no_replicas = bool(given) and is_group_of(group, given)  # but what the parameters themselves say
+            no_replicas = bool(given) and is_group_of(group, given)  # then only the parameters tell of other ranks
             options["release"] = "microbatch"  # a schedule's backwards are over before anything could be sent
         replicas: Ranks | None = mesh_of(
             self.params, named, None if no_replicas else given, autocast_route, noise_scale
@@ -88,12 +88,12 @@ class Choice:
     def _data_parallel(
         self, named: Sequence[NamedParameter], comm_dtype: torch.dtype | str, **options: Any
     ) -> DataParallel:
-        """Meet the ranks that have the same parameters."""
+        """Join the ranks that have the same parameters."""
         if self.ddp is None:
             refuse_wrapped([(entry.name, entry.param) for entry in named])
         group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
         group.check_alike(named, **options)
-        if self.ddp is None:  # DistributedDataParallel's constructor has done that
+        if self.ddp is None:  # otherwise DistributedDataParallel's constructor has done it
             group.broadcast(entry.param for entry in named)
             group.share()
         early = options["release"] != "microbatch"
@@ -102,20 +102,20 @@ class Choice:
         return DataParallel(group, len(named), early)
 
     def silence(self) -> Silence | None:
-        """Keep the DistributedDataParallel module from communicating, where there is one."""
+        """Keep the DistributedDataParallel module, if there is one, from communicating."""
         return None if self.ddp is None else Silence(self.ddp)
 
 
 def choose_ranks(params: Any, process_group: Any) -> Choice:
-    """Find out over which ranks a FusedAccumulator reduces; nothing is communicated yet.
+    """Find the ranks that a FusedAccumulator reduces over, without communicating yet.
 
     Args:
-        params: As FusedAccumulator's; a DistributedDataParallel module may be compiled.
-        process_group: As FusedAccumulator's.
+        params: FusedAccumulator's argument; a DistributedDataParallel module may be compiled.
+        process_group: FusedAccumulator's argument.
 
     Raises:
-        TypeError, ValueError: `process_group` is of another kind, or contradicts `params`; `params` is wrapped by
-            something that reduces gradients itself.
+        TypeError, ValueError: `process_group` is of another kind, or contradicts `params`; or a wrapper around `params`
+            reduces gradients itself.
     """
     _refuse_engines(params)
     ddp = _unwrapped(params)
@@ -137,7 +137,7 @@ def choose_ranks(params: Any, process_group: Any) -> Choice:
 
 
 def _check_said(process_group: Any) -> None:
-    """Refuse several ranks where nothing says what to do about them."""
+    """Refuse several ranks if nothing says what to do about them."""
     if process_group is None and backward_may_cross_ranks():
         ranks = torch.distributed.get_world_size()
         raise RuntimeError(
@@ -149,7 +149,7 @@ def _check_said(process_group: Any) -> None:
 
 
 def check_kind(process_group: Any) -> None:
-    """Refuse what is neither None, False nor a group that this rank is in.
+    """Refuse anything but None, False, and a group that includes this rank.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -163,7 +163,7 @@ def check_kind(process_group: Any) -> None:
 
 
 def _unwrapped(params: Any) -> DistributedDataParallel | None:
-    """The DistributedDataParallel module that `params` is, compiled or not."""
+    """Return `params` as a DistributedDataParallel module, compiled or not; None if it is none."""
     if isinstance(params, nn.Module):
         params = unwrapped(params)
         if isinstance(params, DistributedDataParallel):
@@ -177,7 +177,7 @@ def _unwrapped(params: Any) -> DistributedDataParallel | None:
 
 
 def _refuse_engines(params: Any) -> None:
-    """Refuse modules that shard or reduce gradients on terms of their own."""
+    """Refuse modules that shard or reduce gradients in their own way."""
     if not isinstance(params, nn.Module):
         return
     for name, module in params.named_modules():

@@ -1,8 +1,8 @@
-"""In which pieces flat buffers are reduced over ranks, and in which order.
+"""Cuts flat buffers into the chunks that are reduced over ranks, and orders them.
 
-Where chunks are cut never changes, since the bits of a sum over ranks depend on it. Their order is at first that of the
-layout, and then that in which rank 0's gradients came in an early window: no chunk waits for one whose gradients come
-later, or never.
+The cuts never change, since the bits of a sum over ranks depend on them. The order is at first the layout's, and then
+the order in which rank 0's gradients came in an early window, so that no chunk waits for one whose gradients come later
+or never.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..buffers.flat import FlatBuffer
 
-# Of a flat buffer: long enough for bandwidth, and short, since a link waits until backward has completed a whole one.
+# Long enough for bandwidth, yet short, because the link waits until backward has completed a whole chunk.
 CHUNK_BYTES = 16 * 2**20
 Place = tuple[FlatBuffer, int]  # a segment
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """A range of a flat buffer, the segments that it holds some part of, and what it is sent in."""
+    """A range of a flat buffer, the segments that overlap it, and the dtype in which it is sent."""
 
     buffer: FlatBuffer
     start: int
@@ -34,26 +34,26 @@ class Chunk:
 
     @functools.cached_property
     def places(self) -> frozenset[Place]:
-        """The segments."""
+        """Return the segments."""
         return frozenset((self.buffer, index) for index in self.segments)
 
     @property
     def tensor(self) -> Tensor:
-        """The range, padding between segments included."""
+        """Return the range, with the padding between segments."""
         return self.buffer.tensor[self.start : self.end]
 
     def parts(self, touched: bool) -> list[Tensor]:
-        """The parts of segments that hold a sum, or of those that do not; padding is in neither."""
+        """Return the parts of segments that hold a sum, or of those that do not; neither includes padding."""
         of_kind = (self.buffer.segments[i] for i in self.segments if bool(self.buffer.touched[i]) is touched)
         ranges = ((max(s.offset, self.start), min(s.offset + s.numel, self.end)) for s in of_kind)
         return [self.buffer.tensor[start:end] for start, end in ranges]
 
 
 def cut(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[Chunk]:
-    """Cut a buffer in ranges of at most `CHUNK_BYTES`, the same in every window: sums depend on where they are cut.
+    """Cut a buffer into ranges of at most `CHUNK_BYTES`, the same in every window, since sums depend on the cuts.
 
-    The link is idle before the first is complete. Nothing hides the last, nor what a slow link still has to send of the
-    one before. These are cut up further.
+    The link is idle until the first chunk is complete. Nothing hides the last chunk, nor what a slow link still has to
+    send of the one before. These chunks are cut up further.
     """
     size = CHUNK_BYTES // buffer.dtype.itemsize
     chunks = []
@@ -77,14 +77,14 @@ def cut(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[Chunk]:
 def as_they_come(
     chunks: Sequence[Chunk], buffers: Sequence[FlatBuffer], came: Sequence[float]
 ) -> tuple[list[Chunk], set[Place]]:
-    """The chunks in the order in which their gradients are complete, and of each the segment that completes it.
+    """Sort chunks by when their gradients are complete; returns also the segment that completes each chunk.
 
-    Those that are not complete go last.
+    Incomplete chunks go last.
 
     Args:
         chunks: All of them.
         buffers: The flat buffers.
-        came: For each segment, in the order of buffers, when its gradient came; 0 where none did.
+        came: For each segment, in the order of buffers, when its gradient came; 0 if none did.
     """
     positions = dict(zip(((b, s.index) for b in buffers for s in b.segments), came, strict=True))
 
@@ -95,12 +95,12 @@ def as_they_come(
         return positions[place], place
 
     found = [(*last(chunk), chunk) for chunk in chunks]
-    in_order = sorted(found, key=lambda entry: entry[0])  # stable: otherwise in the order of the layout
+    in_order = sorted(found, key=lambda entry: entry[0])  # stable: ties stay in the order of the layout
     return [chunk for _, _, chunk in in_order], {place for _, place, _ in found if place is not None}
 
 
 def _quarters(chunk: Chunk) -> Iterator[Chunk]:
-    """The chunk in up to four, cut between segments."""
+    """Cut the chunk into up to four, between segments."""
     size = -(-(chunk.end - chunk.start) // 4)
     inside = [s for s in chunk.buffer.segments[chunk.segments.start : chunk.segments.stop] if s.offset > chunk.start]
     start = chunk.start

@@ -1,16 +1,16 @@
 """Data parallel windows: one small collective for all scalars, and the flat buffers in chunks.
 
-What a window costs in communication is independent of its micro-batches. At its end every rank
+A window's communication does not depend on the number of its micro-batches. At its end every rank
 
 * puts its sum of weights, flags and touched segments in one fp64 vector, which is summed
   (`all_reduce_stats`): all ranks then divide by the same number, and all step or all skip;
-* sums the flat buffers, chunk by chunk, several in flight, so that looking at one chunk (norm, overflow, division)
+* sums the flat buffers, chunk by chunk, several in flight, so that inspecting one chunk (norm, overflow, division)
   overlaps with the communication of the next (`reduce`).
 
-The collectives and their sizes are the same on every rank, whatever its window was like: buffers are reduced whole,
-segments that a rank did not touch as zeros. With `release="backward"` the chunks come first, since the last micro-batch
-may send them while its backward runs; otherwise the vector does, so that the divisor is there when the chunks are.
-What goes out in backward goes over a group of the library's own: a collective of the user's may come in between.
+Every rank issues the same collectives of the same sizes, whatever its window was like: it reduces whole buffers, with
+zeros for untouched segments. With `release="backward"` the chunks come first, since the last micro-batch may send them
+during its backward, over a group of the library's own (a user's collective may come in between). Otherwise the vector
+comes first, so that the divisor is there when the chunks are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DataParallel(Ranks):
     """Ranks that each hold all parameters, and reduce their flat buffers once per window.
 
     Args:
-        group: Whom to sum with.
+        group: The group to sum over.
         parameters: How many parameters the accumulator has, frozen ones too.
         early: Whether the last micro-batch of a window may send chunks; the same on all ranks.
     """
@@ -47,7 +47,7 @@ class DataParallel(Ranks):
         self.sender = ChunkSender(group, early)
         self._group = group
         self._parameters = parameters
-        self._placed = 0  # segments at the last agreement
+        self._placed = 0  # number of segments at the last agreement
 
     def __str__(self) -> str:
         return str(self._group)
@@ -60,20 +60,20 @@ class DataParallel(Ranks):
         """See `Ranks`."""
         self._group.share_from(shared)
 
-    # ---- at its end
+    # ---- at the end of a window
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
-        """Combine what all ranks report; collective.
+        """Combine all ranks' reports; collective.
 
-        The host reads the result where it does not wait for a device (on the CPU), or where it cannot know without: a
-        segment is untouched here, which others may have touched, or the layout grew.
+        The host reads the result if that needs no wait for a device (on the CPU), or if it must: a segment untouched
+        here may be touched on other ranks, or the layout grew.
 
         Raises:
             RuntimeError: parameters were unfrozen on some ranks only.
         """
         self.sender.send_before_stats()
 
-        # One vector of the same length on every rank, whatever is frozen where: all of it is summed.
+        # Sum one vector, which has the same length on every rank, whatever is frozen where.
         device = report.state.device
         placed = len(report.touched)
         frozen = [0.0] * (self._parameters - placed)
@@ -95,8 +95,8 @@ class DataParallel(Ranks):
         )
         packed = packer.reduce(self._group.sum)
 
-        # What the device alone can conclude: a window that any rank dropped is empty; where windows, norms, divisors or
-        # limits differ, that counts as overflow.
+        # Without the host, the device concludes that a window dropped by any rank is empty, and that different windows,
+        # norms, divisors or limits count as overflow.
         differs = packed.differ("window", "norms", "divisor", "limit")
         state, loss = packed["state"], packed["loss"]
         flags = state[State.FOUND_INF :: State.POISONED - State.FOUND_INF]  # these two
@@ -111,7 +111,7 @@ class DataParallel(Ranks):
             loss=torch.where(dropped > 0, 0.0, loss),
         )
 
-        # What the host concludes, where it may look.
+        # The host concludes the rest, where it may look.
         grown, self._placed = placed != self._placed, placed
         learning = self.sender.learns()
         if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
@@ -131,7 +131,7 @@ class DataParallel(Ranks):
         )
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """See `Ranks`; `look` works on chunks while the next are on their way. Then module buffers are shared."""
+        """See `Ranks`; `look` inspects chunks while the next are being sent. Then module buffers are shared."""
         self.sender.send_rest(look)
         self._group.share()
 
@@ -144,7 +144,7 @@ class DataParallel(Ranks):
 
 
 def _disagreement(found: dict[str, list[float]]) -> str | None:
-    """What ranks disagree about, in words."""
+    """Describe what ranks disagree about."""
     if differ := different_windows(found["window"]):
         return differ
     if len(set(found["divisor"])) > 1:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel modules: which ones an accumulator accepts, and how it keeps them silent."""
+"""Checks which DistributedDataParallel modules an accumulator accepts, and keeps them silent."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _DELAYED = "_static_graph_delay_allreduce_enqueued"  # set by the first backward
 def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
     """Refuse parameters whose gradients a DistributedDataParallel module averages in every backward.
 
-    One that is kept silent averages nothing: several accumulators may share its parameters. Nothing at a parameter
-    tells of the reducer, so all objects are looked through: a fraction of a second, once.
+    A silenced module averages nothing, so several accumulators may share its parameters. A parameter does not know its
+    reducer, so this searches all objects, once, which takes a fraction of a second.
 
     Raises:
         ValueError: names the first such parameter.
@@ -29,7 +29,7 @@ def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
     ours = {id(param): name for name, param in named}
     name = _first_wrapped(ours)
     if name is not None:
-        gc.collect()  # the wrapper may be dead already: it is part of cycles
+        gc.collect()  # the wrapper may be dead already, but held by cycles
         name = _first_wrapped(ours)
     if name is not None:
         raise ValueError(
@@ -48,7 +48,7 @@ def _first_wrapped(names: dict[int, str]) -> str | None:
 
 
 def check_ddp(ddp: DistributedDataParallel) -> None:
-    """Refuse what a silent DistributedDataParallel module cannot do.
+    """Refuse modules whose options a silent DistributedDataParallel module cannot honour.
 
     Raises:
         ValueError: names the argument, and what to use instead.
@@ -77,16 +77,16 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
 class Silence:
     """Keeps a DistributedDataParallel module from communicating, in forward and backward, until `remove`.
 
-    Its reducer stays silent while `require_backward_grad_sync` is False, and its broadcast of buffers while
-    `require_forward_param_sync` is. `no_sync()` and trainers set them back to what they found or to True; a hook before
-    each forward, where the module reads them, clears them again.
+    Its reducer stays silent while `require_backward_grad_sync` is False, and its buffer broadcast while
+    `require_forward_param_sync` is False. `no_sync()` and trainers reset the flags to their old values or to True; a
+    hook before each forward, where the module reads them, clears them again.
     """
 
     _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self._ran = False  # whether it has had a forward
+        self._ran = False  # whether the module has had a forward
         self._before = {name: getattr(ddp, name) for name in self._FLAGS}
         # With static_graph=True the first backward would reduce after its end, whatever the flags say.
         self._before[_DELAYED] = getattr(ddp, _DELAYED, False)
@@ -99,11 +99,11 @@ class Silence:
     def _be_silent(self, ddp: nn.Module, *_: Any) -> None:
         self._ran = True
         for name in self._FLAGS:
-            if getattr(ddp, name):  # nearly never, and modules set attributes slowly
+            if getattr(ddp, name):  # rarely true, and modules are slow to set attributes
                 setattr(ddp, name, False)
 
     def check_end(self, caller: str) -> None:
-        """Refuse to end a window in a state of the module in which that cannot be right.
+        """Refuse to end a window if the module's state rules out a correct result.
 
         Raises:
             RuntimeError: says what to change.
@@ -124,7 +124,7 @@ class Silence:
             )
 
     def remove(self) -> None:
-        """Let the module communicate as it did before."""
+        """Let the module communicate as before."""
         self._handles.remove()
         ddp = self._ddp()
         if ddp is not None and ddp.static_graph and self._ran and not self._before.get(_DELAYED, True):
@@ -138,7 +138,7 @@ class Silence:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, if it has one."""
+    """Return the module inside torch.compile's wrapper, if it has one."""
     while "_orig_mod" in module._modules:
         module = module._modules["_orig_mod"]  # type: ignore[assignment]
     return module
@@ -151,7 +151,7 @@ def is_silent(ddp: DistributedDataParallel) -> bool:
 
 
 def _inside_join(ddp: Any) -> bool:
-    """Whether this is inside `join()`; the module does not say when that is over, but its context is gone then."""
+    """Whether this is inside `join()`; the module does not know when that ends, but its context is gone then."""
     if not ddp._join_config.enable:
         return False
     for candidate in gc.get_objects():
@@ -162,10 +162,10 @@ def _inside_join(ddp: Any) -> bool:
 
 
 def module_buffers(params: Any, ddp: DistributedDataParallel | None) -> list[Tensor]:
-    """The module's buffers that all ranks are to share with rank 0: those that DistributedDataParallel would broadcast.
+    """List the module buffers that all ranks share with rank 0: those that DistributedDataParallel would broadcast.
 
     Args:
-        params: A module, else there are none.
+        params: A module; anything else has no buffers.
         ddp: Its wrapper, with `broadcast_buffers` and a list of names to ignore.
     """
     if not isinstance(params, nn.Module) or (ddp is not None and not ddp.broadcast_buffers):

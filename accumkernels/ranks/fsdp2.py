@@ -1,9 +1,9 @@
-"""Parameters that are DTensors (FSDP2's `fully_shard`): what ranks must agree on, and sums over the mesh.
+"""Parameters that are DTensors (FSDP2's `fully_shard`): statistics that ranks combine, and sums over the mesh.
 
-Each rank accumulates its local shards; gradients were reduced over ranks inside backward. What is left to exchange is
-small: weights, flags, squared norms. All of it goes over one group, the ranks of all meshes together, so that there is
-one order of collectives. What is summed over shards is divided by the number of ranks that hold the same shard: along
-mesh dimensions over which a parameter is replicated (HSDP), and where a smaller mesh has copies on other ranks.
+Each rank accumulates its local shards; backward has already reduced gradients over ranks. The rest is small: weights,
+flags, squared norms. All of it goes over one group, the ranks of all meshes together, so that there is one order of
+collectives. Sums over shards are divided by the number of ranks that hold the same shard: along mesh dimensions over
+which a parameter is replicated (HSDP), and where a smaller mesh has copies on other ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sharded(Ranks):
 
     Args:
         named: All parameters.
-        sharded_by_fsdp: Whether FSDP2 reduces gradients, which leaves out those of plain parameters.
+        sharded_by_fsdp: Whether FSDP2 reduces gradients; it leaves out plain parameters.
     """
 
     sharded = True
@@ -55,14 +55,14 @@ class Sharded(Ranks):
         for group in self._rows:
             self.shard = self.shard * group.size() + group.rank()
         self._replicas = self._count_replicas(named, meshes)
-        self._compared: int | None = None  # for how many norms the host has looked at what all ranks say
+        self._compared: int | None = None  # the number of norms for which the host has compared all ranks' reports
 
     def _count_replicas(self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]) -> dict[int, int]:
-        """By id of a parameter, how many ranks hold what this one holds of it.
+        """By id of a parameter, count the ranks that hold the same part of it as this one.
 
-        A parameter on a mesh of fewer ranks (a plain one: of this rank alone) may have copies on the others, as the
-        norms of a tensor parallel model do, or be one of many experts. Copies have the same values, and lie on a part
-        of a mesh along whose rest other parameters are cut.
+        A parameter on a mesh of fewer ranks (for a plain one, this rank alone) may have copies on the others, like the
+        norms of a tensor parallel model, or be one of many experts. Copies have equal values, and their mesh is part of
+        a larger one, whose other dimensions shard other parameters.
         """
         inside = {ranks for entry in named if is_dtensor(entry.param) for ranks in _parts_of_mesh(entry.param)}
         contents = {
@@ -83,7 +83,7 @@ class Sharded(Ranks):
         }
 
     def check_trainable(self, named: Sequence[NamedParameter]) -> None:
-        """Refuse trainable plain parameters that FSDP2 was told to ignore: nobody reduces their gradients.
+        """Refuse trainable plain parameters that FSDP2 was told to ignore, since nobody reduces their gradients.
 
         Raises:
             RuntimeError: names the first plain parameter.
@@ -105,14 +105,14 @@ class Sharded(Ranks):
         return tensor
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
-        """Combine what all ranks report; collective: where one skips, all do.
+        """Combine all ranks' reports; collective: if one skips, all do.
 
         FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights.
 
-        The host reads the result on the CPU; elsewhere in the first window, and in those that may be in error: with a
-        divisor, with weights that came after backward, or where the clipping changes.
+        The host reads the result on the CPU; elsewhere only in the first window and in those that may be wrong: with a
+        divisor, with weights that came after backward, or if the clipping changes.
         """
-        # One vector, summed: flags, then for every rank its weight and what must be alike.
+        # Sum one vector of flags and, for every rank, its weight and what must be alike.
         device = report.state.device
         state = torch.zeros_like(report.state) if report.dropped else report.state
         packer = Packer(self.rank, self.size, device)
@@ -126,7 +126,7 @@ class Sharded(Ranks):
         )
         packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
 
-        # What the device alone can conclude.
+        # The device concludes this without the host.
         wrong = packed.differ("divisor") | ((packed["after"][0] > 0) & packed.differ("weight"))
         wrong = wrong & (packed["dropped"][0] == 0) | packed.differ("window", "norms", "limit")
         together = state.clone()
@@ -140,7 +140,7 @@ class Sharded(Ranks):
             loss=torch.where(packed["dropped"] > 0, 0.0, packed["loss"]),
         )
 
-        # What the host concludes, where it may look.
+        # The host concludes the rest, where it may look.
         same = self._compared == report.norms
         if device.type != "cpu" and same and report.divisor is None and not report.weighed_after:
             return agreement
@@ -157,7 +157,7 @@ class Sharded(Ranks):
     def total_norm(
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
-        """The norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
+        """Norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
         parts = [
             (buffer, segment, self._replicas[id(segment.param)])
             for buffer in buffers
@@ -178,7 +178,7 @@ class Sharded(Ranks):
                 return total[0].sqrt()
             return self.maximum(total)[0]
 
-        # Of other orders torch takes the norm of the norms of whole tensors.
+        # For other orders, torch takes the norm of the norms of whole tensors.
         views = [move(buffer.views[s.index], device, torch.float64) for buffer, s, _ in parts]
         if norm_type == -math.inf:
             least = [view.abs().amin() if view.numel() else view.new_tensor(math.inf) for view in views]
@@ -192,13 +192,13 @@ class Sharded(Ranks):
         return torch.linalg.vector_norm(norms, norm_type)
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that hold different parts, where all parameters are cut alike; in place."""
+        """Sum over the ranks that hold different parts, if all parameters are sharded alike; in place."""
         for group in self._rows:
             dist.all_reduce(tensor, group=group)
         return tensor
 
     def check_noise_scale(self) -> None:
-        """Refuse to measure where parameters are cut in different ways.
+        """Refuse to measure if parameters are sharded in different ways.
 
         Raises:
             ValueError: they are.
@@ -229,7 +229,7 @@ class Sharded(Ranks):
 
 
 def _mesh(entry: NamedParameter) -> tuple[int, ...]:
-    """The ranks of a parameter's mesh; for a plain parameter this one alone."""
+    """Return the ranks of a parameter's mesh; for a plain parameter, this one alone."""
     param: Any = entry.param
     if not is_dtensor(param):
         return (dist.get_rank(),)
@@ -240,7 +240,7 @@ def _mesh(entry: NamedParameter) -> tuple[int, ...]:
 
 
 def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
-    """The ranks that share this one's place along some dimensions of a DTensor's mesh, along which it is cut."""
+    """For each set of mesh dims with one that shards a DTensor, yield the ranks with this one's place along them."""
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
     cut = _cut_dims(param)
     for count in range(1, mesh.ndim + 1):
@@ -251,13 +251,13 @@ def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _cut_dims(param: Any) -> list[int]:
-    """The mesh dimensions that a DTensor is cut along, so that each rank holds another part."""
+    """List the mesh dimensions that shard a DTensor, so that each rank holds another part."""
     size = param.device_mesh.size
     return [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and size(dim) > 1]
 
 
 def _group_of(ranks: list[int], params: Sequence[Any]) -> Any:
-    """A group of exactly these ranks: that of a mesh dimension, of the whole world, or a new one."""
+    """Return a group of exactly these ranks: a mesh dimension's, the whole world's, or a new one."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     for param in params:
@@ -268,7 +268,7 @@ def _group_of(ranks: list[int], params: Sequence[Any]) -> Any:
 
 
 def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> tuple[Any, ...]:
-    """What this rank holds of parameters that share a mesh, in numbers that are equal where all values are."""
+    """Describe this rank's part of parameters that share a mesh, by numbers that are equal if all values are."""
     place = ranks.index(dist.get_rank())
     parts = [local(entry.param).detach() for entry in entries]
     return place, tuple(
@@ -278,7 +278,7 @@ def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> tuple
 
 
 def _disagreement(weights: list[float], divisors: list[float], weighed_after: bool) -> str | None:
-    """What ranks disagree about, in words."""
+    """Describe what ranks disagree about."""
     if len(set(divisors)) > 1:
         return (
             f"the divisors of this window are, by rank, {divisors} (0.0: none), and must be equal: the sum of weights "
@@ -297,27 +297,27 @@ def _stack(scalars: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _has_fsdp(params: Any) -> bool:
-    """Whether `fully_shard` was applied to a module; assumed where only its parameters are given."""
+    """Whether `fully_shard` was applied to a module; assumed if the user passed only its parameters."""
     if not isinstance(params, nn.Module):
         return True
-    # By name: importing FSDP takes a second.
+    # Compare names, because importing FSDP takes a second.
     return any(kind.__name__ == "FSDPModule" for module in params.modules() for kind in type(module).__mro__)
 
 
 def mesh_of(
     params: Any, named: Sequence[NamedParameter], process_group: Any, autocast_route: Any, noise_scale: Any
 ) -> Sharded | None:
-    """The meshes under the parameters; None where none is a DTensor.
+    """Find the meshes of the parameters; None if none is a DTensor.
 
     Args:
-        params: What the parameters were found in.
+        params: The object that the parameters were found in.
         named: The parameters.
-        process_group: As FusedAccumulator's, or that of DistributedDataParallel.
-        autocast_route: As FusedAccumulator's.
-        noise_scale: As FusedAccumulator's.
+        process_group: FusedAccumulator's argument, or DistributedDataParallel's group.
+        autocast_route: FusedAccumulator's argument.
+        noise_scale: FusedAccumulator's argument.
 
     Raises:
-        ValueError: an argument that is not for DTensors.
+        ValueError: an argument does not work with DTensors.
         RuntimeError: `params` is between a forward of FSDP2 and its backward.
     """
     first = next((entry for entry in named if is_dtensor(entry.param)), None)

@@ -1,4 +1,4 @@
-"""The process group of data parallel training: what must be alike on its ranks, broadcasts, and sums."""
+"""The process group of data parallel training: its checks, broadcasts and sums."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BROADCAST_BYTES = 32 * 2**20  # tensors are broadcast together up to about this
 
 
 class Group:
-    """The process group of an accumulator: its collectives, on values that the caller gives.
+    """The process group of an accumulator: its collectives, on the caller's values.
 
     Args:
         group: A `torch.distributed.ProcessGroup`.
-        comm_dtype: What fp32 sums are communicated in; "auto": bf16 those of bf16 parameters.
-        shared: Tells which tensors every rank takes from rank 0 after each window: a module's buffers.
+        comm_dtype: The dtype in which fp32 sums are sent; "auto": bf16 for bf16 parameters.
+        shared: Lists the tensors that every rank takes from rank 0 after each window: a module's buffers.
 
     Attributes:
-        own: Whether this is a group of the library's own, so that collectives of the user may come in between.
+        own: Whether this is a group of the library's own, so that the user's collectives may come in between.
     """
 
     def __init__(self, group: Any, comm_dtype: torch.dtype | str, shared: Callable[[], list[Tensor]]) -> None:
@@ -43,7 +43,7 @@ class Group:
     # ---- at construction
 
     def check_alike(self, named: Sequence[NamedParameter], **options: object) -> None:
-        """Check that all ranks build the same accumulator, on devices that the group can communicate from; collective.
+        """Check that all ranks build the same accumulator, on devices that the group supports; collective.
 
         Args:
             named: The parameters.
@@ -80,7 +80,7 @@ class Group:
                     raise RuntimeError(f"process_group: rank 0 has {a}, rank {rank} has {b}; all ranks must be alike")
 
     def separate(self, device: torch.device) -> None:
-        """Go over to a group of the library's own, for tensors on `device` too; collective."""
+        """Switch to a group of the library's own, which supports tensors on `device` too; collective."""
         group = own_group(torch.distributed.get_process_group_ranks(self._group), self._group, device, self)
         if group is not None:
             self._group, self.own = group, True
@@ -96,28 +96,28 @@ class Group:
             of_kind[-1].append(tensor.detach())
         for batch in (batch for of_kind in batches.values() for batch in of_kind):
             flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            if flat.numel():  # as bytes: gloo does not know every dtype
+            if flat.numel():  # send bytes: gloo does not know every dtype
                 torch.distributed.broadcast(flat.view(torch.uint8), self._source, group=self._group)
             if self.rank != 0:
                 for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
-        """Let ranks share other tensors than those that the group was made with."""
+        """Share other tensors than those that the group was made with."""
         self._shared = shared
 
     def share(self) -> None:
-        """Let all ranks have rank 0's module buffers; collective where there are any."""
+        """Give all ranks rank 0's module buffers; collective if there are any."""
         self.broadcast(self._shared())
 
     # ---- sums
 
     def sum(self, vector: Tensor, largest: bool = False) -> None:
-        """Sum, or maximum, over all ranks, in place."""
+        """Take the sum or maximum over all ranks, in place."""
         ops = torch.distributed.ReduceOp
         torch.distributed.all_reduce(vector, ops.MAX if largest else ops.SUM, group=self._group)
 
     def send(self, piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """Begin to sum a range of a flat buffer over all ranks; what is sent, and what to wait for."""
+        """Begin to sum a range of a flat buffer over all ranks; returns the tensor sent, and the work to wait for."""
         sent = piece.to(dtype)
         return sent, torch.distributed.all_reduce(sent, group=self._group, async_op=True)

@@ -1,4 +1,4 @@
-"""Process groups of the library's own, beside those of the user."""
+"""Process groups of the library's own, besides the user's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# By ranks and what they are like: the world then, and the group. Held weakly: a group that lives on after
+# By ranks and their properties: the world at that time, and the group. Held weakly: a group that outlives
 # destroy_process_group() would end with the interpreter, and its threads with a crash.
 _groups: dict[tuple[Any, ...], tuple[weakref.ref[Any], Callable[[], Any]]] = {}
 _MOST = 64  # groups of the same ranks; further users share the last
-_users: dict[tuple[Any, ...], weakref.ref[Any]] = {}  # whom each group is for, by the same keys
+_users: dict[tuple[Any, ...], weakref.ref[Any]] = {}  # the user of each group, by the same keys
 
 
 @atexit.register
@@ -29,22 +29,22 @@ def _end() -> None:
 
 
 def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | None = None, user: Any = None) -> Any:
-    """A group of the library's own of these ranks, made when there is none yet; collective over them.
+    """Return a group of the library's own of these ranks, made if there is none yet; collective over them.
 
     Args:
         ranks: Global ranks, this one among them.
-        like: A group of the same ranks, whose backend and timeout are taken; the default's otherwise.
-        device: One that `like` communicates from.
+        like: A group of the same ranks, whose backend and timeout to use instead of the default's.
+        device: A device that `like` communicates from.
         user: Has the group for itself as long as it lives; the ranks' users come in one order. Two users' collectives
-            may come in different orders on different ranks: one of them may have nothing to send in its last backward.
+            may come in different orders on different ranks: one may have nothing to send in its last backward.
 
     Returns:
-        The group; None where it cannot be made because the ranks have made different numbers of groups before, which
-        torch names new ones by.
+        The group; None if it cannot be made, because the ranks have made different numbers of groups before, from which
+        torch makes the names of new ones.
     """
     world = dist.group.WORLD
     backend, timeout = (None, None) if like is None else (dist.get_backend_config(like), _timeout(like, device))
-    # One for each group of the user's: whoever makes a new one after a failure gets a new one here too.
+    # Key by the user's group, so that a user who makes a new one after a failure gets a new one here too.
     key: tuple[Any, ...] = (tuple(ranks), backend, timeout, None if like is None else like.group_name)
     if user is not None:
         key = (*key, _free(key, like, device))
@@ -58,17 +58,17 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
         group = dist.new_group(backend=backend, timeout=timeout)
     elif like is not None and not _alike(len(dist.distributed_c10d._world.pg_names), like, device):
         group = None
-    else:  # ranks outside of the group do not come here
+    else:  # other ranks do not call this
         group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
     if like is not None:
-        # A rank that has connected may end before it communicates; others would find it gone while they connect.
+        # A rank that has connected may end before it communicates; others would then fail to connect to it.
         dist.all_reduce(torch.zeros(1, device=device), group=like)
     _groups[key] = (weakref.ref(world), _none if group is None else weakref.ref(group))
     return group
 
 
 def _free(key: tuple[Any, ...], group: Any, device: torch.device | None) -> int:
-    """The first number that no rank has a living user for: objects do not die at the same time on all of them."""
+    """Find the first number without a living user on any rank: objects do not die at the same time on all of them."""
     places = [(*key, number) for number in range(_MOST)]
     taken = torch.tensor([p in _users and _users[p]() is not None for p in places], dtype=torch.uint8, device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX, group)
@@ -77,7 +77,7 @@ def _free(key: tuple[Any, ...], group: Any, device: torch.device | None) -> int:
 
 
 def _none() -> None:
-    """In the place of a group that could not be made."""
+    """Stand in for a group that could not be made."""
 
 
 def _alike(number: int, group: Any, device: torch.device | None) -> bool:

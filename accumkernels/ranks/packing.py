@@ -1,6 +1,6 @@
-"""The one vector that ranks add up when a window ends: named fields go in, and come out as named views of the sum.
+"""The one vector that ranks sum when a window ends: named fields go in, and named views of the sum come out.
 
-What a rank reports is packed and taken apart here alone, and so is the comparison of what must be alike on all ranks.
+Only this module packs and unpacks a rank's report, and compares what must be alike on all ranks.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from ..buffers.devices import move
 
-_Value = Tensor | Sequence[float] | float | None  # None: 0.0, where this rank has none
+_Value = Tensor | Sequence[float] | float | None  # None: 0.0, if this rank has none
 
 
 class Packer:
-    """Collects the fields of a vector, which lie in it in the order in which they are added.
+    """Collects the fields of a vector, which lie in it in the order of their addition.
 
     All ranks add the same fields of the same sizes. Numbers go to the device in one copy.
 
     Args:
-        rank: The row of this rank in fields that have one for each.
-        size: How many rows these have.
+        rank: This rank's row in fields with a row for each rank.
+        size: Number of rows in such fields.
         device: Where the vector is summed.
     """
 
@@ -31,15 +31,15 @@ class Packer:
         self._size = size
         self._device = device
         self._numbers: list[float] = []
-        self._tensors: list[tuple[int, Tensor]] = []  # and where in the vector they go
+        self._tensors: list[tuple[int, Tensor]] = []  # with their offsets in the vector
         self._fields: dict[str, tuple[int, int, bool]] = {}  # start, end, whether there is a row for each rank
 
     def add(self, **fields: _Value) -> None:
-        """Fields that are summed over ranks."""
+        """Add fields that are summed over ranks."""
         self._add(fields, False)
 
     def add_by_rank(self, **fields: _Value) -> None:
-        """Fields of which each rank fills in its own row."""
+        """Add fields in which each rank fills its own row."""
         self._add(fields, True)
 
     def _add(self, fields: dict[str, _Value], by_rank: bool) -> None:
@@ -56,7 +56,7 @@ class Packer:
             self._fields[name] = start, len(self._numbers), by_rank
 
     def reduce(self, sum_: Callable[[Tensor], object]) -> Packed:
-        """Sum the vector, in place, with what is given; collective."""
+        """Sum the vector in place with the given function; collective."""
         vector = move(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), self._device)
         for start, tensor in self._tensors:
             vector[start : start + tensor.numel()] = move(tensor, self._device)
@@ -73,17 +73,17 @@ class Packed:
         self._size = size
 
     def __getitem__(self, name: str) -> Tensor:
-        """A field's view: `[width]`, or `[ranks, width]` where there is a row for each rank."""
+        """Return a field's view: `[width]`, or `[ranks, width]` if there is a row for each rank."""
         start, end, by_rank = self._fields[name]
         field = self._vector[start:end]
         return field.view(self._size, -1) if by_rank else field
 
     def differ(self, *names: str) -> Tensor:
-        """Whether any of these fields is not the same for all ranks; 0-d bool."""
+        """Whether any of these fields differs between ranks; 0-d bool."""
         return torch.cat([self[name] != self[name][:1] for name in names]).any()
 
     def on_host(self) -> dict[str, list[float]]:
-        """All fields as numbers, in one read; of those by rank the first column."""
+        """Return all fields as numbers, in one read; for fields by rank, the first column."""
         values = self._vector.tolist()
         found = {}
         for name, (start, end, by_rank) in self._fields.items():
@@ -92,7 +92,7 @@ class Packed:
 
 
 def different_windows(numbers: Sequence[float]) -> str | None:
-    """That ranks, each in the window of such a number, do not end the same one, in words."""
+    """Say that ranks, whose windows have these numbers, do not end the same window."""
     if len(set(numbers)) == 1:
         return None
     return (
@@ -102,9 +102,9 @@ def different_windows(numbers: Sequence[float]) -> str | None:
 
 
 def different_limits(norms: Sequence[float], limits: Sequence[float], place: str = "rank") -> str | None:
-    """That ranks do not clip alike, as their `LocalStats`s say, in words.
+    """Say that ranks do not clip alike, according to their `LocalStats`.
 
-    Each norm is a collective where parameters are sharded or on several stages, and elsewhere replicas would diverge.
+    Each norm is a collective if parameters are sharded or on several stages; otherwise replicas would diverge.
     """
     if len(set(norms)) == 1 and len(set(limits)) == 1:
         return None

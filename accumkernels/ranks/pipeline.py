@@ -1,9 +1,9 @@
 """Pipeline parallel stages (`torch.distributed.pipelining`): each rank has other parameters of one model.
 
 A schedule runs all of a stage's backwards before `accumulate` sees any gradient, and divides `.grad` itself, so
-gradients are left alone until then. What stages have in common is the verdict, the loss scale that follows from it, and
-the norm. A stage may have replicas (data parallel), or be sharded (FSDP2): ranks of the same stage end the window among
-themselves first, as they would without a pipeline, and then each of them with those that have the other stages.
+gradients are left alone until then. Stages share the verdict, the loss scale that follows from it, and the norm. A
+stage may have replicas (data parallel), or be sharded (FSDP2): ranks of the same stage first end the window among
+themselves, as without a pipeline, and then each of them with the ranks of the other stages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Pipeline(Ranks):
     def __init__(self, replicas: Ranks, group: Any) -> None:
         self._replicas = replicas
         self._group = group
-        self._compared: int | None = None  # for how many norms the host has looked at what all stages say
+        self._compared: int | None = None  # the number of norms for which the host has compared all stages' reports
         self.size, self.rank = replicas.size, replicas.rank
         self.shards, self.shard = replicas.shards, replicas.shard
         self.reduces_sums, self.sharded = replicas.reduces_sums, replicas.sharded
@@ -91,9 +91,9 @@ class Pipeline(Ranks):
     # ---- the end of a window
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
-        """Combine what all ranks report; collective: over replicas, then over stages.
+        """Combine all ranks' reports over replicas, then over stages; collective.
 
-        The host reads the result on the CPU; elsewhere in the first window, in those with a divisor, and where the
+        The host reads the result on the CPU; elsewhere only in the first window, in those with a divisor, and if the
         clipping changes.
         """
         agreement = self._replicas.all_reduce_stats(report)
@@ -115,7 +115,7 @@ class Pipeline(Ranks):
         )
         packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
 
-        # What the device alone can conclude: stages that differ overflow, and a window that is empty for one is empty.
+        # Without the host, the device concludes: differing stages overflow, and a window empty for one is empty.
         states = packed["state"]
         weights = states[:, State.WEIGHT]
         empty = (weights == 0).any()
@@ -130,7 +130,7 @@ class Pipeline(Ranks):
             loss=torch.where(empty, 0.0, packed["loss"].sum(0)),
         )
 
-        # What the host concludes, where it may look.
+        # The host concludes the rest, where it may look.
         if device.type != "cpu" and self._compared == report.norms and report.divisor is None:
             return agreement._replace(dropped=None, weight=None)
         self._compared = report.norms
@@ -157,7 +157,7 @@ class Pipeline(Ranks):
     def total_norm(
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
-        """See `Ranks`; not of orders 0 and less, which torch defines by whole tensors."""
+        """See `Ranks`; refuses orders of 0 and less, which torch defines by whole tensors."""
         if norm_type <= 0:
             raise ValueError(f"norm_type must be positive over the stages of a pipeline, got {norm_type}")
         norm = self._replicas.total_norm(buffers, norm_type, device, only)
@@ -168,7 +168,7 @@ class Pipeline(Ranks):
         dist.all_reduce(power, group=self._group)
         return power.pow(1 / norm_type)
 
-    # ---- what ranks of the same stage do among themselves
+    # ---- work among ranks of the same stage
 
     def check_trainable(self, named: Sequence[NamedParameter]) -> None:
         """See `Ranks`."""
@@ -200,19 +200,19 @@ class Pipeline(Ranks):
 
 
 def _alike(weights: Tensor) -> Tensor:
-    """Whether weights are equal but for the order in which replicas have added them up; 0-d bool."""
+    """Whether weights are equal up to the order in which replicas added them; 0-d bool."""
     return ((weights - weights[0]).abs() <= 1e-12 * weights[0].abs()).all()
 
 
 def _disagreement(found: dict[str, list[float]]) -> str | None:
-    """What stages disagree about, in words."""
+    """Describe what stages disagree about."""
     if differ := different_windows(found["window"]):
         return differ
     if any(found["error"]):
         return "ranks that share another stage of this pipeline disagree about this window: their error says in what"
     if differ := different_limits(
         found["norms"], found["limit"], "stage rank"
-    ):  # also where nothing is to be clipped: some ranks would wait for the others' norms
+    ):  # even if nothing is clipped, since some ranks would wait for the others' norms
         return differ
     if any(found["dropped"]):
         return None
@@ -236,9 +236,9 @@ def _disagreement(found: dict[str, list[float]]) -> str | None:
 
 
 def stages_of(named: Iterable[NamedParameter]) -> list[Any]:
-    """The pipeline stages that any of these parameters belongs to, and that exist by now."""
+    """List the existing pipeline stages that any of these parameters belongs to."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None or not dist.is_initialized():  # no stage is built without; and torch keeps no list of them
+    if module is None or not dist.is_initialized():  # stages need both, and torch keeps no list of them
         return []
     ours = {id(entry.param) for entry in named}
     return [
@@ -250,16 +250,16 @@ def stages_of(named: Iterable[NamedParameter]) -> list[Any]:
 
 
 def group_of_stages(stages: Sequence[Any], release: str, autocast_route: Any, process_group: Any) -> Any:
-    """The group of the ranks that have the stages of this pipeline.
+    """Return the group of the ranks that have the stages of this pipeline.
 
     Args:
         stages: See `stages_of`; at least one.
-        release: As FusedAccumulator's.
-        autocast_route: As FusedAccumulator's.
-        process_group: As FusedAccumulator's, or that of DistributedDataParallel.
+        release: FusedAccumulator's argument.
+        autocast_route: FusedAccumulator's argument.
+        process_group: FusedAccumulator's argument, or DistributedDataParallel's group.
 
     Raises:
-        ValueError: names what cannot be right for pipeline stages, and what to use instead.
+        ValueError: names the argument that does not work with pipeline stages, and what to use instead.
     """
     group = _group(stages[0])
     if release == "backward":
@@ -306,7 +306,7 @@ def is_group_of(group: Any, other: Any) -> bool:
 
 
 def refuse_late_stages(named: Iterable[NamedParameter], ranks: Ranks) -> None:
-    """Refuse stages that were built after their accumulator, which does not know of them.
+    """Refuse stages built after their accumulator, which does not know of them.
 
     Raises:
         RuntimeError: says in which order to build them.

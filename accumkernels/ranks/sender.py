@@ -1,7 +1,7 @@
-"""What goes to other ranks before a window ends: decided here, of what captures report while the last backward runs.
+"""Decides what goes to other ranks before a window ends, by what captures report while the last backward runs.
 
-Chunks are sent in one order, which is the same on every rank: each as soon as the last micro-batch has added its part
-to it and to all before it, the rest at the end of the window.
+Every rank sends chunks in the same order: each as soon as the last micro-batch has added its part to it and to all
+chunks before it, the rest at the end of the window.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..buffers.flat import FlatBuffer
 from .chunks import Chunk, Place, as_they_come, cut
 from .group import Group
 
-_IN_FLIGHT = 4  # chunks whose narrower copies are alive; those that are reduced in place need no limit
-_LEARNING = 2  # windows in which rank 0 may show in which order gradients come; the host reads these back
+_IN_FLIGHT = 4  # chunks whose narrower copies are alive; chunks reduced in place need no limit
+_LEARNING = 2  # windows in which rank 0 may show the order of its gradients; the host reads these back
 
-_Bucket = Sequence[tuple[FlatBuffer, Any]]  # what follows the buffer has the indices of segments, `segments`
+_Bucket = Sequence[tuple[FlatBuffer, Any]]  # after the buffer comes an object whose `segments` are indices
 
 
 class Sender:
-    """Sends nothing, as from one process.
+    """Sends nothing, for a single process.
 
     Attributes:
         begun: Whether parts of the open window were sent, so that nothing can be added to them.
@@ -33,20 +33,20 @@ class Sender:
     begun = False
 
     def open_window(self) -> None:
-        """Nothing of the next window was sent yet."""
+        """Note that nothing of the next window was sent yet."""
 
     def mark_last(self) -> None:
-        """The micro-batch that begins was said to be the last, whatever becomes of it."""
+        """Note that the user called the coming micro-batch the last, whatever becomes of it."""
 
     def end_last(self) -> None:
-        """The micro-batch that was said to be the last is complete: send everything that was not sent."""
+        """Send everything not yet sent, because the last micro-batch is complete."""
 
     def sink(self, sums: Any, captures: Sequence[Any], sends: bool) -> Any:
-        """What captures are to report to while a backward runs.
+        """Return the sink that captures report to while a backward runs.
 
         Args:
             sums: The sink that adds gradients.
-            captures: Those that report.
+            captures: The captures that report.
             sends: Whether it is the window's last backward, and all gradients come in it.
         """
         return sums
@@ -63,11 +63,11 @@ class ChunkSender(Sender):
     """Sends chunks of flat buffers as the last backward completes them.
 
     Args:
-        group: Whom to sum with.
+        group: The group to sum over.
         early: Whether the last micro-batch of a window may send chunks; the same on all ranks.
 
     Attributes:
-        marked: Whether the last micro-batch of the window was said to be.
+        marked: Whether the user said which micro-batch is the window's last.
     """
 
     def __init__(self, group: Group, early: bool) -> None:
@@ -75,18 +75,18 @@ class ChunkSender(Sender):
         self._early = early
         self._buffers: Sequence[FlatBuffer] = ()
         self._known = 0
-        self._agreements = 0  # since the layout last grew
+        self._agreements = 0  # number since the layout last grew
         self._chunks: list[Chunk] = []
-        self._chunked = 0  # buffers that have chunks
-        self._agreed = 0  # of the chunks, the first ones: all ranks are known to have them
-        self._came: Sequence[float] = ()  # see `as_they_come`; empty while that is not known
-        self._last: Set[Place] = frozenset()  # of each chunk, the segment that comes last
+        self._chunked = 0  # number of buffers that have chunks
+        self._agreed = 0  # number of first chunks that all ranks are known to have
+        self._came: Sequence[float] = ()  # see `as_they_come`; empty while unknown
+        self._last: Set[Place] = frozenset()  # each chunk's segment that comes last
         self.open_window()
 
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
         """Send these flat buffers from now on; the list may grow between windows."""
         self._buffers = buffers
-        self._known = len(buffers)  # of the buffers, the first ones: ranks have compared their parameters
+        self._known = len(buffers)  # number of first buffers whose parameters ranks have compared
 
     def open_window(self) -> None:
         """See `Sender`."""
@@ -95,7 +95,7 @@ class ChunkSender(Sender):
         self._sent = 0
         self._waited = 0
         self._flying: deque[tuple[Chunk, Tensor, Any]] = deque()
-        self._complete: dict[Place, int] = {}  # segments, and when each was
+        self._complete: dict[Place, int] = {}  # complete segments, and when each became so
         self._gone: set[Place] = set()  # segments of which some part was sent
 
     # ---- while the last backward runs
@@ -130,7 +130,7 @@ class ChunkSender(Sender):
             )
 
     def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
-        """Note that segments are complete, and send all chunks that are, up to the first that is not."""
+        """Note that segments are complete, and send all complete chunks up to the first incomplete one."""
         self._list_chunks()
         for index in segments:
             self._complete.setdefault((buffer, index), len(self._complete) + 1)
@@ -140,7 +140,7 @@ class ChunkSender(Sender):
 
     @property
     def awaited(self) -> Set[Place] | None:
-        """Segments whose gradients other ranks wait for; None: all, until rank 0 knows in which order they come."""
+        """Segments whose gradients other ranks wait for; None: all, until rank 0 knows the order of its gradients."""
         if not self._group.own:
             return frozenset()
         self._list_chunks()
@@ -149,35 +149,35 @@ class ChunkSender(Sender):
     # ---- at the end of a window
 
     def send_before_stats(self) -> None:
-        """Every rank issues its collectives in one order: chunks come first where a backward may have sent some."""
+        """Send chunks before the vector if a backward may have sent some, so that all ranks keep one order."""
         if self._early:
             self._send_all()
         else:
             self._clear_untouched()
 
     def came(self) -> list[float]:
-        """For each segment, in the order of buffers, when its gradient came; 0 where none did, or that is known."""
+        """For each segment, in the order of buffers, return when its gradient came; 0 if none did or that is known."""
         learns = self._agreements < _LEARNING
         return [self._complete.get((b, s.index), 0) if learns else 0 for b in self._buffers for s in b.segments]
 
     def learns(self) -> bool:
-        """Count an agreement of ranks; whether it still tells in which order gradients come."""
+        """Count an agreement of ranks; return whether it still teaches the order of gradients."""
         self._agreements += 1
         return self._agreements <= _LEARNING
 
     def agree(self, came: Sequence[float]) -> None:
-        """All ranks have the same layout, and know when gradients came on rank 0."""
+        """Note that all ranks have the same layout, and know when gradients came on rank 0."""
         self._known, self._agreed = len(self._buffers), len(self._chunks)
         if self._agreements <= _LEARNING and any(came) and not self._came:
             self._came = came
 
     def send_rest(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """Send what was not sent, and look at chunks while the next are on their way.
+        """Send what was not sent, and inspect chunks while the next are on their way.
 
         Args:
-            look: Gets the parts of touched segments, of half the chunks that are left at a time: few calls, the last of
-                which has one chunk. Narrower copies are few, so that their chunks are looked at one by one: the link
-                would wait for a look at many.
+            look: Inspects parts of touched segments, of half the remaining chunks at a time: few calls, the last of
+                which has one chunk. Few narrower copies may be alive, so their chunks are inspected one by one: the
+                link would wait while many are inspected.
         """
         done, count = 0, len(self._chunks)
         narrower = any(chunk.sent_in != chunk.buffer.dtype for chunk in self._chunks)
@@ -206,19 +206,19 @@ class ChunkSender(Sender):
             self._send()
 
     def _clear_untouched(self) -> None:
-        """Segments that this rank did not touch hold what earlier windows left; other ranks may have touched them."""
+        """Clear segments that this rank did not touch: they hold old sums, and other ranks may have touched them."""
         self._list_chunks()
         stale = [part for chunk in self._chunks[self._sent :] for part in chunk.parts(touched=False)]
         if stale:
             torch._foreach_zero_(stale)
 
     def _list_chunks(self) -> None:
-        """The layout only grows, between windows."""
+        """List the chunks of new buffers; the layout only grows, between windows."""
         if self._chunked < len(self._buffers):
             self._agreements, self._came = 0, ()
             chunks = [cut(buffer, self._group.comm_dtype) for buffer in self._buffers]
             self._chunks = [chunk for of_buffer in chunks for chunk in of_buffer]
-            # What was unfrozen here, other ranks may not have: that goes out only when the vector has said so.
+            # Other ranks may not have unfrozen the same parameters: send their chunks only after the vector says so.
             self._agreed = sum(map(len, chunks[: self._known]))
             self._last = {(chunk.buffer, chunk.segments[-1]) for chunk in self._chunks if chunk.segments}
             self._chunked = len(self._buffers)
@@ -241,7 +241,7 @@ class ChunkSender(Sender):
 
 
 class _Checking:
-    """A sink of gradients that may come too late; see `Sink` in capture/captures.py."""
+    """A sink that refuses gradients that come too late; see `Sink` in capture/captures.py."""
 
     awaited: Set[Place] | None = frozenset()
 
@@ -260,7 +260,7 @@ class _Checking:
 
 
 class _Sending(_Checking):
-    """A sink that sends what becomes complete in the last backward."""
+    """A sink that sends chunks as the last backward completes them."""
 
     def __init__(self, sender: ChunkSender, sums: Any, captures: Sequence[Any]) -> None:
         super().__init__(sender, sums)
@@ -269,7 +269,7 @@ class _Sending(_Checking):
         self._leaves_ran: set[Place] = set()
 
     def leaf_ran(self, place: Place, pending: bool) -> bool:
-        """Send a segment that nothing more comes to; a part of it may still be in a bucket."""
+        """Send a segment that gets nothing more; a part of it may still be in a bucket."""
         self._leaves_ran.add(place)
         if not pending:
             self._sender.send_complete(place[0], [place[1]])
@@ -283,7 +283,7 @@ class _Sending(_Checking):
             self._sender.send_complete(buffer, complete)
 
     def _is_complete(self, place: Place) -> bool:
-        """Whether no more gradients of this backward come to a segment that got one."""
+        """Whether a segment that got a gradient gets no more in this backward."""
         for capture in self._captures:
             if capture.reports(place):
                 return place in self._leaves_ran
