@@ -1,4 +1,4 @@
-"""Choosing the batch: what fits (fit/), what it takes (memory/), what it is worth (worth/).
+"""Chooses the batch: what fits (fit/), how much memory it takes (memory/), what it is worth (worth/).
 
-It trains models on trial and restores them. It stands above the accumulator, which knows nothing of it.
+This house trains models on trial and restores them. It uses the accumulator, which knows nothing of it.
 """

@@ -1,4 +1,4 @@
-"""The sources of a trial's batches."""
+"""Makes the batches of a trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Source = Callable[[int, torch.device], Iterator[Any]]  # (batch size, device) ->
 
 
 def per_sample_shape(shape: Any, name: str) -> tuple[int, ...]:
-    """Return the shape of one sample; a single int is one dimension, as in `(1000)`.
+    """Return the shape of one sample; a single int is one dimension, like `(1000)`.
 
     Raises:
         TypeError, ValueError: names the argument.
@@ -80,10 +80,10 @@ def _checked(batch: Any, origin: str) -> Any:
 
 
 def training_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """One forward pass.
+    """Run one forward pass.
 
-    `(input, target)` is `loss_fn(model(input), target)`, by default the mean squared error. A mapping is
-    `model(**batch)`: its `.loss` (or `["loss"]`, or the output itself where it is a tensor), else
+    For `(input, target)`, the loss is `loss_fn(model(input), target)`, by default the mean squared error. For a
+    mapping, it is the `.loss` of `model(**batch)` (or its `["loss"]`, or the output itself if that is a tensor), else
     `loss_fn(output, batch)`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks of what planning functions are given."""
+"""Checks the arguments of planning functions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def seconds(value: Any, name: str) -> float:
 
 
 def fraction(value: Any, name: str, *, zero: bool = True) -> float:
-    """Return `value` as a float less than 1 that is at least 0, or more than 0.
+    """Return `value` as a float below 1 and at least 0 (without `zero`: above 0).
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -117,14 +117,14 @@ def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
     """Check that `value` is one of `accepted`.
 
     Raises:
-        ValueError: names the argument, its value and what is accepted.
+        ValueError: names the argument, its value and the accepted ones.
     """
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
 
 
 def no_accumulator(model: nn.Module, caller: str) -> None:
-    """Check that a model that is about to train on trial has no FusedAccumulator.
+    """Check that a model to be trained on trial has no FusedAccumulator.
 
     Its hooks would take the trial's gradients into its window, and its buffers would be measured too.
 
@@ -136,7 +136,7 @@ def no_accumulator(model: nn.Module, caller: str) -> None:
         if name is None:
             return
         if not collected:
-            gc.collect()  # it may be dead already, in a cycle of a trainer or a notebook
+            gc.collect()  # the accumulator may be dead already, in a cycle of a trainer or a notebook
     raise RuntimeError(
         f"{caller}: {name!r} has a FusedAccumulator, which would accumulate gradients of the trial: call this before "
         "the accumulator is built, or after its remove()"

@@ -1,19 +1,19 @@
-"""Measure what training steps cost in time, and predict the time of windows from it.
+"""Measures the time of training steps, and predicts the time of windows from it.
 
 A step without accumulation takes s seconds on one rank: forward, backward and the optimizer's step. With several ranks
-it takes R longer, which is the part of its reduction that backward does not hide. A window of K >= 2 micro-batches
-pays R and O once::
+it takes R longer: the part of its reduction that backward does not hide. A window of K >= 2 micro-batches pays R and O
+once::
 
     T(1) = s + R
     T(K) = K (s - O + A) + O + R
 
-s - O + A is a micro-batch inside a window, where its gradients are added to the flat buffers; A is negative where
-weight gradients are added without being written first. O + R is what a window takes on top of its micro-batches. So O
-is the optimizer's step with the averaging and, with several ranks, what the reduction at a window's end takes longer
-than R.
+s - O + A is a micro-batch inside a window, which adds its gradients to the flat buffers; A is negative if weight
+gradients are added without being written first. O + R is what a window takes on top of its micro-batches. So O is the
+optimizer's step with the averaging and, with several ranks, the time by which the reduction at a window's end exceeds
+R.
 
-With several ranks, s + R is a step whose gradients are averaged in buckets while backward runs, as by
-DistributedDataParallel, and windows are reduced over the ranks.
+With several ranks, a step of s + R averages gradients in buckets while backward runs, as DistributedDataParallel does,
+and windows are reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _LEAST_TRIALS = 3
 
 
 class StepCosts(NamedTuple):
-    """The costs of training steps. They are arguments of `plan` by name: `plan(512, 12, **costs._asdict())`.
+    """The costs of training steps, named like the arguments of `plan`: `plan(512, 12, **costs._asdict())`.
 
     Attributes:
         samples_per_second: Rate of one rank in training without accumulation, by micro-batch size.
-        optimizer_seconds: Time that a window takes on top of its micro-batches and `reduction_seconds`: averaging, the
-            optimizer's step and, over ranks, what no backward hides of the reduction at the window's end.
-        reduction_seconds: Time that a step without accumulation takes longer with several ranks; 0.0 for one.
-        accumulate_seconds: Time that a micro-batch takes longer in a window than in a step of its own; may be negative.
+        optimizer_seconds: Time of a window beyond its micro-batches and `reduction_seconds`: averaging, the optimizer's
+            step and, over ranks, the part of the reduction at the window's end that no backward hides.
+        reduction_seconds: Extra time of a step without accumulation with several ranks; 0.0 for one.
+        accumulate_seconds: Extra time of a micro-batch in a window over a step of its own; may be negative.
     """
 
     samples_per_second: Mapping[int, float]
@@ -58,8 +58,8 @@ class StepCosts(NamedTuple):
     def step_seconds(self, size: float) -> float:
         """Seconds of a step without accumulation on so many samples, without its reduction.
 
-        Between two sizes that were measured the time is on the line between theirs; beyond them all, samples take as
-        long as at the nearest.
+        Between two measured sizes the time is interpolated linearly; outside their range, a sample takes as long as at
+        the nearest size.
         """
         known = sorted((n, n / rate) for n, rate in self.samples_per_second.items())
         for (n, low), (m, high) in zip(known, known[1:], strict=False):
@@ -98,14 +98,13 @@ def measure_step_costs(
     """Measure the costs that `plan` needs to say whether accumulating is worth it.
 
     Trains on trial at one micro-batch size, without accumulation and in windows of 4 micro-batches, in turns. Each part
-    of a step is timed by itself, and its fastest run counts, since whatever else the machine does only adds time. On a
-    GPU a wait after each part is in the measure. Afterwards everything is as it was, as with `find_batch_size`.
+    of a step is timed by itself, and its fastest run counts, since other load on the machine only adds time. On a GPU
+    the time includes a wait after each part. Afterwards everything is as it was, as with `find_batch_size`.
 
-    With torch.distributed every rank must call this, with the same model; the slowest rank counts. Steps and windows
-    are then reduced over the ranks: those without accumulation while backward runs, as DistributedDataParallel does
-    (whose broadcast of module buffers is not in the measure), windows when they end; `acc.window` hides a part of that.
-    An exception on one rank comes out there when the trial is over on all ranks, and the others raise a RuntimeError
-    that names it.
+    With torch.distributed every rank must call this, with the same model; the slowest rank counts. The ranks then
+    reduce steps and windows: steps without accumulation while backward runs, as DistributedDataParallel does (whose
+    broadcast of module buffers is not measured), windows when they end, of which `acc.window` hides a part. A rank that
+    fails raises its exception when the trial is over on all ranks; the others raise a RuntimeError that names it.
 
     Args:
         model: As for `find_batch_size`, like every argument without an explanation of its own.
@@ -118,13 +117,13 @@ def measure_step_costs(
         make_batch: Instead of the shapes.
         make_loader: Instead of the shapes.
         amp_dtype: Run under autocast to this dtype.
-        num_iterations: Steps or windows per trial; with several ranks, at least so many windows.
-        duration: Seconds to go on for, with three trials of each kind at least: the longer, the less noise.
-        process_group: The ranks that reduce; None for those of a DistributedDataParallel module, else all; False for
-            this one alone.
+        num_iterations: Steps or windows per trial; with several ranks, the least number of windows.
+        duration: Seconds of measuring, with at least three trials of each kind: the longer, the less noise.
+        process_group: The ranks that reduce; None for the group of a DistributedDataParallel module, else all ranks;
+            False for this one alone.
 
     Raises:
-        TypeError, ValueError: an argument is wrong: named with its value.
+        TypeError, ValueError: names the wrong argument, with its value.
         RuntimeError: the micro-batch does not fit, the model has a FusedAccumulator, or another rank failed.
     """
     ddp = model if isinstance(model, DistributedDataParallel) else None
@@ -175,7 +174,7 @@ def measure_step_costs(
                 parts, go_on = _agreed(agreement, training, size, trial, end)
                 fastest.add(parts)
 
-    # The first micro-batch of a window is not like the others: what it takes more, or less, is paid for once.
+    # A window's first micro-batch differs from the others: the window pays its extra time, or saving, once.
     first, *others, update = window.parts
     micro_batch = sum(others) / len(others)
     found = (sum(single.parts), micro_batch, max(0.0, update + first - micro_batch), sum(reduced.parts))
@@ -186,7 +185,7 @@ def measure_step_costs(
 
 
 class _Fastest:
-    """The least seconds of each part of a step, over all trials so far."""
+    """The fewest seconds of each part of a step, over all trials so far."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -198,7 +197,7 @@ class _Fastest:
 
 
 def _alone(training: Training, snapshot: Snapshot, size: int, length: int | None) -> tuple[float, ...]:
-    """Seconds of the parts of a window of `length` micro-batches, or of a step without accumulation; of one rank."""
+    """Time the parts of a window of `length` micro-batches, or of a step without accumulation, on one rank."""
     training.accumulate = length
     outcome = training.try_size(size, snapshot)
     if not outcome.trial.ok:
@@ -209,11 +208,11 @@ def _alone(training: Training, snapshot: Snapshot, size: int, length: int | None
 def _agreed(
     agreement: Agreement, training: Training, size: int, trial: Callable[[], tuple[float, ...]], end: float
 ) -> tuple[tuple[float, ...], bool]:
-    """Run a trial on all ranks; what it found here, and whether there is time on all of them for more.
+    """Run a trial on all ranks; returns its result on this one, and whether all of them have time for more.
 
     Raises:
         RuntimeError: memory ran out, or the trial failed on another rank.
-        Whatever else the trial raises here.
+        Exception: whatever else the trial raises here.
     """
     failure = ""
     try:

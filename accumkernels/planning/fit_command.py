@@ -1,7 +1,7 @@
 """`python -m accumkernels fit MODULE:FACTORY`: find the batch size of a user's own model.
 
-The factory is a function without arguments that returns the arguments of `find_batch_size` in a dict; `model` is the
-only one that must be there. Options on the command line override what the factory returns::
+The factory is a function without arguments that returns `find_batch_size`'s arguments in a dict; only `model` is
+required. Options on the command line override what the factory returns::
 
     # train.py
     def fit():
@@ -36,11 +36,11 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class FitError(Exception):
-    """Something the user can change; the message is one line."""
+    """An error that the user can fix; the message is one line."""
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes in "8GiB", "512M", "1.5 GB" (all in powers of 1024) or "123456"."""
+    """Parse the bytes in "8GiB", "512M", "1.5 GB" (all in powers of 1024) or "123456"."""
     found = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
     try:
         value = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
@@ -84,7 +84,7 @@ def _factory(place: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # something that the module needs
+            raise  # an import inside the module failed
         raise FitError(f"there is no module {module_name!r} on the path") from None
     factory: Any = module
     for part in name.split("."):
@@ -95,7 +95,7 @@ def _factory(place: str) -> Any:
 
 
 def arguments_for(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collect the arguments of `find_batch_size`: what the factory returns, overridden by the command line.
+    """Collect the arguments of `find_batch_size`: the factory's, overridden by the command line.
 
     Raises:
         FitError: MODULE:FACTORY, or what it returns, is wrong.
@@ -120,7 +120,7 @@ def arguments_for(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: BatchSize) -> str:
-    """The sizes that were tried, in order of size."""
+    """Format the sizes that were tried, in order of size."""
     lines = [f"{'batch size':>10}  {'fits':<4}  {'peak memory':>12}  {'samples/s':>10}"]
     for trial in sorted(found.tried):
         rate = f"{trial.samples_per_second:>10,.1f}" if trial.ok else f"{'-':>10}"

@@ -1,4 +1,4 @@
-"""The bytes of live tensors, counted op by op, for devices whose allocator does not keep count."""
+"""Counts the bytes of live tensors op by op, for devices whose allocator does not keep count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CUDA_BLOCK = 512  # bytes: what the caching allocator rounds up to
+CUDA_BLOCK = 512  # bytes; the caching allocator rounds up to multiples of it
 
 
 class _StorageReference(weakref.ref):
@@ -37,15 +37,14 @@ def format_bytes(nbytes: float) -> str:
 class LiveBytes(TorchDispatchMode):
     """Counts the storages of the tensors that ops return, once each, for as long as they live.
 
-    What an op allocates and frees inside is not seen, and neither is what compiled code allocates. Works with fake
-    tensors.
+    It does not see what an op allocates and frees inside, nor what compiled code allocates. It works with fake tensors.
 
     Args:
-        limit: Bytes that the device has; exceeding them raises `torch.OutOfMemoryError`. None: no limit.
+        limit: Bytes of the device; exceeding them raises `torch.OutOfMemoryError`. None: no limit.
         granularity: Bytes that allocations are rounded up to.
 
     Attributes:
-        peak: The most that were alive after any op.
+        peak: The most bytes alive after any op.
     """
 
     def __init__(self, limit: int | None = None, granularity: int = 1) -> None:
@@ -55,8 +54,8 @@ class LiveBytes(TorchDispatchMode):
         self._limit = limit
         self._granularity = granularity
         self._storages: dict[int, _StorageReference] = {}
-        # Filled by weak references' callbacks. A callback in Python might run the handler of a Ctrl-C and, being a
-        # callback, swallow its KeyboardInterrupt; deque.append cannot.
+        # Filled by weak references' callbacks. A Python callback might run a Ctrl-C's handler and, being a callback,
+        # swallow its KeyboardInterrupt; deque.append cannot.
         self._dead: deque[_StorageReference] = deque()
 
     @property
@@ -65,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
         return self._sweep()
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """Count tensors that exist already; return the bytes that were not counted yet."""
+        """Count existing tensors; return the bytes that were not counted yet."""
         before = self._sweep()
         for tensor in tensors:
             self._add(tensor)
@@ -73,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         return self.live - before
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the distinct storages of `tensors`, rounded as counted here."""
+        """Sum the bytes of the distinct storages of `tensors`, rounded as counted here."""
         distinct = {storage._cdata: self._rounded(storage) for storage in map(_storage, tensors) if storage is not None}
         return sum(distinct.values())
 
@@ -127,7 +126,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """None for tensors that have no storage of their own: sparse ones, and wrappers around others."""
+    """Return its storage; None for tensors without one of their own: sparse ones, and wrappers around others."""
     if tensor.layout is not torch.strided:
         return None
     try:
@@ -137,29 +136,29 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 class LiveCudaBytes(LiveBytes):
-    """Counts tensors as `LiveBytes`, and takes peaks from the caching allocator."""
+    """Counts tensors like `LiveBytes`, and takes peaks from the caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(granularity=CUDA_BLOCK)
         self._device = device
         gc.collect()
         torch.cuda.empty_cache()
-        self._foreign: int | None = None  # bytes on the device that are not the model's
+        self._foreign: int | None = None  # bytes on the device that do not belong to the model
 
     def add(self, tensors: Iterable[Tensor]) -> int:
-        """Count tensors as the base class does; whatever else is on the device counts as foreign."""
+        """Count tensors like the base class; everything else on the device counts as foreign."""
         added = super().add(tensors)
         self._foreign = torch.cuda.memory_allocated(self._device) - self.live
         return added
 
     def reset_peak(self) -> None:
-        """Forget the peak, the allocator's too."""
+        """Forget the peak, and the allocator's too."""
         super().reset_peak()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @property
     def peak(self) -> int:
-        """The allocator's peak without what is foreign."""
+        """The allocator's peak without foreign bytes."""
         if self._foreign is None:
             return 0
         return torch.cuda.max_memory_allocated(self._device) - self._foreign

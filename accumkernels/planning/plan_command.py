@@ -1,7 +1,7 @@
-"""`python -m accumkernels plan`: the table of a plan, and whether it is worth it.
+"""`python -m accumkernels plan`: print the table of a plan, and whether it is worth it.
 
-The costs of a step come from the options, or from a measurement of a user's own model: `--measure train:fit` trains on
-trial what `fit()` in train.py returns, as for `python -m accumkernels fit`.
+The costs of a step come from the options, or from measuring a user's own model: `--measure train:fit` trains on trial
+what `fit()` in train.py returns, as `python -m accumkernels fit` does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> AccumulationPlan:
-    """The plan with the costs that are given, and for the others those that are measured."""
+    """Make the plan with the given costs, and measure the others."""
     given = {name: getattr(arguments, name) for name in _COSTS if getattr(arguments, name) is not None}
     wanted = {"world_size": arguments.world_size, "noise_scale": arguments.noise_scale}
     made = plan(arguments.target, arguments.max_micro, **wanted, **given)
@@ -85,5 +85,5 @@ def _plan(arguments: argparse.Namespace) -> AccumulationPlan:
     call |= {"micro_batch_size": made.micro_batch_sizes[0], "duration": arguments.duration}
     costs = measure_step_costs(**call)._asdict()
     if arguments.world_size > 1:
-        del costs["reduction_seconds"]  # this process is alone: it cannot know
+        del costs["reduction_seconds"]  # a process alone cannot know it
     return plan(arguments.target, arguments.max_micro, **wanted, **{**costs, **given})

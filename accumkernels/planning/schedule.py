@@ -2,7 +2,7 @@
 
 Decaying the learning rate and growing the batch reduce the noise of SGD alike, but a growing batch takes fewer steps
 (Smith, Kindermans, Ying and Le 2018, "Don't Decay the Learning Rate, Increase the Batch Size", arXiv:1711.00489).
-Accumulation grows the batch without a byte of memory. A schedule is any function from the optimizer step to samples per
+Accumulation grows the batch without extra memory. A schedule is any function from the optimizer step to samples per
 step over all ranks; here are two.
 """
 
@@ -22,7 +22,7 @@ class Milestones:
     """Batch sizes that hold from given steps on.
 
     Args:
-        sizes: Maps the step from which a size holds to samples per optimizer step; step 0 must be there.
+        sizes: Maps the first step of a size to samples per optimizer step; step 0 is required.
 
     Raises:
         TypeError, ValueError: a step is negative or not an int, step 0 is missing, or a size is less than 1.
@@ -51,7 +51,7 @@ class Milestones:
             batch_size: Samples per optimizer step up to the first milestone.
             milestones: The steps at which the batch grows.
             gamma: The factor that the decay would multiply the learning rate by, in (0, 1).
-            maximum: The largest batch; from there on, decay the learning rate.
+            maximum: The largest batch; once it is reached, decay the learning rate.
         """
         size = positive_int(batch_size, "batch_size")
         if isinstance(milestones, str) or not isinstance(milestones, Iterable):
@@ -65,7 +65,7 @@ class Milestones:
         return cls(sizes)
 
     def __call__(self, step: int) -> int:
-        """Samples per optimizer step at `step`."""
+        """Return the samples per optimizer step at `step`."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         return self._sizes[bisect.bisect_right(self._steps, step) - 1]
@@ -78,7 +78,7 @@ class FollowNoiseScale:
     steps and twice the least number of samples. The batch never shrinks and grows by at most `growth` at a time, since
     the measurement is noisy; build the accumulator with `noise_scale=half_life` so that it forgets the past.
 
-    With torch.distributed every rank uses what rank 0 measured, so calling it is collective.
+    With torch.distributed every rank uses rank 0's measurement, so calling it is collective.
 
     Args:
         accumulator: A FusedAccumulator whose weights are numbers of samples.
@@ -88,7 +88,7 @@ class FollowNoiseScale:
         growth: Largest factor from one reading to the next.
 
     Raises:
-        TypeError, ValueError: names the argument that is wrong, and its value.
+        TypeError, ValueError: names the wrong argument, and its value.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class FollowNoiseScale:
         self._last = 0
 
     def __call__(self, step: int) -> int:
-        """Samples per optimizer step at `step`; ask for steps in order."""
+        """Return the samples per optimizer step at `step`; ask for steps in order."""
         if step - self._last >= self._every:
             self._last = step
             wanted = self._measured()
-            if wanted > self._size:  # not where it is nan
+            if wanted > self._size:  # False for nan
                 self._size = int(min(wanted, self._size * self._growth, self._maximum))
         return self._size
 

@@ -1,4 +1,4 @@
-"""Restoring a model, its optimizer's state and every random generator, bit for bit."""
+"""Restores a model, its optimizer's state and every random generator, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def random_state() -> Callable[[], None]:
-    """Remember Python's, numpy's (where it is imported), torch's and every initialised GPU's generator.
+    """Remember the generators of Python, numpy (if imported), torch and every initialised GPU.
 
     Returns:
         A function that restores them.
@@ -51,10 +51,10 @@ class Snapshot:
     """Remembers what a training step may change, and restores it as often as wanted.
 
     The contents of all tensors are copied to the host, storage by storage, so that ties, views and strides stay, and a
-    device that is nearly full is no fuller. It remembers parameters, buffers and every other tensor reachable from
+    nearly full device gets no fuller. A snapshot remembers parameters, buffers and every other tensor reachable from
     the modules' attributes; the attributes themselves, with the contents of lists, dicts, sets and deques (hooks,
-    counters, caches, train or eval mode); `.grad`s and hooks of parameters; torch.Generators; random generators.
-    Objects of other classes are not looked into.
+    counters, caches, train or eval mode); `.grad`s and hooks of parameters; torch.Generators; random generators. It
+    does not look into objects of other classes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,11 +68,11 @@ class Snapshot:
         self._restore_random = random_state()
 
     def include(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer's state, groups and hooks too, as they are now."""
+        """Remember an optimizer's current state, groups and hooks too."""
         self._remember(optimizer.__dict__)
 
     def _remember(self, root: Any) -> None:
-        """Remember a value and, without recursion, whatever containers lead to."""
+        """Remember a value and, without recursion, everything that containers lead to."""
         queue = [root]
         while queue:
             value = queue.pop()
@@ -149,7 +149,7 @@ def _contents(hooks: Any) -> Any:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Give a container its old content, in place: others hold it too."""
+    """Restore a container's old content in place, because others hold it too."""
     container.clear()
     if isinstance(container, dict | set):
         container.update(content)
@@ -158,7 +158,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _moved(tensor: Tensor, data: Tensor) -> bool:
-    """Whether the tensor was given other memory, or looks at it otherwise."""
+    """Whether the tensor was given other memory, or views it differently."""
     return (
         tensor.device != data.device
         or tensor.dtype != data.dtype

@@ -1,4 +1,4 @@
-"""Batches as trees of tensors in tuples, lists and mappings, with samples along the first dimension."""
+"""Handles batches as trees of tensors in tuples, lists and mappings, with samples along the first dimension."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tree_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf with its place, as in `batch['inputs'][0]`."""
+    """Yield each leaf with its place, such as `batch['inputs'][0]`."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from tree_leaves(value, f"{path}[{key!r}]")
@@ -63,8 +63,8 @@ def samples(tree: Any) -> int:
 def slice_samples(tree: Any, start: int, stop: int, count: int) -> Any:
     """Take samples `start` to `stop` of a batch of `count`, as views of its tensors.
 
-    A list or tuple without tensors that has one item per sample (texts, file names) is sliced as well; other leaves go
-    into every slice unchanged.
+    A list or tuple without tensors and with one item per sample (texts, file names) is sliced as well; other leaves go
+    unchanged into every slice.
     """
     if isinstance(tree, tuple | list) and len(tree) == count and not hasattr(tree, "_fields"):
         if not any(isinstance(leaf, Tensor) for _, leaf in tree_leaves(tree)):

@@ -1,4 +1,4 @@
-"""How ranks come to the same decision."""
+"""Lets ranks come to the same decision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...ranks.choice import check_kind
 
 
 class Agreement:
-    """Lets every rank know what all ranks found; without torch.distributed there is one.
+    """Tells every rank what all ranks found; without torch.distributed there is one rank.
 
     Args:
         process_group: The ranks that take part; None for all, False for this rank alone.
@@ -28,7 +28,7 @@ class Agreement:
         self.size = distributed.get_world_size(process_group) if ready else 1
 
     def gather(self, found: Any) -> list[Any]:
-        """Collect what every rank found, in the order of ranks; collective."""
+        """Collect every rank's result, in the order of ranks; collective."""
         if self.size == 1:
             return [found]
         everyones: list[Any] = [None] * self.size
@@ -37,7 +37,7 @@ class Agreement:
 
 
 def check_ranks(everyones: list[Any], caller: str, what: str) -> None:
-    """Stop where another rank did: it has gathered None.
+    """Stop if another rank did, which gathered None.
 
     Raises:
         RuntimeError: names the first such rank.

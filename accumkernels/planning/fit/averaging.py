@@ -1,4 +1,4 @@
-"""Gradients averaged over ranks while backward runs, for a step on trial."""
+"""Averages gradients over ranks while backward runs, for a step on trial."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_FIRST_BYTES, _BYTES = 2**20, 25 * 2**20  # of a bucket; DistributedDataParallel's
+_FIRST_BYTES, _BYTES = 2**20, 25 * 2**20  # DistributedDataParallel's bucket sizes
 
 
 class Averaging:
-    """Averages gradients as DistributedDataParallel does, except that a rank that fails keeps no other waiting.
+    """Averages gradients as DistributedDataParallel does, except that a failed rank keeps no other waiting.
 
-    Buckets are filled in the reverse order of parameters, and each is sent once all gradients of it, and those before
-    it, are there. Whatever a backward raises, all are sent, so that every rank's collectives are the same.
+    Buckets are filled in the reverse order of parameters, and each is sent once its gradients, and those of the buckets
+    before it, are complete. Whatever a backward raises, all are sent, so that every rank issues the same collectives.
 
     Args:
         params: The trained parameters, the same on all ranks.
@@ -76,7 +76,7 @@ class _Bucket:
 
 
 def _bucketed(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Neighbours of one kind, up to a bucket's bytes; of the first one fewer, so that sending begins early."""
+    """Group neighbours of one kind up to a bucket's bytes; the first is smaller, so that sending begins early."""
     buckets: list[list[nn.Parameter]] = []
     nbytes = 0
     for param in params:

@@ -1,4 +1,4 @@
-"""Find the largest batch size that fits by training with it, so that the answer has really run."""
+"""Finds the largest batch size that fits by training with it, so that the answer has really run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES = ("power", "binsearch")
 
 
 class BatchSize(int):
-    """A batch size that was run and fitted: an int that knows how it was found.
+    """A batch size that ran and fitted: an int that knows how it was found.
 
     Attributes:
         tried: Every size tried, in order: (size, ok, peak_bytes, samples_per_second).
@@ -48,7 +48,7 @@ class BatchSize(int):
         optimizer_seconds: float | None = None,
         accumulate: int | None = None,
     ) -> BatchSize:
-        """Make one; `find_batch_size` does."""
+        """Make a BatchSize; `find_batch_size` calls this."""
         self = super().__new__(cls, value)
         self.tried = list(tried)
         self.reason = reason
@@ -58,7 +58,7 @@ class BatchSize(int):
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory in use at a time with this size, in bytes."""
+        """The most bytes of memory in use at a time with this size."""
         return next((trial.peak_bytes for trial in self.tried if trial.size == int(self)), 0)
 
     @property
@@ -98,16 +98,15 @@ def find_batch_size(
 ) -> BatchSize:
     """Find the largest batch size that trains on a device without running out of memory.
 
-    Sizes are tried with whole training steps, in the modes the model is in: doubling from 1 (2 where BatchNorm trains)
+    Sizes are tried with whole training steps, in the model's current modes: doubling from 1 (2 if BatchNorm trains)
     until memory runs out or the cap is reached, then, with "binsearch", between the last two. Only out of memory
-    (`is_oom_error`) makes a size smaller; every other exception is raised unchanged. Afterwards, also after an error or
+    (`is_oom_error`) makes a size smaller; every other exception is raised unchanged. Afterwards, even after an error or
     a Ctrl-C, the model (parameters, buffers, `.grad`s, hooks, attributes, mode, device), the optimizer and the random
-    generators of torch, CUDA, Python and numpy are what they were, bit for bit. `.grad`s that exist stay in memory
-    meanwhile.
+    generators of torch, CUDA, Python and numpy are as before, bit for bit. Existing `.grad`s stay in memory meanwhile.
 
     With torch.distributed every rank must call this; all try the same sizes and return the same answer, the largest
     that fits on every rank. The trials themselves do not communicate: for a DistributedDataParallel model they run its
-    module.
+    inner module.
 
     Args:
         model: Moved to `device` for the trials if it is elsewhere; a model spread over several devices is not moved.
@@ -116,7 +115,7 @@ def find_batch_size(
             `make_loader`.
         output_shape: Shape of one sample's target, likewise.
         dataset_size: Number of samples; no larger batch is tried.
-        max_batch_size: No larger batch is tried either.
+        max_batch_size: Another limit: no larger batch is tried.
         num_iterations: Training steps per size; at least 2 are run, since optimizers make their state in the first.
         loss_fn: `loss_fn(output, target)`, by default the mean squared error; for a dict batch, by default
             `output.loss`, else `loss_fn(output, batch)`.
@@ -129,10 +128,10 @@ def find_batch_size(
         multiple_of: Try only multiples of this; 8 suits matrix units in 16 bit.
         accumulate: Train with a FusedAccumulator and this many micro-batches per step, so that its buffers are measured
             too.
-        memory_limit: Memory in bytes of a smaller device to find the answer for. A CPU's memory runs out far too late
-            for a trial; there the limit holds for the tensors that are alive after each op.
-        make_loader: `make_loader(n)` returns a DataLoader, or any iterable, of batches as `make_batch` makes them:
-            then loading is part of the samples per second.
+        memory_limit: Bytes of memory of a smaller device to find the answer for. A CPU's memory runs out far too late
+            for a trial; there the limit applies to the tensors alive after each op.
+        make_loader: `make_loader(n)` returns a DataLoader, or any iterable, of batches as `make_batch` makes them;
+            samples per second then include loading.
         process_group: The ranks that agree; None for all, False for this one alone.
         progress: Show a progress bar; by default on a terminal, where rich is installed.
 
@@ -203,12 +202,12 @@ def find_batch_size(
         raise RuntimeError(
             f"find_batch_size: not even the smallest batch fits on {training.device}: {sizes}: {failures[0]}"
         )
-    # Its time does not depend on the batch: the median of all sizes is less noisy than any one.
+    # An optimizer step's time does not depend on the batch: the median of all sizes is less noisy than any one.
     return BatchSize(largest, tried, "oom" if failures else bound, statistics.median(updates), training.accumulate)
 
 
 def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
-    """The largest size to try, and which argument set it."""
+    """Return the largest size to try, and the argument that set it."""
     cap, bound = positive_int(dataset_size, "dataset_size"), "dataset"
     if max_batch_size is not None and positive_int(max_batch_size, "max_batch_size") <= cap:
         return positive_int(max_batch_size, "max_batch_size"), "max"
@@ -216,7 +215,7 @@ def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
 
 
 def _start(model: Any, cap: int, step: int) -> int:
-    """The smallest size to try."""
+    """Return the smallest size to try."""
     check_trainable(model)
     batchnorm = uses_batch_statistics(model)
     start = max(2, step) if batchnorm and step == 1 else step
@@ -245,14 +244,14 @@ def largest_that_fits(fits: Callable[[int], bool], start: int, cap: int, step: i
         "binsearch" the largest multiple of `step`, provided that everything fits up to some limit.
     """
     top = cap // step * step
-    good, bad = 0, top + step  # multiples of step; what lies at or above bad is not to be tried
+    good, bad = 0, top + step  # multiples of step; sizes of bad and more are not tried
     size = start
     while size <= top:
         if not fits(size):
             bad = size
             break
         good, size = size, 2 * size
-    if mode == "binsearch" and good < top < bad:  # nothing failed: the cap may well fit
+    if mode == "binsearch" and good < top < bad:  # nothing failed, so the cap may well fit
         if fits(top):
             good = top
         else:
@@ -268,7 +267,7 @@ def largest_that_fits(fits: Callable[[int], bool], start: int, cap: int, step: i
 
 @contextmanager
 def trial_progress(show: bool | None) -> Iterator[Callable[[int, int, int], None]]:
-    """Show how far the size being tried has come.
+    """Show the progress of the size being tried.
 
     Args:
         show: Whether to show it; None: on a terminal, if rich is installed.

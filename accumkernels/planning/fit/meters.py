@@ -1,4 +1,4 @@
-"""The memory of a device during a trial: what it used at its peak, and a limit that stands in for a smaller device."""
+"""Meters of a device's memory during a trial: the peak, and a limit that simulates a smaller device."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from ..live_bytes import LiveBytes, format_bytes
 
 
 class Meter(Protocol):
-    """Measures one trial after the other."""
+    """Measures one trial after another."""
 
     peak: int
-    counted_steps: int | None  # steps that have to run under `counting`; None: all
-    rejected: str | None  # why the trial does not count as fitting though it came through
+    counted_steps: int | None  # number of steps that must run under `counting`; None: all
+    rejected: str | None  # why a trial that came through does not count as fitting
 
     def trial(self) -> AbstractContextManager[None]:
-        """Around a whole trial, with the device cleaned up before and after."""
+        """Wrap a whole trial, and clean up the device before and after."""
 
     def counting(self, existing: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Around the steps that are counted; `existing`: tensors from before, which are memory too."""
+        """Wrap the counted steps; `existing` tensors from before take memory too."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished."""
 
 
 class CountingMeter:
-    """Counts tensors: for the CPU, and for devices whose allocator does not keep count."""
+    """Counts tensors, for the CPU and for devices whose allocator does not keep count."""
 
     def __init__(self, device: torch.device, limit: int | None) -> None:
         self.peak = 0
         self.rejected: str | None = None
         self._limit = limit
-        self.counted_steps = 2 if limit is None else None  # an optimizer's state is there from the second step on
+        self.counted_steps = 2 if limit is None else None  # an optimizer has its state from the second step on
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Around a whole trial."""
+        """Wrap a whole trial."""
         self.peak = 0
         yield
 
@@ -57,7 +57,7 @@ class CountingMeter:
             self.peak = max(self.peak, live.peak)
 
     def synchronize(self) -> None:
-        """Nothing runs by itself here."""
+        """Do nothing: nothing runs asynchronously here."""
 
 
 class CudaMeter:
@@ -79,7 +79,7 @@ class CudaMeter:
         return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
 
     def _fraction(self) -> float | None:
-        """The fraction of the device's memory that the allocator may take; None for all of it.
+        """Return the fraction of the device's memory that the allocator may take; None for all of it.
 
         The allocator cannot free what other processes and this process's CUDA context hold.
         """
@@ -115,7 +115,7 @@ class CudaMeter:
 
     @contextmanager
     def counting(self, existing: Iterable[Tensor]) -> Iterator[None]:
-        """The allocator counts always."""
+        """Do nothing: the allocator always counts."""
         yield
 
     def synchronize(self) -> None:
@@ -124,7 +124,7 @@ class CudaMeter:
 
 
 def meter_for(device: torch.device, memory_limit: int | None, margin: float) -> Meter:
-    """The meter of a device.
+    """Return the meter for a device.
 
     Args:
         device: Where training runs.
@@ -142,5 +142,5 @@ def meter_for(device: torch.device, memory_limit: int | None, margin: float) -> 
 
 
 def describe_peak(nbytes: int) -> str:
-    """Exact and readable: "12,345 bytes (12.1 KiB)"."""
+    """Format bytes exactly and readably: "12,345 bytes (12.1 KiB)"."""
     return f"{nbytes:,} bytes ({format_bytes(nbytes)})"

@@ -1,4 +1,4 @@
-"""Telling out of memory from every other failure."""
+"""Tells out of memory from every other failure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from ...errors import wrong_type
 
-# Messages of plain RuntimeErrors from allocators and libraries. Only texts that mean memory are here: others that come
-# with it at times (CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_SUPPORTED) can also mean a bug, which a smaller
-# batch would hide.
+# Messages of plain RuntimeErrors from allocators and libraries. Only texts that always mean memory are here; others
+# that sometimes accompany it (CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_SUPPORTED) can also mean a bug, which a
+# smaller batch would hide.
 _MESSAGES = re.compile(
     "|".join(
         (
@@ -40,11 +40,11 @@ def _is_oom(exception: BaseException) -> bool:
 def is_oom_error(exception: BaseException) -> bool:
     """Whether an exception means that memory ran out, on the device or on the host.
 
-    `torch.OutOfMemoryError`, `MemoryError`, and every RuntimeError with the text of the caching allocators, the CUDA
-    and HIP runtimes, cuBLAS, cuDNN, NCCL, Triton, MPS or the host's allocator; also when one of these is the
-    `__cause__` of the exception, at any depth. Its `__context__`, which was merely being handled when the exception was
-    raised, does not count. Neither does Triton's OutOfResources: the shared memory of a kernel does not depend on the
-    batch.
+    It does for `torch.OutOfMemoryError`, `MemoryError`, and every RuntimeError with a text of the caching allocators,
+    the CUDA and HIP runtimes, cuBLAS, cuDNN, NCCL, Triton, MPS or the host's allocator, also if one of these is the
+    exception's `__cause__`, at any depth. The exception's `__context__`, which was merely being handled when it was
+    raised, does not count. Neither does Triton's OutOfResources, because a kernel's shared memory does not depend on
+    the batch.
 
     Raises:
         TypeError: `exception` is not an exception.

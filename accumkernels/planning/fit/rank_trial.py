@@ -1,4 +1,4 @@
-"""Training on trial over several ranks; none waits for one whose trial failed."""
+"""Training on trial over several ranks, none of which waits for one whose trial failed."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .averaging import Averaging
 from .oom import is_oom_error
 from .trial import Training, clear_frames
 
-_SECONDS = 0.5  # of a trial, if there are so many: to build an accumulator over ranks takes about as long
+_SECONDS = 0.5  # per trial, if time allows: building an accumulator over ranks takes about as long
 
 
 class RankTrials:
-    """Trials that all ranks run together: `step` and `window`, collective both.
+    """Trials that all ranks run together: `step` and `window`, both collective.
 
-    Ranks agree before every step or window whether to go on. What one raises comes out of its trial, when that is over
-    on all ranks.
+    Before every step or window, ranks agree whether to go on. A rank's exception leaves its trial when the trial is
+    over on all ranks.
 
     Args:
-        training: What to train; it ran alone before, so that what fails on every rank has failed already.
+        training: What to train; it has already run alone, so anything that fails on every rank has failed by now.
         snapshot: Restored after each trial.
         size: Samples of a micro-batch.
         group: The ranks that reduce.
-        agreement: Theirs.
-        end: Of all trials, by `time.perf_counter`.
-        ddp: The model's wrapper, where it has one.
+        agreement: Their agreement.
+        end: When all trials end, by `time.perf_counter`.
+        ddp: The model's wrapper, if it has one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RankTrials:
         self._batches: Iterator[Any]
 
     def step(self) -> tuple[float, ...]:
-        """Seconds of the parts of a step without accumulation, backward and update: of each the fastest."""
+        """Return the fastest seconds of each part of a step without accumulation: backward and update."""
 
         def update() -> None:
             self._optimizer.step()
@@ -72,7 +72,7 @@ class RankTrials:
             return self._time([lambda: averaging.run(lambda: self._loss().backward()), update])
 
     def window(self, length: int) -> tuple[float, ...]:
-        """Seconds of the parts of a window, `length` micro-batches and the update: of each the fastest."""
+        """Return the fastest seconds of each part of a window: `length` micro-batches and the update."""
 
         def build() -> FusedAccumulator:
             return stack.enter_context(FusedAccumulator(self._params, overflow=None, process_group=self._group))
@@ -99,8 +99,8 @@ class RankTrials:
         """Run parts in turns until time is up on a rank.
 
         Args:
-            parts: Of a step or window.
-            end_for_others: Does what is left of the collectives of one whose part failed here.
+            parts: The parts of a step or window.
+            end_for_others: Issues the remaining collectives of a step or window in which a part failed here.
         """
         self._attempt(self._prepare)
         end = min(self._end, time.perf_counter() + _SECONDS)
@@ -114,23 +114,23 @@ class RankTrials:
         return tuple(min(column) for column in zip(*times, strict=True))
 
     def _go_on(self, wanted: bool) -> bool:
-        """Whether all ranks want to, and none has failed."""
+        """Whether all ranks want to go on, and none has failed."""
         return all(self._agreement.gather(wanted and self._failure is None))
 
     def _attempt(self, part: Callable[[], Any]) -> Any:
-        """What a part returns; nothing runs after one has failed, and nothing comes out before all ranks know."""
+        """Return a part's result; after a failure nothing runs, and nothing is raised before all ranks know."""
         if self._failure is None:
             try:
                 return part()
             except BaseException as error:
                 if is_oom_error(error):
-                    clear_frames(error)  # they hold the activations
+                    clear_frames(error)  # frames hold the activations
                 self._failure = error
         return None
 
     def _prepare(self) -> None:
         self._optimizer = self._training.optimizer_fn(self._trained())
-        self._snapshot.include(self._optimizer)  # it may be one that exists already
+        self._snapshot.include(self._optimizer)  # it may have existed before
         self._batches = self._training.source(self._size, self._training.device)
 
     def _trained(self) -> list[nn.Parameter]:
@@ -146,5 +146,5 @@ def _drop(acc: FusedAccumulator) -> None:
     try:
         acc.finalize()
     except RuntimeError:
-        pass  # the optimizer raised: all ranks had reduced the window before
+        pass  # the optimizer raised, after all ranks had reduced the window
     acc.zero_()

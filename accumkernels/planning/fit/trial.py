@@ -1,4 +1,4 @@
-"""Train a few steps at one batch size, to see whether it fits."""
+"""Trains a few steps at one batch size to see whether it fits."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A trial with what `BatchSize.tried` does not have.
+    """A trial, and the results that `BatchSize.tried` omits.
 
     Attributes:
         trial: The result of the size.
         failure: Why it does not fit, in a line; "" if it does.
-        parts: Seconds of each micro-batch and, last, of the update; nothing where the size does not fit.
+        parts: Seconds of each micro-batch and, last, of the update; empty if the size does not fit.
     """
 
     trial: Trial
@@ -59,8 +59,8 @@ class GcGuard:
     """Collects often at little cost, inside a `with` block.
 
     A full collection looks at every object of the process, which takes 0.1 s and more with torch and a few libraries
-    loaded. After the first one, whatever is alive is set aside (`gc.freeze`), so that later ones look at new objects
-    only. If the program has frozen objects itself, nothing is set aside.
+    loaded. After the first one, all living objects are set aside (`gc.freeze`), so that later ones look only at new
+    objects. If the program has frozen objects itself, nothing is set aside.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class GcGuard:
 
 @dataclass
 class Training:
-    """Everything that a trial needs to know, except the batch size."""
+    """Everything that a trial needs, except the batch size."""
 
     model: nn.Module
     device: torch.device
@@ -96,17 +96,17 @@ class Training:
     meter: Meter
     garbage: GcGuard
     on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
-    steps_in_parts: int = 1  # after the trial, to time parts; the fastest of each counts
+    steps_in_parts: int = 1  # after the trial, to time parts; each part's fastest time counts
 
     def try_size(self, size: int, snapshot: Snapshot) -> Outcome:
-        """Train, and put back everything that training changes.
+        """Train, and restore everything that training changes.
 
         Args:
             size: Samples of a micro-batch.
             snapshot: Restored afterwards, whatever happens.
 
         Raises:
-            Whatever training raises, unchanged, unless it means out of memory.
+            Exception: whatever training raises, unchanged, unless it means out of memory.
         """
         rate, failure = 0.0, ""
         parts: tuple[float, ...] = ()
@@ -117,12 +117,12 @@ class Training:
                 if not is_oom_error(error):
                     raise
                 failure = first_line(error)
-                clear_frames(error)  # they hold the activations
+                clear_frames(error)  # frames hold the activations
             finally:
                 with interrupts_later():
                     snapshot.restore()
         if failure or self.device.type != "cpu":
-            self.garbage.collect()  # what it held in cycles is not to be counted in the next trial
+            self.garbage.collect()  # objects in cycles must not count in the next trial
         failure = failure or self.meter.rejected or ""
         trial = Trial(size, not failure, self.meter.peak, 0.0 if failure else rate)
         if failure:
@@ -135,17 +135,17 @@ class Training:
         """Train; return samples per second, and the seconds of a step's parts."""
         for param in self.model.parameters():
             param.grad = None
-        if len({param.device for param in self.model.parameters()}) == 1:  # else it is spread over devices on purpose
+        if len({param.device for param in self.model.parameters()}) == 1:  # else leave it spread over devices
             self.model.to(self.device)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
             with self.meter.counting([*self.model.parameters(), *self.model.buffers()]):
                 optimizer = self.optimizer_fn(trained)
-                snapshot.include(optimizer)  # it may be one that exists already
+                snapshot.include(optimizer)  # it may have existed before
                 parts = self._parts(optimizer, self.source(size, self.device), size, stack)
                 counted = self.meter.counted_steps
                 first = self.iterations if counted is None else min(counted, self.iterations)
-                # Counting slows every op down, so two more steps are timed without it.
+                # Counting slows every op down, so time two more steps without it.
                 total = max(self.iterations, first + 2)
                 for index in range(first):
                     for part in parts:
@@ -165,19 +165,19 @@ class Training:
             self.meter.synchronize()
             seconds = time.perf_counter() - begin
 
-            # Parts are timed in steps of their own: to wait after each of them would slow down the steps above.
+            # Time parts in steps of their own, because a wait after each would slow down the steps above.
             times = [[self.seconds(part) for part in parts] for _ in range(self.steps_in_parts)]
         rate = timed * size * (self.accumulate or 1) / max(seconds, 1e-9)
         return rate, tuple(min(column) for column in zip(*times, strict=True))
 
     def loss(self, batches: Iterator[Any]) -> Tensor:
-        """One forward pass, of the next batch."""
+        """Run one forward pass of the next batch."""
         enabled = self.amp_dtype is not None
         with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled):
             return training_loss(self.model, next(batches), self.loss_fn)
 
     def seconds(self, part: Callable[[], object]) -> float:
-        """How long a part of a step takes, with a wait for the device."""
+        """Time a part of a step, with a wait for the device."""
         begin = time.perf_counter()
         part()
         self.meter.synchronize()
@@ -186,12 +186,12 @@ class Training:
     def _parts(
         self, optimizer: Optimizer, batches: Iterator[Any], size: int, stack: contextlib.ExitStack
     ) -> list[Callable[[], None]]:
-        """The parts of a training step, to be called in order: its micro-batches, and the update."""
+        """Return the parts of a training step, to be called in order: its micro-batches, and the update."""
         if self.accumulate is None:
 
             def update() -> None:
-                # Stepped whatever the gradients are: a GradScaler would skip the first steps while it looks for its
-                # scale, and the optimizer's state, which it makes in its first step, would be missing in the measure.
+                # Step whatever the gradients are. A GradScaler would skip the first steps until it has found its scale,
+                # and the measurement would miss the optimizer's state, which its first step makes.
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
@@ -209,12 +209,12 @@ class Training:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message; its class where there is none."""
+    """Return the first line of its message, or its class if there is none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of every frame that an exception, or one it is chained to, went through."""
+    """Clear the local variables of every frame of an exception, and of the exceptions that it is chained to."""
     queue: list[BaseException | None] = [error]
     seen: set[int] = set()
     while queue:

@@ -1,4 +1,4 @@
-"""From the arguments of `find_batch_size` to a trial that can run."""
+"""Turns the arguments of `find_batch_size` into a trial that can run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .trial import GcGuard, Training
 
 
 def check_trainable(model: Any) -> None:
-    """Check that a model can be trained on trial, by this process alone.
+    """Check that this process alone can train a model on trial.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: `model` is no module.
         ValueError: a parameter is lazy, on the meta device or sharded, or none is trainable.
     """
     params = list(is_module(model).named_parameters())
@@ -47,10 +47,10 @@ def training_for(
     memory_limit: Any,
     margin: Any,
 ) -> Training:
-    """Check the arguments, which are `find_batch_size`'s, and put the trial together.
+    """Check `find_batch_size`'s arguments, and build the trial.
 
     Raises:
-        TypeError, ValueError: names the argument that is wrong, and its value.
+        TypeError, ValueError: names the wrong argument, and its value.
     """
     usable = _usable(as_device(device))
     limit = None if memory_limit is None else positive_int(memory_limit, "memory_limit")
@@ -83,5 +83,5 @@ def _usable(device: torch.device) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r}, but torch finds no usable GPU")
-    torch.cuda.init()  # so that its random generators exist, to be remembered
+    torch.cuda.init()  # creates the random generators, which must be remembered
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

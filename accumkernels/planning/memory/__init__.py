@@ -1,1 +1,1 @@
-"""What it takes: bytes by kind, of a step that is run, or run without data for a device that is not there."""
+"""Reports a step's memory by kind, from a run, or from a run without data for a device that is not there."""

@@ -1,4 +1,4 @@
-"""Training without memory, on copies of model and optimizer made of fake tensors."""
+"""Trains without memory, on copies of model and optimizer made of fake tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..snapshot import random_state
 
 
 class FakeDevice:
-    """A device that holds shapes only.
+    """A device that holds only shapes.
 
     Args:
-        device: The device to stand in for. Where torch has no CUDA, autograd of fake CUDA tensors crashes the process,
-            so the fakes are CPU tensors there; so they are for any other device that is missing.
+        device: The device to stand in for. If torch has no CUDA, autograd of fake CUDA tensors crashes the process, so
+            the fakes are then CPU tensors, as they are for any other missing device.
 
     Attributes:
         device: The device of the fakes.
@@ -32,7 +32,7 @@ class FakeDevice:
         cuda = device.type == "cuda"
         self.device = device if cuda and torch.cuda.is_available() else torch.device("cpu")
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._foreach = cuda  # what torch.optim chooses for real CUDA parameters when it is let
+        self._foreach = cuda  # torch.optim's own choice for real CUDA parameters
 
     def copy(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Copy both with fake parameters, buffers and states. Ties are kept, and no value is read."""
@@ -45,7 +45,7 @@ class FakeDevice:
             memo[id(tensor)] = self._fake(tensor)
         for module in model.modules():
             for value in module.__dict__.values():
-                if isinstance(value, torch.Generator):  # which deepcopy cannot copy
+                if isinstance(value, torch.Generator):  # deepcopy cannot copy it
                     memo[id(value)] = value.clone_state()
         model, optimizer = copy.deepcopy((model, optimizer), memo)
         for group in optimizer.param_groups:
@@ -73,9 +73,9 @@ class FakeDevice:
 
 
 class LiveFakeBytes(LiveBytes):
-    """Counts fake tensors, and answers what only real tensors know.
+    """Counts fake tensors, and supplies what only real tensors know.
 
-    A number read from a fake tensor is 1; a device that is not there is replaced by the fakes'.
+    A number read from a fake tensor is 1; a missing device is replaced by the fakes'.
     """
 
     def __init__(self, device: torch.device, granularity: int) -> None:

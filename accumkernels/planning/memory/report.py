@@ -1,4 +1,4 @@
-"""Say where the memory of a training step goes, measured in a run or predicted without the device, and draw it."""
+"""Reports where the memory of a training step goes, measured in a run or predicted without the device; draws it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class MemoryReport:
     Attributes:
         batch_size: Samples of a micro-batch.
         parameters: Parameters and buffers of the model.
-        gradients: Every `.grad`. They are all alive, with parameters, accumulators and state, when the optimizer steps.
+        gradients: Every `.grad`; all are alive, with parameters, accumulators and state, when the optimizer steps.
         accumulators: Flat buffers of a FusedAccumulator.
         optimizer: The optimizer's state, after its first step.
-        activations: The batch, and what the forward pass leaves for backward; of that, only what the peak has on top
-            of the parts above: gradients reuse the memory of activations that backward has freed.
+        activations: The batch, and what the forward pass leaves for backward; only the part that the peak has on top of
+            the parts above, since gradients reuse the memory of activations that backward has freed.
         workspace: The rest of the peak: temporaries of backward and of the optimizer's step.
-        per_sample: By how much the peak of forward and backward grows with a sample.
-        training_peak: The most in use in forward and backward; `total` is larger where the optimizer's step needs more.
+        per_sample: The growth of the peak of forward and backward per sample.
+        training_peak: The most in use in forward and backward; `total` is larger if the optimizer's step needs more.
         predicted: Whether it was traced with fake tensors.
     """
 
@@ -58,7 +58,7 @@ class MemoryReport:
         return sum(getattr(self, part) for part in PARTS)
 
     def predict(self, batch_size: int) -> int:
-        """`total` at another batch size, along the slope `per_sample`."""
+        """Extrapolate `total` to another batch size, along the slope `per_sample`."""
         grown = self.training_peak + self.per_sample * (positive_int(batch_size, "batch_size") - self.batch_size)
         step = self.total if self.total > self.training_peak else 0
         fixed = self.parameters + self.gradients + self.accumulators + self.optimizer
@@ -67,8 +67,8 @@ class MemoryReport:
     def fits(self, nbytes: int, batch_size: int | None = None) -> bool:
         """Whether a batch (this one, or another size along the slope) fits in a memory of `nbytes`.
 
-        A device gives less than it has: leave room for its context (some 0.5 GB under CUDA), library workspaces and
-        fragmentation; 10 % of its memory is a good margin.
+        Not all of a device's memory is available: leave room for its context (some 0.5 GB under CUDA), library
+        workspaces and fragmentation; 10 % of its memory is a good margin.
         """
         total = self.total if batch_size is None else self.predict(batch_size)
         return total <= positive_int(nbytes, "nbytes")
@@ -90,9 +90,9 @@ class _Peaks(NamedTuple):
     gradients: int
     accumulators: int
     optimizer: int
-    forward: int  # left by the forward pass on top of the fixed parts
+    forward: int  # bytes that the forward pass left on top of the fixed parts
     training: int  # peak of forward and backward
-    total: int  # peak of all
+    total: int  # peak of the whole step
 
 
 @dataclass
@@ -108,7 +108,7 @@ class _Run:
     device: torch.device
 
     def measure(self, size: int, live: LiveBytes) -> _Peaks:
-        """Train two steps, the second of them measured; `live` counts."""
+        """Train two steps and measure the second; `live` counts."""
         parameters = live.add([*self.model.parameters(), *self.model.buffers()])
         live.add(_state(self.optimizer))
         batches = made_batches(self.make_batch)(size, self.device)
@@ -151,7 +151,7 @@ class _Run:
 
 
 def _state(optimizer: Optimizer) -> list[Tensor]:
-    """Every tensor in an optimizer's state."""
+    """List every tensor in an optimizer's state."""
     return [
         leaf for leaf in torch.utils._pytree.tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)
     ]
@@ -169,26 +169,26 @@ def memory_report(
     device: torch.device | str | None = None,
     fake: bool = False,
 ) -> MemoryReport:
-    """Say where the memory of a training step goes at one batch size.
+    """Report where the memory of a training step goes at one batch size.
 
-    Two training steps are run at `batch_size`, and two at half of it for the slope; model, optimizer and random
-    generators are then as they were, bit for bit. Tensors are counted as ops return them, once per storage, so that it
-    works on every device; what an op, a library or compiled code allocates inside is not seen. On CUDA the allocator's
-    own peak is taken instead, and what it has on top is workspace.
+    Runs two training steps at `batch_size`, and two at half of it for the slope; afterwards model, optimizer and random
+    generators are as before, bit for bit. Tensors are counted as ops return them, once per storage, which works on
+    every device but does not see what an op, a library or compiled code allocates inside. On CUDA the allocator's own
+    peak is used instead, and its surplus counts as workspace.
 
     With `fake=True` nothing is allocated or computed: copies of model and optimizer, made of fake tensors, take the
-    steps, as if on `device`, so a laptop can plan for a card that it does not have. Where torch has no CUDA, CPU
-    kernels stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator rounds
-    them, and optimizers choose the implementation that they would choose there.
+    steps as if on `device`, so a laptop can plan for a card that it does not have. If torch has no CUDA, CPU kernels
+    stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator rounds them,
+    and optimizers choose the implementation that they would choose there.
 
     Args:
         model: On any device, the meta device too with `fake=True`.
-        optimizer: Over the model's parameters; its state may be there or not.
+        optimizer: Over the model's parameters, with or without state.
         make_batch: As for `find_batch_size`.
         batch_size: Samples of a micro-batch.
         loss_fn: As for `find_batch_size`.
         amp_dtype: Run under autocast to this dtype.
-        accumulate: Micro-batches per step of a FusedAccumulator, whose buffers are then part of the memory.
+        accumulate: Micro-batches per step of a FusedAccumulator, whose buffers are then counted too.
         device: With `fake=True`: the device to predict for; None for the model's.
         fake: Predict instead of measuring.
 
@@ -229,7 +229,7 @@ def memory_report(
 
 
 def _slope(sizes: list[int], peaks: list[_Peaks]) -> float:
-    if len(sizes) == 1:  # the smallest there is, and there may not be room for more
+    if len(sizes) == 1:  # this is the smallest size, and there may be no room for more
         return peaks[0].forward / sizes[0]
     return max(0.0, (peaks[0].training - peaks[1].training) / (sizes[0] - sizes[1]))
 

@@ -1,4 +1,4 @@
-"""What it is worth: the micro-batches that reach a batch, whether to accumulate at all, and the learning rate.
+"""Computes the micro-batches that reach a batch, whether accumulating is worth it, and the learning rate.
 
-It computes from what was measured, and runs no training.
+It computes from measurements, and runs no training.
 """

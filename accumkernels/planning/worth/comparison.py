@@ -1,10 +1,10 @@
-"""Whether to accumulate at all: which number of micro-batches trains fastest, and why.
+"""Compares numbers of micro-batches: which trains fastest, and why, down to not accumulating at all.
 
 If the noise scale B_noise is known, the time to a given loss counts: the time of a sample, which falls with the batch B
 because a step is paid for less often, times the samples needed, which grow as `1 + B / B_noise` (McCandlish et al.
-2018, arXiv:1812.06162). If it is not known, only the time of a sample counts. Since a smaller batch needs no more
-samples (the same source; Marek et al. 2025, arXiv:2507.07101), the smallest batch wins whose samples take hardly longer
-than the fastest.
+2018, arXiv:1812.06162). Otherwise only the time of a sample counts. Since a smaller batch needs no more samples (the
+same source; Marek et al. 2025, arXiv:2507.07101), the smallest batch wins whose samples take hardly longer than the
+fastest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..costs import StepCosts
 
-WORTH_IT = 0.05  # a gain in time below this fraction is not worth more micro-batches; measurements are no better
+WORTH_IT = 0.05  # a smaller gain in time is not worth more micro-batches, and measurements are no more precise
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Numbers of micro-batches up to a plan's, compared by what is known of their costs.
+    """Numbers of micro-batches up to a plan's, compared by their known costs.
 
     Attributes:
-        target: Samples per optimizer step that are wanted, over all ranks.
+        target: Samples wanted per optimizer step, over all ranks.
         steps: Micro-batches per rank that reach it.
         most: Samples that fit at a time.
         world_size: Ranks.
-        costs: None where they are not all known.
-        missing: The names of the costs that are not known.
+        costs: None if they are not all known.
+        missing: The names of the unknown costs.
         noise_scale: In samples, or None.
-        limit: Why no larger micro-batch fits, to end a sentence with; or nothing.
+        limit: Why no larger micro-batch fits, as the end of a sentence; or nothing.
     """
 
     target: int
@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def size(self) -> float:
-        """Samples of a micro-batch, the mean where they differ."""
+        """Samples of a micro-batch, or their mean if they differ."""
         return self.target / self.world_size / self.steps
 
     def batch(self, steps: int) -> float:
@@ -70,15 +70,15 @@ class Comparison:
         return self.costs.window_seconds(steps, self.size) / self.batch(steps)
 
     def samples_needed(self, steps: int) -> float:
-        """Samples to a given loss, relative to the fewest possible; 1 where the noise scale is not known."""
+        """Samples to a given loss, relative to the fewest possible; 1 if the noise scale is not known."""
         return 1.0 if self.noise_scale is None else 1 + self.batch(steps) / self.noise_scale
 
     def seconds_to_loss(self, steps: int) -> float:
-        """Seconds of a sample, times the samples that are needed if that is known: the smaller, the better."""
+        """Seconds of a sample, times the samples needed if their number is known; smaller is better."""
         return self.seconds_per_sample(steps) * self.samples_needed(steps)
 
     def recommendation(self) -> Recommendation:
-        """Recommend one of them."""
+        """Recommend a number of micro-batches."""
         if self.steps == 1:
             ranks = " on each rank" if self.world_size > 1 else ""
             why = f"the batch of {self.target} is one micro-batch{ranks}: there is nothing to accumulate"
@@ -132,14 +132,14 @@ class Comparison:
         return f"{why}; K = {self.steps} takes {rest} than that"
 
     def _costs(self) -> str:
-        """Say what a window pays for once, and what for each micro-batch."""
+        """Say what a window pays for once, and what it pays for in each micro-batch."""
         assert self.costs is not None
         once = self.costs.optimizer_seconds + self.costs.reduction_seconds
         what = "optimizer step and reduction take" if self.costs.reduction_seconds else "the optimizer step takes"
         return f"{what} {_time(once)}, a micro-batch {_time(self.costs.micro_batch_seconds(self.size))}"
 
     def _faster_size(self) -> str:
-        """Point to a smaller micro-batch size where samples are computed faster."""
+        """Point to a smaller micro-batch size that computes samples faster."""
         costs = self.costs
         if costs is None:
             return ""
@@ -163,5 +163,5 @@ def _time(seconds: float) -> str:
 
 
 def _change(ratio: float) -> str:
-    """Say a ratio for people: 0.75 is "25 % less"."""
+    """Describe a ratio for people: 0.75 is "25 % less"."""
     return f"{100 * abs(ratio - 1):.0f} % {'less' if ratio <= 1 else 'more'}"

@@ -1,4 +1,4 @@
-"""Plan how to reach a batch with micro-batches that fit: micro-batches x steps x ranks."""
+"""Plans how to reach a batch with micro-batches that fit: micro-batches x steps x ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def _balanced(total: int, most: int) -> tuple[int, ...]:
-    """The fewest sizes of at most `most` with this sum, differing by at most one, larger ones first."""
+    """Split `total` into the fewest sizes of at most `most`, differing by at most one, larger ones first."""
     pieces = -(-total // most)
     size, larger = divmod(total, pieces)
     return (size + 1,) * larger + (size,) * (pieces - larger)
@@ -29,15 +29,15 @@ def _balanced(total: int, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AccumulationPlan:
-    """How a batch is reached, and whether it is worth it. `plan()` makes one; `str()` of it is a table.
+    """The way to reach a batch, and whether it is worth it. `plan()` makes one; `str()` of it is a table.
 
     Attributes:
         target_batch_size: Samples per optimizer step, over all ranks.
-        max_micro_batch_size: What fits: no micro-batch is larger.
+        max_micro_batch_size: The largest micro-batch that fits.
         world_size: Ranks of data parallelism.
-        micro_batch_sizes: Samples of each micro-batch of a window, on every rank; larger ones first, so that memory
-            that does not suffice runs out at once.
-        costs: The costs of a step, or None if `plan` was not given all of them.
+        micro_batch_sizes: Samples of each micro-batch of a window, on every rank; larger ones first, so that a lack of
+            memory shows at once.
+        costs: The costs of a step, or None if `plan` did not get all of them.
         noise_scale: In samples, or None.
     """
 
@@ -64,23 +64,23 @@ class AccumulationPlan:
     def verdict(self) -> str:
         """Whether to accumulate: "K = 1" (do not), "K up to 4" (no more than that), or "K = 8 for the batch 512".
 
-        Where samples hardly take longer with a smaller K (5 % at most), the smaller K wins; with a noise scale, where
-        training to a given loss does.
+        If samples take hardly longer with a smaller K (5 % at most), the smaller K wins; with a noise scale, the same
+        rule applies to training to a given loss.
         """
         return self._comparison.recommendation().text
 
     @property
     def why(self) -> str:
-        """The reason of the verdict, with its numbers; it says so where costs are not known."""
+        """The reason for the verdict, with its numbers; it says so if costs are unknown."""
         return self._comparison.recommendation().why
 
     @property
     def best_steps(self) -> int:
-        """The K of the verdict: the number of micro-batches to accumulate, `accumulation_steps` at most."""
+        """The verdict's K: the number of micro-batches to accumulate, at most `accumulation_steps`."""
         return self._comparison.recommendation().accumulation_steps
 
     def seconds_per_sample(self, accumulation_steps: int) -> float:
-        """Predict the time of a window of so many micro-batches, over its samples on all ranks.
+        """Predict the time of a window of so many micro-batches, divided by its samples on all ranks.
 
         Raises:
             TypeError, ValueError: `accumulation_steps` is not a positive int.
@@ -112,8 +112,8 @@ class AccumulationPlan:
                 batch (the last of an epoch) is cut into the fewest equal pieces that fit.
 
         Returns:
-            Micro-batches of the same structure; their tensors are views. 0-d tensors and other objects go into each
-            of them as they are, lists without tensors and one item per sample are cut.
+            Micro-batches of the same structure; their tensors are views. 0-d tensors and other objects go unchanged
+            into each of them; lists without tensors and with one item per sample are cut.
 
         Raises:
             ValueError: the batch is empty or larger than `rank_batch_size`, or its tensors have different numbers of
@@ -137,15 +137,15 @@ class AccumulationPlan:
 
         Args:
             loader: An iterable of micro-batches. `DataLoader(dataset, batch_sampler=plan.batch_sampler(sampler))`
-                returns exactly the plan's sizes. It is read one window ahead of the caller at most.
+                returns exactly the plan's sizes. It is read at most one window ahead of the caller.
             schedule: A function from the optimizer step to the target batch size (`planning.schedule`), which replaces
-                `target_batch_size`; it is called as a window begins. The window has the number of full micro-batches
+                `target_batch_size` and is called as a window begins. The window has the number of full micro-batches
                 that comes nearest. It must return the same on every rank.
             first_step: The optimizer step of the first window, if training is resumed.
 
         Raises:
             TypeError, ValueError: `loader` is no iterable; `first_step` is not an int or is negative; `schedule` cannot
-                be called, or returns something else than a positive int.
+                be called, or returns anything but a positive int.
         """
         if isinstance(first_step, bool) or not isinstance(first_step, int):
             raise wrong_type("first_step", "an int", first_step)
@@ -174,7 +174,7 @@ class AccumulationPlan:
         return max(1, (2 * target + full) // (2 * full))
 
     def batch_sampler(self, sampler: Iterable[int]) -> BatchSampler:
-        """Batches of indices in the plan's micro-batch sizes, for `DataLoader(dataset, batch_sampler=...)`.
+        """Make batches of indices in the plan's micro-batch sizes, for `DataLoader(dataset, batch_sampler=...)`.
 
         Args:
             sampler: Yields one rank's indices: `torch.utils.data.RandomSampler(dataset)`,
@@ -203,7 +203,7 @@ class AccumulationPlan:
         return "\n".join([*lines, f"verdict: {advice.text}, since {advice.why}"])
 
     def _times(self) -> list[str]:
-        """The predicted times, for powers of two and for the K that matter."""
+        """Format the predicted times, for powers of two and for the K that matter."""
         if self.costs is None:
             return []
         comparison, noise = self._comparison, self.noise_scale is not None
@@ -263,12 +263,12 @@ def plan(
 ) -> AccumulationPlan:
     """Reach a batch size exactly with micro-batches that fit, and say whether to accumulate at all.
 
-    The fewest micro-batches possible, differing by at most one sample: 100 with at most 33 is 25 + 25 + 25 + 25. With
-    `weight=` the number of samples of each, `FusedAccumulator` makes of them exactly the big batch's gradient.
+    Uses as few micro-batches as possible, differing by at most one sample: 100 with at most 33 is 25 + 25 + 25 + 25.
+    With `weight=` the number of samples of each, `FusedAccumulator` computes exactly the big batch's gradient.
 
-    With the costs of a step, `.verdict` and `.why` of the answer say whether fewer micro-batches, down to one, would
-    train as fast. A BatchSize from `find_batch_size` as `max_micro_batch_size` brings samples per second and the time
-    of an optimizer step along; `planning.costs.measure_step_costs` measures all costs:
+    With the costs of a step, the answer's `.verdict` and `.why` say whether fewer micro-batches, down to one, would
+    train as fast. A BatchSize from `find_batch_size` as `max_micro_batch_size` includes samples per second and the time
+    of an optimizer step; `planning.costs.measure_step_costs` measures all costs:
     `plan(512, 12, **costs._asdict())`.
 
     Args:
@@ -280,13 +280,13 @@ def plan(
         optimizer_seconds: Time of one optimizer step.
         reduction_seconds: Time that a step waits for the reduction of the gradients over ranks; with several ranks
             there is no verdict without it.
-        accumulate_seconds: Time that a micro-batch takes longer inside a window; it may be negative.
+        accumulate_seconds: Extra time of a micro-batch inside a window; may be negative.
         noise_scale: The critical batch size in samples, `acc.noise_scale()`; it grows while the loss falls.
 
     Raises:
-        TypeError: an argument is of the wrong type: repeats its value.
+        TypeError: an argument is of the wrong type; the message repeats its value.
         ValueError: an argument is less than 1, not finite or, for seconds, negative; the target is no multiple of
-            `world_size`: names the nearest ones; optimizer step and accumulation leave no time for the rest of a step.
+            `world_size` (names the nearest ones); optimizer step and accumulation leave no time for the rest of a step.
     """
     target = positive_int(target_batch_size, "target_batch_size")
     most = positive_int(max_micro_batch_size, "max_micro_batch_size")
@@ -300,14 +300,14 @@ def plan(
         )
     sizes = _balanced(share, most)
 
-    # Costs that are not given come from the measurements of a BatchSize, or are missing.
+    # Take missing costs from the measurements of a BatchSize, if there is one.
     rates = _rates(samples_per_second, sizes[0])
     update = None if optimizer_seconds is None else seconds(optimizer_seconds, "optimizer_seconds")
     if isinstance(max_micro_batch_size, BatchSize):
         measured = max_micro_batch_size
         rates = rates or _measured_rates(measured, measured.optimizer_seconds if update is None else update)
         if update is None and rates is not None and measured.optimizer_seconds is not None:
-            # If a step is hardly more than its optimizer, either time may be the longer one by chance.
+            # If a step takes hardly longer than its optimizer, either time may be the longer one by chance.
             update = min(measured.optimizer_seconds, StepCosts(rates, 0.0).step_seconds(share / len(sizes)))
     reduction = 0.0 if ranks == 1 else None
     if reduction_seconds is not None:
@@ -323,7 +323,7 @@ def plan(
 
 
 def _rates(samples_per_second: Any, size: int) -> Mapping[int, float] | None:
-    """Samples per second by size, checked."""
+    """Return the checked samples per second by size."""
     if samples_per_second is None:
         return None
     if not isinstance(samples_per_second, Mapping):
@@ -337,7 +337,7 @@ def _rates(samples_per_second: Any, size: int) -> Mapping[int, float] | None:
 
 
 def _measured_rates(found: BatchSize, update: float | None) -> Mapping[int, float] | None:
-    """Rates without accumulation from trials, in which windows may have shared an optimizer step."""
+    """Compute rates without accumulation from trials, whose windows may have shared an optimizer step."""
     saved = 0.0 if found.accumulate is None or update is None else update * (1 - 1 / found.accumulate)
     return {n: n / (n / rate + saved) for n, ok, _, rate in found.tried if ok} or None
 
