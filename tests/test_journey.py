@@ -1,4 +1,4 @@
-"""A micro-batch passes through few frames and files: a trace of each case is held to what it may take."""
+"""A micro-batch passes through few frames and files: each case's trace must stay within its limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from accumkernels.capture import autocast_presence
 from tools.journey import CASES
 
-# Frames and files. The numbers are those of Python 3.11; later ones make no frames for comprehensions.
+# Frames and files, counted by Python 3.11; later versions make no frames for comprehensions.
 LIMITS = {
     "whole": (30, 10),
     "buckets": (60, 13),
@@ -22,13 +22,13 @@ LIMITS = {
 
 
 def test_every_case_has_a_limit():
-    """A new case needs one."""
+    """Every case of the tool has a limit."""
     assert LIMITS.keys() == CASES.keys()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_journey_is_short(case, one_thread, monkeypatch):
-    """In a settled window, with the sizes that modules take the autocast route from outside of tests."""
+    """A settled window stays within its limits, with the module sizes for the autocast route that users get."""
     monkeypatch.setattr(autocast_presence, "SMALLEST", 2**16)
     journey = CASES[case]()
     frames, files = LIMITS[case]

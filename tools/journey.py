@@ -1,7 +1,7 @@
-"""The journey of a micro-batch and of a step through the package: the frames it makes, and the files they are in.
+"""Traces a micro-batch and a step through the package: the frames that they make, and the files of these frames.
 
-`python -m tools.journey` prints a line per case: calls of the package's own functions, the files that they stand in and
-how often a call changes the folder, in a settled window on one thread. `--list CASE` prints the calls themselves.
+`python -m tools.journey` prints a line per case: the number of calls of the package's own functions, of their files and
+of changes of folder between calls, in a settled window on one thread. `--list CASE` prints the calls themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import accumkernels as ak
 
 PACKAGE = Path(ak.__file__).resolve().parent
-_SETTLED = 3  # windows: the autocast route and plans of steps are learned in the first two
+_SETTLED = 3  # windows: the first two teach the autocast route and the plans of steps
 
 
 class Journey:
@@ -39,12 +39,12 @@ class Journey:
 
     @property
     def files(self) -> int:
-        """How many files the frames are in."""
+        """The number of files that hold the frames."""
         return len({file for file, _ in self.calls})
 
     @property
     def changes_of_folder(self) -> int:
-        """How often a call is in another folder than the one before."""
+        """The number of calls in another folder than the call before."""
         folders = [file.rpartition("/")[0] for file, _ in self.calls]
         return sum(a != b for a, b in zip(folders, folders[1:], strict=False))
 
@@ -64,7 +64,7 @@ def _loop(layers: int, width: int, *, autocast: bool = False, **options: Any) ->
 
 
 def _micro_batch(*args: Any, **options: Any) -> Journey:
-    """`acc.backward` in the second micro-batch of a settled window."""
+    """Trace `acc.backward` in the second micro-batch of a settled window."""
     acc, optimizer, loss = _loop(*args, **options)
     for _ in range(_SETTLED):
         acc.backward(loss())

@@ -1,7 +1,7 @@
-"""The walls between the rooms of the package: which way imports run, and what other rooms and readers may see.
+"""The walls between the rooms of the package: the direction of imports, and what other rooms and readers may see.
 
-A rule takes the package's folder and returns what breaks it, so an empty list is a pass; tests/test_rooms.py plants
-each fault and sees it red. A room is a folder of the package, or a module in its root.
+A rule takes the package's folder and returns its violations, so an empty list is a pass; tests/test_rooms.py plants
+each fault and checks that the rule finds it. A room is a folder of the package, or a module in its root.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-# What each room may import, from the bottom up. These import no room, so that every room may import them.
+# The rooms that each room may import, from the bottom up. These import no room, so every room may import them.
 FREE = {"boundary", "errors", "hooks"}
 MAY_IMPORT: dict[str, set[str]] = {
     "boundary": set(),
@@ -35,7 +35,7 @@ MAY_IMPORT |= {room: set(MAY_IMPORT) for room in ("planning", "integrations", "d
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)  # also what users import: accumkernels itself
 MAY_IMPORT["__main__"] = set(MAY_IMPORT)
-# The same inside a room that is a house of its own. What the first of these import lies outside of it.
+# The same for the rooms inside a house of its own. Modules imported by the first of these lie outside of the rooms.
 SHARED = {"checks", "live_bytes", "snapshot", "trees", "batches"}
 MAY_IMPORT_INSIDE: dict[str, dict[str, set[str]]] = {
     "planning": {
@@ -46,7 +46,7 @@ MAY_IMPORT_INSIDE: dict[str, dict[str, set[str]]] = {
         "batches": {"checks", "trees"},
         "batchnorm": {"checks"},
         "schedule": {"checks"},
-        "memory": SHARED,  # what it takes
+        "memory": SHARED,  # how much memory a step takes
         "fit": SHARED,  # what fits
         "costs": SHARED | {"fit"},
         "worth": SHARED | {"fit", "costs"},  # what it is worth
@@ -55,11 +55,10 @@ MAY_IMPORT_INSIDE: dict[str, dict[str, set[str]]] = {
     }
 }
 MODULES_IN_ROOT = 10
-# Attributes that are torch's, whoever has one of that name; and what objects are called that are torch's.
+# Attributes that torch defines, on any object, and the names of objects that torch defines.
 TORCHS = {*dir(nn.Linear(1, 1)), "grad", "data"}
 TORCHS_OBJECTS = {"ctx", "optimizer", "scaler"}
 CORE = {"ops", "buffers", "arguments", "capture", "ranks", "window", "accumulator"}
-# Assignments that are still to become methods: an accumulator's two accumulators under one loss, and a broken window.
 DOCSTRING_LINES = 4  # a summary and three more
 
 
@@ -80,7 +79,7 @@ class Module(NamedTuple):
 
     @property
     def room_inside(self) -> str | None:
-        """Its room in a house; None where the room is none, and for the house's own `__init__`."""
+        """Its room in a house; None for modules outside of houses, and for the house's own `__init__`."""
         return self.name[1] if self.room in MAY_IMPORT_INSIDE and len(self.name) > 1 else None
 
     @property
@@ -93,7 +92,7 @@ class Import(NamedTuple):
 
     line: int
     module: tuple[str, ...]
-    name: str | None  # None where the module itself is imported
+    name: str | None  # None if the module itself is imported
     bound: str
 
     @property
@@ -101,7 +100,7 @@ class Import(NamedTuple):
         return self.module[0] if self.module else "__init__"
 
 
-@functools.cache  # copies of the package differ in a module or two
+@functools.cache  # copies of the package differ in only a module or two
 def _nodes(source: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(source)))
 
@@ -117,7 +116,7 @@ def modules(package: Path) -> dict[tuple[str, ...], Module]:
 
 
 def imports(module: Module, known: dict[tuple[str, ...], Module]) -> Iterator[Import]:
-    """Yield what a module imports of its own package, in functions and under TYPE_CHECKING too."""
+    """Yield a module's imports from its own package, including those in functions and under TYPE_CHECKING."""
     for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -142,7 +141,7 @@ def imports(module: Module, known: dict[tuple[str, ...], Module]) -> Iterator[Im
 
 
 def arrows(package: Path) -> list[str]:
-    """Find imports that run up, or sideways to a room that this one must not know."""
+    """Find imports that run up, or sideways to a room that the importer must not know."""
     known, broken = modules(package), []
     for module in known.values():
         if module.room not in MAY_IMPORT:
@@ -173,7 +172,7 @@ def _is_private(name: str | None) -> bool:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return "a.b" for the expression a.b, and "" for what is no such name."""
+    """Return "a.b" for the expression a.b, and "" for anything but a dotted name."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
@@ -195,7 +194,7 @@ def _private_names(module: Module) -> set[str]:
 
 
 def _is_torchs(of: str, attribute: str) -> bool:
-    """Whether an attribute of what is called `of` is torch's: a module has `_modules`, a GradScaler a `_device`."""
+    """Whether `of.attribute` is torch's: a module has `_modules`, a GradScaler a `_device`."""
     return attribute in TORCHS or of.rpartition(".")[2].lstrip("_") in TORCHS_OBJECTS
 
 
@@ -204,7 +203,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _kinds(module: Module) -> dict[str, set[str]]:
-    """By name, the classes of the module itself that arguments of that name are annotated with."""
+    """Map argument names to the module's own classes, if annotations name no others."""
     classes = {node.name for node in module.nodes if isinstance(node, ast.ClassDef)}
     found: dict[str, set[str]] = {}
     for node in module.nodes:
@@ -216,8 +215,8 @@ def _kinds(module: Module) -> dict[str, set[str]]:
 def privates(package: Path) -> list[str]:
     """Find uses of names with an underscore that belong to another room.
 
-    Such a name is imported, or is an attribute of something imported, or an attribute that another room defines. Where
-    both rooms define one of that name, it is this module's only in an argument annotated with one of its classes.
+    Such a name is imported, or an attribute of something imported, or an attribute that another room defines. If both
+    rooms define it, it is this module's only in an argument annotated with one of its classes.
     """
     known, broken = modules(package), []
     defined: dict[str, set[str]] = {}
@@ -246,7 +245,7 @@ def privates(package: Path) -> list[str]:
 
 
 def _fields(module: Module) -> set[str]:
-    """Return the attributes that objects of a module's classes have: assigned to self, or declared in the class."""
+    """Return the attributes of a module's classes: assigned to self, or declared in the class."""
     names = set()
     for node in module.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _dotted(node.value) == "self":
@@ -259,7 +258,7 @@ def _fields(module: Module) -> set[str]:
 
 
 def _written(node: ast.AST) -> ast.Attribute | None:
-    """Return a.b where a statement assigns to a.b or a.b[i], or deletes it."""
+    """Return a.b if a statement assigns to a.b or a.b[i], or deletes it."""
     if not isinstance(node, ast.Attribute | ast.Subscript) or isinstance(node.ctx, ast.Load):
         return None
     target: ast.expr = node
@@ -269,10 +268,10 @@ def _written(node: ast.AST) -> ast.Attribute | None:
 
 
 def writes(package: Path) -> list[str]:
-    """Find assignments to an attribute of another object, of a kind that this code does not define.
+    """Find assignments to attributes of other objects, whose class this code does not define.
 
-    Objects of the core are written in their own module alone, those of other rooms in their room. What is reached by
-    way of another object, as in `self.store.device`, is not taken for one of the module's own by its name.
+    Only their own module may write objects of the core, and only their room those of other rooms. An attribute reached
+    through another object, such as `self.store.device`, does not count as the module's own because of its name.
     """
     known, broken = modules(package), []
     fields = {module.path: _fields(module) for module in known.values()}
@@ -294,7 +293,7 @@ def writes(package: Path) -> list[str]:
 
 
 def circles(package: Path) -> list[str]:
-    """Find a circle of imports; where there are several, one of them is returned."""
+    """Find a circle of imports; returns one of them if there are several."""
     known = modules(package)
     graph = {
         module.path: {known[found.module].path for found in imports(module, known) if found.module in known}
@@ -308,7 +307,7 @@ def circles(package: Path) -> list[str]:
 
 
 def front_doors(package: Path) -> list[str]:
-    """Find rooms whose `__init__` says too much or nothing or has code, and too many modules in the root."""
+    """Find `__init__`s of rooms with code, or with too long a docstring or none, and too many modules in the root."""
     broken = []
     for module in modules(package).values():
         if not module.is_package or not module.name:
@@ -329,9 +328,9 @@ def front_doors(package: Path) -> list[str]:
 
 
 def unmapped(package: Path, contributing: Path) -> list[str]:
-    """Find modules that their room's entry in CONTRIBUTING's map leaves out, and names there that no module has."""
+    """Find modules missing from their room's entry in CONTRIBUTING's map, and names there that no module has."""
     (tree,) = re.findall(r"^accumkernels/.*\n((?:[ ].*\n)*)", contributing.read_text(), re.MULTILINE)
-    # Entries begin in one column; the lines that continue an entry are indented further.
+    # Entries begin in one column; their continuation lines are indented further.
     indent = len(tree) - len(tree.lstrip())
     entries = re.split(rf"^ {{{indent}}}(?=\S)", tree, flags=re.MULTILINE)
     broken, real = [], {"__init__"}

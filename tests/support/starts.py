@@ -1,4 +1,4 @@
-"""The marker `starts`: tests that start a process are left out of `make test`; no other test gets to start one."""
+"""The marker `starts` keeps tests that start a process out of `make test`; no other test may start one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 _EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 _READERS = {"git", "nm", "readelf", "uname"}  # they answer in milliseconds
-_unmarked: list[str] = []  # the test that runs, unless it may start processes
-_owner = os.getpid()  # a hook of the interpreter is inherited by what is forked
+_unmarked: list[str] = []  # the running test, unless it may start processes
+_owner = os.getpid()  # forked processes inherit the interpreter's hooks
 
 
 def _refuse() -> None:
@@ -26,9 +26,9 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def install() -> None:
-    """Watch this process from now on."""
+    """From now on, watch this process."""
     sys.addaudithook(_audit)
-    start = multiprocessing.process.BaseProcess.start  # raises no event
+    start = multiprocessing.process.BaseProcess.start  # it raises no audit event
 
     def checked(process: multiprocessing.process.BaseProcess) -> None:
         _refuse()
@@ -38,14 +38,14 @@ def install() -> None:
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks by a fixture, which is known without a look at the test."""
+    """Mark tests whose fixtures start ranks, without a look at the tests themselves."""
     for item in items:
         if {"two", "four"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("starts")
 
 
 def watched(item: pytest.Item) -> Generator[None, object, object]:
-    """A test with its fixtures, to be run by a hook."""
+    """Run a test with its fixtures, from a hook, and refuse processes that it may not start."""
     if item.get_closest_marker("starts") is None:
         _unmarked.append(item.nodeid)
     try:
