@@ -22,8 +22,9 @@ from .ranks.base import Ranks
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import refuse_late_stages
 from .ranks.weight_unit import backward_may_cross_ranks
+from .snapshots import RandomState
 from .window.checkpoint import check, load, save, share
-from .window.coupled import FirstPass, RandomState, call_with
+from .window.coupled import FirstPass, call_with
 from .window.end import End
 from .window.grad_scaler import LossScaler
 from .window.micro_batch import MicroBatchRunner

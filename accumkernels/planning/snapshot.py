@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import signal
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,36 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..snapshots import RandomState, copied, refill
+
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def random_state() -> Callable[[], None]:
-    """Remember the generators of Python, numpy (if imported), torch and every initialised GPU.
-
-    Returns:
-        A function that restores them.
-    """
-    undo: list[Callable[[], None]] = []
-    python = random.getstate()
-    undo.append(lambda: random.setstate(python))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state()
-        undo.append(lambda: numpy.random.set_state(state))
-    cpu = torch.get_rng_state()
-    undo.append(lambda: torch.set_rng_state(cpu))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        cuda = torch.cuda.get_rng_state_all()
-        undo.append(lambda: torch.cuda.set_rng_state_all(cuda))
-    if torch.backends.mps.is_available():
-        mps = torch.mps.get_rng_state()
-        undo.append(lambda: torch.mps.set_rng_state(mps))
-
-    def restore() -> None:
-        for put_back in undo:
-            put_back()
-
-    return restore
 
 
 class Snapshot:
@@ -65,7 +36,7 @@ class Snapshot:
         self._seen: dict[int, Any] = {}  # by id; kept alive, so that no id is used again
         for module in model.modules():
             self._remember(module.__dict__)
-        self._restore_random = random_state()
+        self._random_state = RandomState()
 
     def include(self, optimizer: Optimizer) -> None:
         """Remember an optimizer's current state, groups and hooks too."""
@@ -83,7 +54,7 @@ class Snapshot:
             elif isinstance(value, dict | list | set | deque | tuple) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 if not isinstance(value, tuple):
-                    self._containers.append((value, _copy(value)))
+                    self._containers.append((value, copied(value)))
                 queue.extend(_items(value))
 
     def _tensor(self, tensor: Tensor) -> None:
@@ -113,7 +84,7 @@ class Snapshot:
 
     def _restore(self) -> None:
         for container, content in self._containers:
-            _refill(container, content)
+            refill(container, content)
         for tensor, data, grad, requires_grad, hooks in self._params.values():
             if _moved(tensor, data):
                 tensor.data = data
@@ -124,12 +95,12 @@ class Snapshot:
             for name, content in hooks:
                 current = getattr(tensor, name, None)
                 if current is not None:
-                    _refill(current, content)
+                    refill(current, content)
         for storage, content in self._storages.values():
             storage.copy_(content)
         for generator, state in self._generators:
             generator.set_state(state)
-        self._restore_random()
+        self._random_state.restore()
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -140,21 +111,8 @@ def _items(value: Any) -> Iterator[Any]:
         yield from value
 
 
-def _copy(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else list(value)
-
-
 def _contents(hooks: Any) -> Any:
     return {} if hooks is None else dict(hooks)
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Restore a container's old content in place, because others hold it too."""
-    container.clear()
-    if isinstance(container, dict | set):
-        container.update(content)
-    else:
-        container.extend(content)
 
 
 def _moved(tensor: Tensor, data: Tensor) -> bool:

@@ -10,31 +10,15 @@ Limited Setup", arXiv:2101.06983).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..snapshots import RandomState
+
 Encodings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-
-
-class RandomState:
-    """A snapshot of torch's random state on the CPU and on some GPUs.
-
-    Args:
-        devices: Devices other than CUDA are ignored.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-
-    def restore(self) -> None:
-        """Restore the snapshot."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
 
 
 def leaves(encodings: Any, chunk: int) -> list[Tensor]:
@@ -92,7 +76,7 @@ class FirstPass:
     Args:
         chunks: Arguments for `encode`, one per chunk.
         encode: Returns a tensor, or a tuple or dict of tensors, with one row per sample.
-        devices: Devices, besides the CPU, whose random state matters.
+        devices: Devices whose random state matters, besides the host's.
 
     Raises:
         TypeError, ValueError: there are no chunks, or encodings are not tensors of one structure.

@@ -17,11 +17,12 @@ from typing import NamedTuple, cast
 from torch import nn
 
 # The rooms that each room may import, from the bottom up. These import no room, so every room may import them.
-FREE = {"boundary", "errors", "hooks"}
+FREE = {"boundary", "errors", "hooks", "snapshots"}
 MAY_IMPORT: dict[str, set[str]] = {
     "boundary": set(),
     "errors": set(),
     "hooks": {"boundary"},
+    "snapshots": set(),
     "ops": FREE,
     "buffers": FREE | {"ops"},
     "arguments": FREE | {"buffers"},

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
+from ...snapshots import RandomState
 from ..live_bytes import LiveBytes
-from ..snapshot import random_state
 
 
 class FakeDevice:
@@ -65,11 +65,11 @@ class FakeDevice:
     @contextmanager
     def unchanged_random_state(self) -> Iterator[None]:
         """Restore the random generators afterwards: batches may be made with real ones."""
-        restore = random_state()
+        state = RandomState()
         try:
             yield
         finally:
-            restore()
+            state.restore()
 
 
 class LiveFakeBytes(LiveBytes):
