@@ -429,7 +429,7 @@ class Accelerator(Stock):
         return {
             f"{prefix}{f'{index}/' if several else ''}{name}": float(value)
             for index, window in enumerate(self._windows)
-            for name, value in window.accumulator.metrics().items()
+            for name, value in window.metrics().items()
         }
 
 

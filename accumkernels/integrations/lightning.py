@@ -273,7 +273,7 @@ class FusedAccumulation(pl.Callback):
         """Log the metrics of windows that this batch has ended; nothing is read back from the device."""
         for index in self._stepped if self.metrics else ():
             name = "accumulator/" if len(self._windows) == 1 else f"accumulator/{index}/"
-            values = self._windows[index].accumulator.metrics()
+            values = self._windows[index].metrics()
             pl_module.log_dict({f"{name}{key}": value for key, value in values.items()})
 
     # ---- checkpoints

@@ -26,6 +26,7 @@ except ImportError as error:
     raise missing("transformers") from error
 
 from .accelerate import fuse
+from .loss_probe import IGNORED, LossProbe, has_rows_of_labels, rows
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -33,16 +34,19 @@ else:
     Base = object
 
 ACCUMULATOR_NAME = "accumulator.pt"  # in a checkpoint's folder
-IGNORED = -100  # label of positions that have no loss
 
 
 class FusedAccumulationMixin(Base):
     """Lets FusedAccumulator accumulate in a `transformers.Trainer`.
 
-    If the loss is normalized by `num_items_in_batch`, the gradient is the Trainer's own. If the model or the loss
-    function does not take `num_items_in_batch`, the Trainer averages the micro-batches' mean losses; this class weights
-    each by the number of labels that its mean was taken over (`micro_batch_weight`), on all ranks. It needs one GPU per
-    process, with DistributedDataParallel or FSDP2 if there are several.
+    If the loss is divided by `num_items_in_batch`, the gradient is the Trainer's own. If it is a mean over the
+    micro-batch, this class weights each micro-batch by the number of labels, or without labels of rows, that its mean
+    was taken over (`micro_batch_weight`), on all ranks. The Trainer averages such means, and adds them up if the model
+    or the loss function gets the number and does not use it. To find out, this class computes the loss with another
+    number and with other labels, without gradients, at the first window and for each new form of inputs; it warns where
+    the Trainer would be wrong.
+
+    It needs one GPU per process, with DistributedDataParallel or FSDP2 if there are several.
 
     Args:
         *args: Of the Trainer.
@@ -62,6 +66,9 @@ class FusedAccumulationMixin(Base):
         expect(accumulator_options, Mapping | None, "accumulator_options", "a dict of options")
         self._accumulator_options = dict(accumulator_options or {})
         self._log_windows = log_windows
+        self._probe = LossProbe(self)
+        self._logged: Tensor | None = None  # sum of the means of a window that the Trainer takes for its loss
+        self._items: Tensor | int | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -85,46 +92,91 @@ class FusedAccumulationMixin(Base):
                 f"{self.args.n_gpu} GPUs in one process, where the Trainer uses DataParallel: show it one, with "
                 "CUDA_VISIBLE_DEVICES"
             )
+        self._probe = LossProbe(self)
         try:
             return super().train(*args, **kwargs)
         finally:
             self.accelerator.release_accumulator()
 
-    def micro_batch_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
-        """How many samples or tokens a mean loss averages; override it if the mean is not over the labels.
+    def micro_batch_weight(self, inputs: Any) -> float | Tensor:
+        """How many samples or tokens a mean loss averages; override it if the mean is over anything else.
 
         Args:
-            inputs: The model's inputs, a micro-batch.
+            inputs: The model's inputs, a micro-batch; for trainers whose collator collates nothing, a list of samples.
 
         Returns:
-            The number of labels that are not -100 (of those that a causal model predicts, if `labels` are shifted); 1
-            without labels. Nothing is read back from the device.
+            The number of labels that are not -100, without the first of each row if the loss shifts labels, as causal
+            models do; without labels, the number of rows, by the first tensor. Nothing is read back from the device.
         """
-        labels = inputs.get("shift_labels", inputs.get("labels"))
-        if not isinstance(labels, Tensor):
+        labels = inputs.get("shift_labels", inputs.get("labels")) if isinstance(inputs, Mapping) else None
+        if isinstance(labels, Tensor):
+            if has_rows_of_labels(inputs) and self._probe.shifts(inputs):
+                labels = labels[..., 1:]
+            return labels.ne(IGNORED).sum()
+        found = rows(inputs)
+        if found is None:
+            self._probe.warn(
+                "micro-batches of %s have neither labels nor rows that could be counted, so that each counts 1: "
+                "override micro_batch_weight",
+                type(inputs).__name__,
+            )
             return 1.0
-        if self._loss_shifts_labels and "shift_labels" not in inputs:
-            labels = labels[..., 1:]
-        return labels.ne(IGNORED).sum()
+        self._probe.warn(
+            "micro-batches without labels count by their rows, the length of %r: override micro_batch_weight if the "
+            "loss averages anything else",
+            found[0],
+        )
+        return float(found[1])
+
+    # ---- what the loss averages
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether nothing overrides `micro_batch_weight`."""
+        return type(self).micro_batch_weight is FusedAccumulationMixin.micro_batch_weight
+
+    def adds_up(self, items: Tensor | int | None) -> bool:
+        """Whether the Trainer adds losses up as they are: it believes that they are divided by this number of items."""
+        told = getattr(self, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return told
+        return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
+        """As in the Trainer, which takes a window's micro-batches at once; find out what their losses average."""
+        samples, items = super().get_batch_samples(*args, **kwargs)
+        self._probe.look_at(samples, items)
+        self._items = items
+        return samples, items
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """As in the Trainer, which divides the loss by the number of micro-batches unless it is already scaled."""
-        self.accelerator.open_window()
-        self.accelerator.reads_gradients = self._somebody_reads_gradients()
-        scaled = self.loss_is_scaled_for_ga
-        if scaled is None:
-            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-            scaled = counted or self.compute_loss_func is not None
-        # Scaled losses add up to the window's loss. Means are weighted, and the Trainer's division is undone.
-        self.accelerator.micro_batch_weight = None if scaled else self.micro_batch_weight(inputs)
-        self.accelerator.loss_divided_by = self.current_gradient_accumulation_steps
+        """As in the Trainer; means are weighted, whether the Trainer has divided them by their number or not."""
+        accelerator = self.accelerator
+        accelerator.open_window()
+        accelerator.reads_gradients = self._somebody_reads_gradients()
+        adds_up = self.adds_up(num_items_in_batch)
+        facts = self._probe.facts(inputs)
+        means = facts.mean if facts is not None else not adds_up
+        accelerator.micro_batch_weight = self.micro_batch_weight(inputs) if means else None
+        accelerator.loss_divided_by = 1 if adds_up else self.current_gradient_accumulation_steps
         takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if self.args.average_tokens_across_devices and takes_number and num_items_in_batch is not None:
-            # compute_loss has multiplied by the number of ranks, for scaled losses and means alike.
-            self.accelerator.loss_divided_by /= self.accelerator.num_processes // self.get_tp_size()
-        return super().training_step(model, inputs, num_items_in_batch)
+            # compute_loss multiplies by the number of ranks, scaled losses and means alike.
+            accelerator.loss_divided_by /= accelerator.num_processes // self.get_tp_size()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if means:
+            self._logged = loss if self._logged is None else self._logged + loss
+        return loss
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As in the Trainer, which calls it after a step. Of means it has added up the loss that it takes them for."""
+        if self._logged is not None:
+            trained = self.accelerator.accumulator.metrics()["loss"] - self._logged
+            tr_loss += torch.where(trained.isfinite(), trained, 0)
+            self._logged = None
+        return super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.model_wrapped is not self.model:  # by an earlier train(), and the Trainer does not prepare it again
@@ -149,6 +201,8 @@ class FusedAccumulationMixin(Base):
         """As in the Trainer; `log_windows` adds the accumulator's metrics."""
         if self._log_windows and "loss" in logs:
             logs = {**logs, **self.accelerator.window_metrics()}
+            if self.accelerator.micro_batch_weight is None and self._items is not None:
+                logs["accumulator/weight"] = float(self._items)
         super().log(logs, *args, **kwargs)
 
     # ---- checkpoints: only masters outlive a window

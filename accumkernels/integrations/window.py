@@ -311,6 +311,14 @@ class TrainerWindow:
         """Whether the last step was skipped, for overflow or weights that sum to zero; not for lack of backwards."""
         return not self._idle and self.accumulator.step_was_skipped
 
+    def metrics(self) -> dict[str, float | Tensor]:
+        """The accumulator's metrics of the last window; the loss of sums is divided as their gradient is."""
+        values = self.accumulator.metrics()
+        divisor = self._divisor()
+        if divisor is not None and "loss" in values:
+            values["loss"] *= values["weight"] / divisor
+        return values
+
     def state_dict(self) -> dict[str, Any]:
         """The accumulator's state, for a checkpoint of one rank; collective if several ranks are inside a window."""
         if self.stepped:

@@ -49,6 +49,7 @@ BY_ANY = [
     transformers_scenarios.transformers_ddp,
     transformers_scenarios.transformers_fsdp2,
     transformers_scenarios.transformers_tokens,
+    transformers_scenarios.transformers_means,
     trainer_bytes_scenarios.sent_in_backward,
 ]
 BY_TWO = [
@@ -291,6 +292,33 @@ def test_tokens_of_all_ranks(ranks, request):
                 [p.detach() - a for p, a in zip(model.parameters(), start, strict=True)],
             ]
             assert relative_error(*way) < 5e-6  # through the model in fp32
+
+
+@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_means_of_all_ranks(ranks, kind, request):
+    """Of a loss that drops `num_items_in_batch`: not added up, and the labels of all ranks count the same."""
+    results = request.getfixturevalue(ranks)
+    check(results, "transformers_means")
+    size = len(results["transformers_means"])
+    data = Samples((STEPS + 2) * size, masked=1)
+    twin = transformers_scenarios.Dropping().double()
+    start = copy.deepcopy(dict(twin.named_parameters()))
+    losses = []
+    for ends in ((0, STEPS * size), (STEPS * size, len(data))):
+        loss = twin(**data.batch(*ends))["loss"]
+        twin.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        for p in twin.parameters():
+            p.data -= LR * p.grad
+    for result in results["transformers_means"]:
+        values, logged = result[kind]
+        way = [
+            [v[name].detach() - start[name].detach() for name in start] for v in (values, dict(twin.named_parameters()))
+        ]
+        assert relative_error(*way) < ROUNDING["fp32"]
+    assert results["transformers_means"][0][kind][1] == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("trainer", ["lightning", "transformers"])

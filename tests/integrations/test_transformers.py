@@ -213,7 +213,7 @@ def test_loss_functions_of_ones_own(tmp_path, scaled):
 
 
 def test_weight_of_a_micro_batch(tmp_path):
-    """Labels that are not -100, after the shift where the loss shifts them; 1 without labels; whatever one says."""
+    """Labels that are not -100, after the shift if the loss shifts them; else rows; whatever one says."""
     trainer = build(Trainer, tmp_path, 4)
     labels = torch.tensor([[1, 2, -100, 3], [4, -100, -100, 5]])
     trainer._loss_shifts_labels = False
@@ -221,7 +221,8 @@ def test_weight_of_a_micro_batch(tmp_path):
     trainer._loss_shifts_labels = True
     assert trainer.micro_batch_weight({"labels": labels}) == 3
     assert trainer.micro_batch_weight({"labels": labels, "shift_labels": labels[:1]}) == 3
-    assert trainer.micro_batch_weight({"input_ids": labels}) == 1
+    assert trainer.micro_batch_weight({"input_ids": labels}) == 2
+    assert trainer.micro_batch_weight([{"prompt": "a"}] * 3) == 3
 
     class Samplewise(FusedAccumulationMixin, STOCK):
         def micro_batch_weight(self, inputs):
@@ -303,7 +304,8 @@ def test_a_window_is_open_before_its_first_forward(tmp_path):
 
     class Watched(Trainer):
         def compute_loss(self, *args, **kwargs):
-            open_windows.append(not self.accelerator._windows[0].finalized)
+            if torch.is_grad_enabled():
+                open_windows.append(not self.accelerator._windows[0].finalized)
             return super().compute_loss(*args, **kwargs)
 
     train(Watched, tmp_path, 16, bf16=True)

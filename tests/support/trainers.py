@@ -129,6 +129,10 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return dict(self.samples[index])
 
+    def batch(self, start, end):
+        """Of some samples."""
+        return {key: torch.stack([s[key] for s in self.samples[start:end]]) for key in ("input_ids", "labels")}
+
     def all(self):
         """One batch."""
-        return {key: torch.stack([sample[key] for sample in self.samples]) for key in ("input_ids", "labels")}
+        return self.batch(0, len(self))

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from tests.support import ranks
 from tests.support.models import mlp
 from tests.support.trainer_data import KINDS, LR, MAX_NORM, STEPS, Items, environment, full, parameters, sgd
-from tests.support.trainers import Samples, fp16_on_the_cpu, fsdp2_on_the_cpu, gpt2, reset
+from tests.support.trainers import VOCABULARY, Samples, fp16_on_the_cpu, fsdp2_on_the_cpu, gpt2, reset
 
 
 class Regressor(nn.Module):
@@ -26,6 +26,20 @@ class Regressor(nn.Module):
         return {"loss": mse_loss(self.net(x).float(), y)}
 
 
+class Dropping(nn.Module):
+    """Gets `num_items_in_batch`, drops it, and averages shifted labels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids, labels, **kwargs):
+        logits = self.head(torch.tanh(self.embedding(input_ids)))[:, :-1]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())}
+
+
 def transformers_trainer(
     size, folder, model, dataset, precision="fp32", clip=None, optimizer=sgd, fsdp2=False, **arguments
 ):
@@ -36,12 +50,13 @@ def transformers_trainer(
 
     reset()
 
-    class Weighted(Trainer):
-        def micro_batch_weight(self, inputs):
-            return len(inputs["x"]) if "x" in inputs else super().micro_batch_weight(inputs)
-
+    class InOrder(Trainer):
         def _get_train_sampler(self, *_):
             return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    class Weighted(InOrder):
+        def micro_batch_weight(self, inputs):
+            return len(inputs["x"])
 
     settings = {
         "per_device_train_batch_size": 1,
@@ -60,7 +75,7 @@ def transformers_trainer(
         "accelerator_config": {"even_batches": False},
         **arguments,
     }
-    trainer = Weighted(
+    trainer = (Weighted if isinstance(dataset, Items) else InOrder)(
         model=model,
         args=transformers.TrainingArguments(str(folder), **settings),
         train_dataset=dataset,
@@ -121,6 +136,19 @@ def transformers_tokens(rank, size):
     once = parameters(trainer.model)
     trainer.train()
     return before, once, parameters(trainer.model)
+
+
+def transformers_means(rank, size):
+    """A loss that drops `num_items_in_batch`, with the last window short; parameters, and losses as logged."""
+    environment(rank, size)
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+        data = Samples((STEPS + 2) * size, masked=1)
+        trainer = transformers_trainer(size, ranks.shared, Dropping(), data, fsdp2=kind == "fsdp2")
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found[kind] = parameters(trainer.model), losses
+    return found
 
 
 def transformers_resumed(rank, size):
