@@ -188,8 +188,10 @@ class MicroBatchRunner:
         finally:
             for capture in captures:
                 capture.end(failed)
-                if failed and (capture.broken or self._sender.begun):
+            if failed:
+                if self._sender.begun or any(capture.broken for capture in captures):
                     self._window.break_()
+                self.discard()  # or the next micro-batch would add what this one has left in `.grad`
         if finds_casts and presence is not None:
             presence.put_on(keeps_whole=self._noise.on)
 
