@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _SHORT = reprlib.Repr()
@@ -43,8 +45,30 @@ def expect_iterable(value: Any, name: str, expected: str = "an iterable") -> Any
     return value
 
 
-def missing(package: str) -> ImportError:
-    """Make the error of an adapter whose package is not installed."""
-    return ImportError(
-        f"accumkernels.integrations.{package} needs {package}: pip install 'accumkernels[{package}]'", name=package
+@contextlib.contextmanager
+def needs(package: str, oldest: str) -> Iterator[None]:
+    """Around the imports of an adapter: refuse a package that is not installed, or too old.
+
+    Args:
+        package: The name of the package and of the adapter, and of the extra that installs it.
+        oldest: The oldest release that works, as in pyproject.toml.
+
+    Raises:
+        ImportError: says what is needed and what is installed.
+    """
+    try:
+        version = importlib.import_module(package).__version__
+        from packaging.version import Version  # the trainers require it, and we do not
+
+        if Version(version) >= Version(oldest):
+            yield
+            return
+    except ImportError as error:
+        raise ImportError(
+            f"accumkernels.integrations.{package} needs {package}: pip install 'accumkernels[{package}]'", name=package
+        ) from error
+    raise ImportError(
+        f"accumkernels.integrations.{package} needs {package} >= {oldest}, and {version} is installed: "
+        f"pip install 'accumkernels[{package}]'",
+        name=package,
     )

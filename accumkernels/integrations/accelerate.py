@@ -26,17 +26,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulator import FusedAccumulator
-from ..errors import expect, missing, wrong_type
+from ..errors import expect, needs, wrong_type
 from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
 from .several import backward_of_all, driven
 from .window import TrainerWindow
 
-try:
+with needs("accelerate", oldest="1.10"):
     from accelerate import Accelerator as Stock
     from accelerate.optimizer import AcceleratedOptimizer
-except ImportError as error:
-    raise missing("accelerate") from error
 
 _ONE_PROCESS_A_DEVICE = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA",
                          "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")  # fmt: skip
@@ -399,7 +397,9 @@ class Accelerator(Stock):
         params = _targets(windows, params)
         if all(p.grad is None for p in params):  # inside a window
             return torch.zeros((), device=params[0].device)
-        return self._clip_grad_norm_dtensor_aware(params, max_norm, norm_type=norm_type)
+        # accelerate >= 1.15 clips parameters of several meshes together.
+        clip = getattr(self, "_clip_grad_norm_dtensor_aware", torch.nn.utils.clip_grad_norm_)
+        return clip(params, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """As in accelerate."""

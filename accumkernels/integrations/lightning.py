@@ -17,18 +17,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from ..errors import expect, missing
+from ..errors import expect, needs
 from .several import driven, weigh_for_all
 from .window import TrainerWindow
 
-try:
+with needs("lightning", oldest="2.4"):
     import lightning.pytorch as pl
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities import GradClipAlgorithmType
-except ImportError as error:
-    raise missing("lightning") from error
 
 # Code that overrides one of these may look at `.grad` between the last backward of a window and the next window.
 _READERS = (

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..accumulator import FusedAccumulator
-from ..errors import expect, missing
+from ..errors import expect, needs
 
-try:
+with needs("transformers", oldest="5.19"):
     import transformers
-except ImportError as error:
-    raise missing("transformers") from error
 
 from .accelerate import fuse
 from .loss_probe import IGNORED, LossProbe, has_rows_of_labels, rows
