@@ -52,8 +52,8 @@ example-%: build $(TRAINERS)  ## examples/%.py, as make example-accelerate_loop;
 test-source-installs: build  ## pip install from a folder, an sdist and in place, from the package index
 	$(PY) -m pytest -s tests/network/test_source_installs.py $(ARGS)
 
-test-trainers-own: build $(TRAINERS)  ## accelerate's own tests, from the package index, with our Accelerator in them
-	$(PY) -m pytest -s tests/network/test_trainers_own.py $(ARGS)
+test-trainers-own: build $(TRAINERS)  ## accelerate's own tests with our Accelerator, and ours beside the oldest and newest trainers
+	$(PY) -m pytest -s tests/network/test_trainers_own.py tests/network/test_trainer_releases.py $(ARGS)
 
 test-toolkits: build  ## wheels built with a CUDA toolkit from the package index: TOOLKIT=13.2
 	$(PY) -m pytest -s tests/network/test_toolkits.py $(ARGS)
