@@ -22,9 +22,8 @@ from .ranks.base import Ranks
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import refuse_late_stages
 from .ranks.weight_unit import backward_may_cross_ranks
-from .snapshots import RandomState
 from .window.checkpoint import check, load, save, share
-from .window.coupled import FirstPass, call_with
+from .window.coupled import CoupledLoss
 from .window.end import End
 from .window.grad_scaler import LossScaler
 from .window.micro_batch import MicroBatchRunner
@@ -437,6 +436,7 @@ class FusedAccumulator:
         loss_fn: Callable[..., Tensor],
         *,
         weight: float | Tensor = 1.0,
+        last: bool = False,
     ) -> Tensor:
         """Accumulate one micro-batch whose loss couples its samples, such as a contrastive loss, chunk by chunk.
 
@@ -455,6 +455,7 @@ class FusedAccumulator:
                 dict as keyword arguments (or as one argument if `loss_fn` takes only one). It may have parameters of
                 its own, and may gather encodings of other ranks by differentiable collectives.
             weight: See `accumulate`.
+            last: See `backward`.
 
         Returns:
             The loss, detached.
@@ -466,34 +467,27 @@ class FusedAccumulator:
                 window is as it was, unless gradients were added in buckets, which breaks it.
         """
         self._require_accumulating("backward_coupled()")
-        last = self._check_last(False)
+        last = self._check_last(last)
         check_independent(self._module, "backward_coupled()")
         scalar = as_scalar(weight, "weight", self._store.device)
-        parts = list(expect_iterable(chunks, "chunks"))
-        expect(encode, Callable, "encode", "callable")
-        expect(loss_fn, Callable, "loss_fn", "callable")
-        if not parts:
-            raise ValueError("backward_coupled(): chunks must not be empty")
-        devices = list(self._store.states)
-        try:
-            first = FirstPass(parts, encode, devices)
-            loss = expect(call_with(loss_fn, first.encodings), Tensor, "what loss_fn returns", "a tensor")
+        coupled = CoupledLoss(chunks, encode, loss_fn)
+        micro_batch = self._runner.micro_batch(scalar)
+
+        def backward(loss: Tensor) -> None:
+            nonlocal micro_batch
             self._misuse.see_loss(loss)
             micro_batch = self._runner.backward(loss, scalar, False, {})
-            after = RandomState(devices)
-            for index, chunk in enumerate(parts):
-                pairs = first.encode_again(index, chunk, encode)
-                if pairs:
-                    tensors, grads = zip(*pairs, strict=True)
-                    ends = last and index == len(parts) - 1
-                    self._runner.backward_part(tensors, grads, micro_batch._replace(last=ends))
-                torch.clear_autocast_cache()
-            after.restore()
+
+        def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], ends: bool) -> None:
+            self._runner.backward_part(tensors, grads, micro_batch._replace(last=last and ends))
+
+        try:
+            loss = coupled.run(self._store.states, backward, backward_part)
         except BaseException:
             self._runner.discard()
             raise
         self._runner.accumulate(micro_batch._replace(last=last))
-        return loss.detach()
+        return loss
 
     def _warn_of_late_weights(self) -> None:
         name, self._synchronised = self._synchronised, None

@@ -10,12 +10,13 @@ Limited Setup", arXiv:2101.06983).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import expect, expect_iterable
 from ..snapshots import RandomState
 
 Encodings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -68,6 +69,56 @@ def call_with(loss_fn: Callable[..., Tensor], encodings: Encodings) -> Tensor:
     except ValueError:  # a builtin without a signature
         pass
     return loss_fn(*args, **kwargs)
+
+
+class CoupledLoss:
+    """A loss of all chunks together.
+
+    Args:
+        chunks: Arguments for `encode`, one per chunk, kept until the end of `run`.
+        encode: Called with each chunk, twice.
+        loss_fn: Returns the loss of all encodings.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or there are no chunks.
+    """
+
+    def __init__(self, chunks: Iterable[Any], encode: Callable[[Any], Any], loss_fn: Callable[..., Tensor]) -> None:
+        self._chunks = list(expect_iterable(chunks, "chunks"))
+        self._encode = expect(encode, Callable, "encode", "callable")
+        self._loss_fn = expect(loss_fn, Callable, "loss_fn", "callable")
+        if not self._chunks:
+            raise ValueError("backward_coupled(): chunks must not be empty")
+
+    def run(
+        self,
+        devices: Iterable[torch.device],
+        backward: Callable[[Tensor], None],
+        backward_part: Callable[[Sequence[Tensor], Sequence[Tensor], bool], None],
+    ) -> Tensor:
+        """Run both passes.
+
+        Args:
+            devices: Devices, besides the CPU, whose random state matters.
+            backward: Runs backward of the loss, which ends at the encodings and at parameters of `loss_fn`.
+            backward_part: Runs backward of a chunk's encodings from their gradients; whether it is the last chunk.
+
+        Returns:
+            The loss, detached.
+        """
+        devices = list(devices)
+        first = FirstPass(self._chunks, self._encode, devices)
+        loss = expect(call_with(self._loss_fn, first.encodings), Tensor, "what loss_fn returns", "a tensor")
+        backward(loss)
+        after = RandomState(devices)
+        for index, chunk in enumerate(self._chunks):
+            pairs = first.encode_again(index, chunk, self._encode)
+            if pairs:
+                tensors, grads = zip(*pairs, strict=True)
+                backward_part(tensors, grads, index == len(self._chunks) - 1)
+            torch.clear_autocast_cache()
+        after.restore()
+        return loss.detach()
 
 
 class FirstPass:
