@@ -18,7 +18,7 @@ for batch in loader:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..accumulator import FusedAccumulator
 from ..errors import expect, needs, wrong_type
 from ..ranks.ddp import is_silent
 from ..window.optimizers import owned
-from .several import backward_of_all, driven
+from .several import backward_coupled_of_all, backward_of_all, driven
 from .window import TrainerWindow
 
 with needs("accelerate", oldest="1.10"):
@@ -323,24 +323,79 @@ class Accelerator(Stock):
             super().backward(loss, **kwargs)
             return
         expect(loss, Tensor, "loss", "a tensor")
-        weight = self.micro_batch_weight if weight is None else weight
-        inside = windows[0].micro_batch is not None
-        sums = weight is None and not inside
-        steps = self.gradient_accumulation_steps
-        for window in _ready(windows):
-            window.open()
-            window.divided_by = steps * self.loss_divided_by
-            window.begin(sums)
-        weight = 1.0 if weight is None else weight
+        weight, steps = self._begin(weight), self.gradient_accumulation_steps
         if len(windows) == 1:
-            self._check_first(windows)
             windows[0].backward(loss / steps, weight, last=self._ends(windows[0]), **kwargs)
             reached = windows
         else:
             reached = backward_of_all(windows, loss / steps, weight, self.scaler, **kwargs)
+        self._counted(reached)
+
+    def backward_coupled(
+        self,
+        chunks: Iterable[Any],
+        encode: Callable[[Any], Any],
+        loss_fn: Callable[..., Tensor],
+        weight: float | Tensor | None = None,
+    ) -> Tensor:
+        """`FusedAccumulator.backward_coupled`, in place of a micro-batch's `backward`: a loss that couples samples.
+
+            loss = accelerator.backward_coupled(zip(images.split(64), texts.split(64)), encode_pair, clip_loss)
+
+        Args:
+            chunks: The parts of the micro-batch.
+            encode: Called with each chunk, twice; returns a tensor, or a tuple or dict of tensors, with one row per
+                sample. Where it calls the prepared model, mixed precision is as in any forward.
+            loss_fn: Returns the plain loss of all encodings. It may have parameters of its own, if they are prepared.
+            weight: As in `backward`.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            TypeError, ValueError: As `FusedAccumulator.backward_coupled`.
+            RuntimeError: As `FusedAccumulator.backward_coupled` and `backward`; or nothing is prepared.
+        """
+        windows = self._windows
+        if not windows:
+            raise RuntimeError(
+                "accelerator.backward_coupled(): nothing to accumulate into; pass the model and its optimizer to "
+                "accelerator.prepare(...) first"
+            )
+        weight = self._begin(weight)
+        loss, reached = backward_coupled_of_all(
+            windows,
+            chunks,
+            encode,
+            loss_fn,
+            weight,
+            self.scaler,
+            divided_by=self.gradient_accumulation_steps,
+            last=self._ends(windows[0]),
+        )
+        self._counted(reached)
+        return loss
+
+    def _begin(self, weight: float | Tensor | None) -> float | Tensor:
+        """Prepare the windows for a micro-batch; returns its weight."""
+        windows = self._windows
+        weight = self.micro_batch_weight if weight is None else weight
+        sums = weight is None and windows[0].micro_batch is None
+        for window in _ready(windows):
+            window.open()
+            window.divided_by = self.gradient_accumulation_steps * self.loss_divided_by
+            window.begin(sums)
+        if len(windows) == 1:
+            self._check_first(windows)
+        return 1.0 if weight is None else weight
+
+    def _counted(self, reached: list[TrainerWindow]) -> None:
+        """After a micro-batch, show or average its windows' gradients where the loop may look at them."""
+        if len(self._windows) > 1:
             self._check_first(reached)
         for window in reached:
             window.folds = not self.reads_gradients
+            inside = window.micro_batch is not None
             if window.micro_batch is not None:
                 window.micro_batch += 1
             if not self.reads_gradients:

@@ -9,7 +9,7 @@ trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_cl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
 from ..errors import expect, needs
-from .several import driven, weigh_for_all
+from .several import backward_coupled_of_all, driven, run_for_all
 from .window import TrainerWindow
 
 with needs("lightning", oldest="2.4"):
@@ -69,8 +69,21 @@ class FusedAccumulation(pl.Callback):
         self._loss: Tensor | None = None  # of the last backward, not scaled
         self._stepped: list[int] = []  # places of windows that this batch has stepped
         self._precision: Precision | None = None
+        self._manual = False
         self._lightning_optimizers: list[Any] = []
         self._saved: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> FusedAccumulation:
+        """The callback of a Trainer: in a LightningModule, `FusedAccumulation.of(self.trainer)`.
+
+        Raises:
+            RuntimeError: The Trainer has none.
+        """
+        for callback in trainer.callbacks:
+            if isinstance(callback, cls):
+                return callback
+        raise RuntimeError(f"this Trainer has no {cls.__name__}: pass Trainer(callbacks=[{cls.__name__}()])")
 
     @property
     def accumulators(self) -> list[FusedAccumulator]:
@@ -129,7 +142,8 @@ class FusedAccumulation(pl.Callback):
         precision.clip_grad_by_norm = self._clip_grad_by_norm
         if self._windows:
             precision.backward = self._backward
-        if not pl_module.automatic_optimization:
+        self._manual = not pl_module.automatic_optimization
+        if self._manual:
             for optimizer in trainer.strategy._lightning_optimizers:
                 window = self._window_of(optimizer)
                 if window is not None:
@@ -185,25 +199,73 @@ class FusedAccumulation(pl.Callback):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Open the next window after a step, which manual optimization may take inside a batch."""
+        self._begin(trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
+
+    def _begin(self, divided_by: int) -> None:
         for window in self._windows:
             window.open()
-            window.divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            window.divided_by = divided_by
             window.begin()
 
     def _backward(self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Run the precision plugin's backward, and take its gradients while it runs or after it."""
         assert self._precision is not None
         own = functools.partial(type(self._precision).backward, self._precision)
+        run = lambda loss: own(loss, model, *args, **kwargs)  # noqa: E731
         windows = self._windows
         scaler = getattr(self._precision, "scaler", None)
         self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
         if len(windows) == 1 and windows[0].alone:
             # In manual optimization we cannot know which backward is the last.
             last = model.automatic_optimization and not model.trainer.fit_loop._should_accumulate()
-            run = lambda loss: own(loss, model, *args, **kwargs)  # noqa: E731
             windows[0].run(run, tensor, self._batch_weight, last=last)
         else:
-            own(weigh_for_all(windows, tensor, self._batch_weight), model, *args, **kwargs)
+            run_for_all(windows, tensor, self._batch_weight, run)
+
+    def backward_coupled(
+        self,
+        chunks: Iterable[Any],
+        encode: Callable[[Any], Any],
+        loss_fn: Callable[..., Tensor],
+        *,
+        weight: float | Tensor | None = None,
+    ) -> Tensor:
+        """`FusedAccumulator.backward_coupled`, in place of a `manual_backward`: a loss that couples samples.
+
+            loss = FusedAccumulation.of(self.trainer).backward_coupled(chunks, self.encode, self.loss)
+
+        The hooks `on_before_backward` and `on_after_backward` are not called.
+
+        Args:
+            chunks: The parts of the micro-batch.
+            encode: Called with each chunk, twice; returns a tensor, or a tuple or dict of tensors, with one row per
+                sample.
+            loss_fn: Returns the plain loss of all encodings.
+            weight: What the micro-batch counts; by default what the callback's `weight` says of the batch.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            TypeError, ValueError: As `FusedAccumulator.backward_coupled`.
+            RuntimeError: As `FusedAccumulator.backward_coupled`; or optimization is automatic, or `fit()` does not run.
+        """
+        if self._precision is None or not self._windows:
+            raise RuntimeError(
+                "backward_coupled(): the callback has no accumulator. It makes them in trainer.fit(), for optimizers "
+                "that share no parameters"
+            )
+        if not self._manual:
+            raise RuntimeError(
+                "backward_coupled() in automatic optimization, where Lightning runs the backward of the loss that "
+                "training_step returns: set self.automatic_optimization = False in the module, and step the optimizer "
+                "in training_step"
+            )
+        self._begin(1)
+        weight = self._batch_weight if weight is None else weight
+        scaler = getattr(self._precision, "scaler", None)
+        loss, _ = backward_coupled_of_all(self._windows, chunks, encode, loss_fn, weight, scaler)
+        return loss
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the gradients, each for the optimizer that steps its parameter."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..batch_statistics import check_independent
+from ..errors import expect
+from ..window.coupled import CoupledLoss
 from ..window.optimizers import owned
 from .window import TrainerWindow
 
@@ -60,32 +64,137 @@ def backward_of_all(
     Raises:
         RuntimeError: The loss reaches parameters of a window that has ended and was not stepped.
     """
+
+    def run(is_open: list[TrainerWindow]) -> Tensor:
+        run_for_all(is_open, loss, weight, _scaled(scaler, **kwargs))
+        return loss
+
+    return _count(windows, run)
+
+
+def backward_coupled_of_all(
+    windows: Sequence[TrainerWindow],
+    chunks: Iterable[Any],
+    encode: Callable[[Any], Any],
+    loss_fn: Callable[..., Tensor],
+    weight: float | Tensor,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    divided_by: float = 1.0,
+    last: bool = False,
+) -> tuple[Tensor, list[TrainerWindow]]:
+    """`FusedAccumulator.backward_coupled` for one window, and `backward_of_all` for several.
+
+    Args:
+        windows: All windows; `begin` was called on the open ones.
+        chunks: See `FusedAccumulator.backward_coupled`, as `encode` and `loss_fn`.
+        encode: Called twice with each chunk.
+        loss_fn: Returns the plain loss.
+        weight: The micro-batch's weight.
+        scaler: The trainer's.
+        divided_by: What the trainer divides its losses by.
+        last: Whether it ends the window, if there is one.
+
+    Returns:
+        The plain loss, detached, and the windows that count it.
+
+    Raises:
+        TypeError, ValueError: As `FusedAccumulator.backward_coupled`.
+        RuntimeError: As `FusedAccumulator.backward_coupled` and `backward_of_all`.
+    """
+    expect(loss_fn, Callable, "loss_fn", "callable")
+    plain: list[Tensor] = []
+
+    @functools.wraps(loss_fn, updated=())  # its signature says how it takes the encodings
+    def divided(*args: Any, **kwargs: Any) -> Tensor:
+        loss = loss_fn(*args, **kwargs)
+        if not isinstance(loss, Tensor):
+            return loss  # an error in what called this
+        plain.append(loss.detach())
+        return loss / divided_by
+
+    if len(windows) == 1:
+        windows[0].backward_coupled(chunks, encode, divided, weight, last=last)
+        return plain[0], list(windows)
+    for window in windows:
+        for module in window.modules:
+            check_independent(module, "backward_coupled()")
+    coupled = CoupledLoss(chunks, encode, divided)
+    devices = dict.fromkeys(device for window in windows for device in window.parts.store.states)
+
+    def run(is_open: list[TrainerWindow]) -> Tensor:
+        def backward(loss: Tensor) -> None:
+            run_for_all(is_open, loss, weight, _scaled(scaler))
+
+        def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], _: bool) -> None:
+            _run(is_open, functools.partial(torch.autograd.backward, tensors, grads), tensors[0])
+
+        return coupled.run(devices, backward, backward_part)
+
+    reached = _count(windows, run)
+    return plain[0], reached
+
+
+def _scaled(scaler: torch.amp.GradScaler | None, **kwargs: Any) -> Callable[[Tensor], None]:
+    """Backward of a loss, scaled first if there is a scaler."""
+    return lambda loss: (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
+
+
+def run_for_all(
+    windows: Sequence[TrainerWindow], loss: Tensor, weight: float | Tensor, backward: Callable[[Tensor], Any]
+) -> None:
+    """Run a backward whose gradients several windows may count; each of them then waits for `take`.
+
+    Args:
+        windows: Those that are open.
+        loss: The trainer's, scaled or not.
+        weight: The micro-batch's weight.
+        backward: Called with the loss to run backward of.
+    """
+    if windows:
+        loss, weighed = windows[0].weigh(loss, weight)
+    for window in windows:
+        window.under_way = weighed._replace(tag=window.parts.runner.micro_batch(weighed.weight).tag)
+    _run(windows, functools.partial(backward, loss), loss)
+
+
+def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Tensor) -> None:
+    """Run a backward of the micro-batch that is under way in all windows, whose captures may add gradients early."""
+    for window in windows:
+        assert window.under_way is not None
+        backward = functools.partial(window.parts.runner.run, backward, root, window.under_way, shared=True)
+    backward()
+
+
+def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]], Tensor]) -> list[TrainerWindow]:
+    """Run a micro-batch, and count it in the windows that it reaches.
+
+    Args:
+        windows: All of them.
+        run: Runs its backward, for the windows that are open, and returns its plain loss.
+    """
     ended = [window for window in windows if window.finalized]
+    is_open = [window for window in windows if not window.finalized]
     kept = [(p, p.grad) for window in ended for p in window.accumulator.parameters() if p.grad is not None]
     for p, _ in kept:
         p.grad = None
-    is_open = [window for window in windows if not window.finalized]
-    if is_open:
-        plain, loss = loss, weigh_for_all(is_open, loss, weight)
-    (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
-    reached = [window for window in windows if window.reached]
-    if any(window in ended for window in reached):
-        for window in reached:
+    try:
+        loss = run(is_open)
+        reached = [window for window in windows if window.reached]
+        if any(window in ended for window in reached):
+            raise RuntimeError(
+                "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or "
+                "keep its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"
+            )
+    except BaseException:
+        for window in is_open:
+            window.parts.runner.discard()
+        for window in ended:
             window.parts.store.drop_grads()
-        raise RuntimeError(
-            "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or keep "
-            "its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"
-        )
-    for p, grad in kept:
-        p.grad = grad
+        raise
+    finally:
+        for p, grad in kept:
+            p.grad = grad
     for window in reached:
-        window.take(plain)
+        window.take(loss)
     return reached
-
-
-def weigh_for_all(windows: Sequence[TrainerWindow], loss: Tensor, weight: float | Tensor) -> Tensor:
-    """The loss to run backward of, if several windows may count it."""
-    loss, weighed = windows[0].weigh(loss, weight)
-    for window in windows:
-        window.under_way = weighed._replace(tag=window.parts.runner.micro_batch(weighed.weight).tag)
-    return loss

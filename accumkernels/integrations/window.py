@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,19 @@ class TrainerWindow:
         """
         last = last and self._current.sends_in_backward
         self.accumulator.backward(loss, 1.0 if self.sums else weight, last=last, **kwargs)
+
+    def backward_coupled(
+        self,
+        chunks: Iterable[Any],
+        encode: Callable[[Any], Any],
+        loss_fn: Callable[..., Tensor],
+        weight: float | Tensor,
+        *,
+        last: bool = False,
+    ) -> None:
+        """`backward` for a loss over chunks."""
+        last = last and self._current.sends_in_backward
+        self.accumulator.backward_coupled(chunks, encode, loss_fn, weight=1.0 if self.sums else weight, last=last)
 
     def run(
         self, backward: Callable[[Tensor], None], loss: Tensor, weight: float | Tensor, *, last: bool = False

@@ -164,8 +164,15 @@ class MicroBatchRunner:
         else:  # sum them in `.grad` as torch does, because the autocast route would keep those of every part
             self._shared_loss.run(backward, micro_batch)
 
-    def run(self, backward: Callable[[], None], root: Tensor, micro_batch: MicroBatch) -> None:
-        """Run a backward whose graph begins at `root`; some gradients may be added during it."""
+    def run(self, backward: Callable[[], None], root: Tensor, micro_batch: MicroBatch, *, shared: bool = False) -> None:
+        """Run a backward whose graph begins at `root`; some gradients may be added during it.
+
+        Args:
+            backward: Runs it.
+            root: A tensor that it begins at.
+            micro_batch: The micro-batch, with its loss's factor.
+            shared: Whether all other accumulators that it reaches know this factor.
+        """
         captures, presence = self.captures, self.captures.presence
         if self._window.micro_batches == 0 and captures.add_early:
             with torch.no_grad():
@@ -180,7 +187,7 @@ class MicroBatchRunner:
                 sink = self._sender.sink(sink, captures, sends)
             for capture in captures:
                 capture.begin(micro_batch, sink)
-            if micro_batch.loss_weight is None:
+            if micro_batch.loss_weight is None or shared:
                 backward()
             else:
                 self._shared_loss.run(backward, micro_batch)

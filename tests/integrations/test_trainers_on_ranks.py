@@ -22,6 +22,7 @@ import accumkernels as ak  # noqa: E402
 from accumkernels.buffers.layout import aligned  # noqa: E402
 from tests.support import (  # noqa: E402
     accelerate_scenarios,
+    coupled_trainer_scenarios,
     lightning_scenarios,
     trainer_bytes_scenarios,
     transformers_scenarios,
@@ -65,6 +66,7 @@ BY_TWO = [
     trainer_bytes_scenarios.accelerate_bytes,
     trainer_bytes_scenarios.accelerate_ends_otherwise,
     trainer_bytes_scenarios.reentrant_checkpointing,
+    *coupled_trainer_scenarios.TWO_RANKS,
 ]
 
 
@@ -401,3 +403,9 @@ def test_fsdp2_with_an_overflow_on_one_rank(ranks, trainer, request):
         assert_close(values, expected, SHARDED_ROUNDING["fp16"])
         assert history == ([] if trainer == "lightning" else [True, False])
         assert scale == SCALE / 2
+
+
+@pytest.mark.parametrize("scenario", coupled_trainer_scenarios.TWO_RANKS, ids=lambda scenario: scenario.__name__)
+def test_coupled_losses(found, scenario):
+    """One process on all the data: with negatives of the rank's own, or gathered, and one optimizer or two."""
+    check(found, scenario.__name__)
