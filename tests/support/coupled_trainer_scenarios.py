@@ -7,12 +7,13 @@ import itertools
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import towers
+from tests.support import ranks, towers
 from tests.support.accelerate_scenarios import accelerator
 from tests.support.coupled_scenarios import EQUAL, EXACT, WEIGHTS, global_loss, pairs, seed, truth
 from tests.support.lightning_scenarios import lightning_trainer
 from tests.support.models import relative_error
 from tests.support.trainer_data import environment
+from tests.support.trainers import reset
 
 
 class Towers(towers.Towers):
@@ -108,4 +109,67 @@ def lightning_coupled(rank, size):
         check(module.towers, gathered, size)
 
 
-TWO_RANKS = [accelerate_coupled, lightning_coupled]
+def transformers_coupled(rank, size):
+    """Two windows, the second of one micro-batch; without dropout."""
+    import transformers
+
+    from accumkernels.integrations.transformers_coupled import CoupledAccumulationMixin
+
+    environment(rank, size)
+    windows = [pairs(0, each, EQUAL)[:3] for each in range(size)], [pairs(1, each, EQUAL)[:1] for each in range(size)]
+
+    class Trainer(CoupledAccumulationMixin, transformers.Trainer):
+        gathered = False
+
+        def encode(self, model, inputs):
+            return model(inputs["pair"])
+
+        def coupled_loss(self, *encodings):
+            return (global_loss(self.model) if self.gathered else self.model.loss)(*encodings)
+
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    for gathered in (False, True):
+        reset()
+        model, expected = Towers(), Towers()
+        for one in (model, expected):
+            one.eval().train = lambda mode=True, one=one: one
+        for window in windows:
+            encoded = [[torch.cat(part) for part in zip(*map(expected, chunks), strict=True)] for chunks in window]
+            if gathered:
+                loss = expected.loss(*(torch.cat(part) for part in zip(*encoded, strict=True)))
+            else:
+                loss = sum(expected.loss(*of_rank) for of_rank in encoded) / size
+            loss.backward()
+            torch.optim.SGD(expected.parameters(), lr=1.0).step()
+            expected.zero_grad()
+        arguments = transformers.TrainingArguments(
+            str(ranks.shared),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=3,
+            num_train_epochs=1,
+            max_grad_norm=0.0,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            ddp_backend="gloo",
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+            remove_unused_columns=False,
+        )
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=[{"pair": c} for window in windows for step in zip(*window, strict=True) for c in step],
+            data_collator=lambda items: items[0],
+            optimizers=(sgd(model.parameters()), None),
+        )
+        trainer.gathered = gathered
+        trainer.train()
+        found = [p.detach() - q.detach() for p, q in zip(model.parameters(), Towers().parameters(), strict=True)]
+        way = [p.detach() - q.detach() for p, q in zip(expected.parameters(), Towers().parameters(), strict=True)]
+        assert relative_error(found, way) < EXACT
+
+
+TWO_RANKS = [accelerate_coupled, lightning_coupled, transformers_coupled]
