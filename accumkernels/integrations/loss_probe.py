@@ -1,4 +1,4 @@
-"""Finds out what a Trainer's loss averages, by computing it with another number of items and with other labels.
+"""Finds out what a Trainer's loss averages, by computing it with another number of items, other labels and more rows.
 
 transformers' Trainer believes that a loss which is given `num_items_in_batch` is divided by it. Many are not
 (https://github.com/huggingface/transformers/issues/47688): they are means over a micro-batch, and the Trainer adds them
@@ -24,13 +24,15 @@ from ..snapshots import RandomState, copied, refill
 IGNORED = -100  # label of positions that have no loss
 # Of a loss's relative change, which is rounding in fp32: one label of 100,000 changes the mean by more.
 _ROUNDING = 1e-6
+# Of a loss's change: 16-bit rounding changes it by less, and the negatives of a contrastive loss by far more.
+_COUPLED = 0.02
 
 ISSUE = "https://github.com/huggingface/transformers/issues/47688"
 
 _log = logging.getLogger(__name__)
 
 Inputs = Mapping[str, Any]
-Compute = Callable[[Inputs, Any], Tensor]
+Compute = Callable[..., Tensor]  # of inputs, the number of items, and whether in training mode
 
 
 class LossFacts(NamedTuple):
@@ -113,6 +115,14 @@ class LossProbe:
                 return None
             self._report(divided)
         mean = divided < _ROUNDING
+        accumulates = trainer.args.gradient_accumulation_steps > 1
+        if mean and accumulates and isinstance(alike[0], Mapping) and self._agreed(couples_rows, alike, items):
+            self.warn(
+                "the loss of %s is not a mean over rows: the same rows twice change it. If it couples the samples of a "
+                "batch, as contrastive losses do, no weight makes micro-batches one batch: use "
+                "accumkernels.integrations.transformers_coupled.CoupledAccumulationMixin",
+                type(trainer.model).__name__,
+            )
         if mean and trainer.counts_labels and isinstance(alike[0], Mapping) and has_rows_of_labels(alike[0]):
             answer = self._agreed(shifts_labels, alike, items)
             shifts = None if math.isnan(answer) else bool(answer)
@@ -137,12 +147,12 @@ class LossProbe:
                 break
         return answer
 
-    def _compute(self, inputs: Inputs, items: Any) -> Tensor:
-        """The loss, as `training_step` computes it, with the same random numbers each time."""
+    def _compute(self, inputs: Inputs, items: Any, training: bool = True) -> Tensor:
+        """The loss, as `training_step` computes it, with the same random numbers each time; or without dropout."""
         trainer = self._trainer
         without = trainer.train_dataset, trainer.eval_dataset
         with untouched(trainer.model, trainer, without=without), trainer.compute_loss_context_manager():
-            trainer.model.train()
+            trainer.model.train(training)
             inputs = trainer._prepare_inputs(copy.copy(inputs))
             return trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items)
 
@@ -215,6 +225,34 @@ def shifts_labels(compute: Compute, inputs: Inputs, items: Any) -> float:
         return 0.0
     # A loss in 16 bit may hide a label's share.
     return 1.0 if torch.finfo(loss.dtype).eps < _ROUNDING else math.nan
+
+
+def couples_rows(compute: Compute, inputs: Inputs, items: Any) -> float:
+    """Whether the loss changes if each row is there twice: 1 or 0, which is also the answer if that fails.
+
+    A mean over rows stays as it is. The rows of a pair may be neighbours, or a half of the batch apart, so that a loss
+    of pairs stays as it is for one of two orders.
+    """
+    found = rows(inputs)
+    if found is None:
+        return 0.0
+    orders: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t,
+        lambda t: torch.cat([t, t]),
+        lambda t: t.repeat_interleave(2, dim=0),
+    ]
+    losses = []
+    for order in orders:
+        repeated = {
+            name: order(value) if isinstance(value, Tensor) and value.dim() and len(value) == found[1] else value
+            for name, value in inputs.items()
+        }
+        try:
+            losses.append(float(compute(repeated, items, training=False)))
+        except Exception:  # of code that the user has for batches of its own
+            return 0.0
+    size = max(map(abs, losses))
+    return float(all(abs(loss - losses[0]) > _COUPLED * size for loss in losses[1:]))
 
 
 def has_rows_of_labels(inputs: Inputs) -> bool:
