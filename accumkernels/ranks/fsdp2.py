@@ -24,6 +24,7 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
 from .base import GlobalStats, LocalStats, Ranks
+from .divide_factor import DivideFactor
 from .own_group import own_group
 from .packing import Packer, different_limits, different_windows
 
@@ -41,6 +42,7 @@ class Sharded(Ranks):
 
     def __init__(self, named: Sequence[NamedParameter], sharded_by_fsdp: bool) -> None:
         self._sharded_by_fsdp = sharded_by_fsdp
+        self._factor = DivideFactor(named)
         self._cuts: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by id: groups whose ranks each hold another part
         meshes = {id(entry.param): _mesh(entry) for entry in named}
         everyone = sorted({rank for ranks in meshes.values() for rank in ranks})
@@ -107,11 +109,20 @@ class Sharded(Ranks):
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine all ranks' reports; collective: if one skips, all do.
 
-        FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights.
+        FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights; or
+        by another factor, which changes the divisor as it changes gradients.
 
         The host reads the result on the CPU; elsewhere only in the first window and in those that may be wrong: with a
         divisor, with weights that came after backward, or if the clipping changes.
         """
+        # A divisor replaces the sum of weights, and the user knows what it divides.
+        over_mean = 1.0 if report.divisor is not None else self._factor.over_mean()
+        if over_mean != 1 and report.squares is not None:
+            raise RuntimeError(
+                "noise_scale needs gradients that are means over ranks; set_gradient_divide_factor makes them "
+                f"{over_mean} times as large: remove that call, and pass losses that are means with their weights"
+            )
+
         # Sum one vector of flags and, for every rank, its weight and what must be alike.
         device = report.state.device
         state = torch.zeros_like(report.state) if report.dropped else report.state
@@ -130,7 +141,7 @@ class Sharded(Ranks):
         wrong = packed.differ("divisor") | ((packed["after"][0] > 0) & packed.differ("weight"))
         wrong = wrong & (packed["dropped"][0] == 0) | packed.differ("window", "norms", "limit")
         together = state.clone()
-        together[State.WEIGHT] = packed["weight"].mean()
+        together[State.WEIGHT] = packed["weight"].mean() * over_mean
         for flag in (State.FOUND_INF, State.POISONED):
             together[flag] = ((packed["state"][flag] > 0) | wrong).double()
         agreement = GlobalStats(
@@ -150,7 +161,7 @@ class Sharded(Ranks):
         error = different_windows(found["window"]) or different_limits(found["norms"], found["limit"])
         if error is None and not dropped and not found["state"][State.POISONED]:
             error = _disagreement(found["weight"], found["divisor"], after > 0)
-        return agreement._replace(dropped=dropped > 0, weight=sum(found["weight"]) / self.size, error=error)
+        return agreement._replace(dropped=dropped > 0, weight=sum(found["weight"]) / self.size * over_mean, error=error)
 
     # ---- sums over shards
 

@@ -24,6 +24,7 @@ from tests.support.fsdp2_scenarios import (
     micro_batches,
     net,
     run_window,
+    set_factor,
     shard,
     total_norm,
     true_grads,
@@ -91,8 +92,10 @@ def unequal_weights_of_replicas(rank, size):
     """HSDP, reduced over shards and replicas in each micro-batch, over replicas in the last, or over both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     expected = true_grads([part for r in range(size) for part in micro_batches(r, UNEQUAL[r])])
-    for late in (None, "set_requires_all_reduce", "set_requires_gradient_sync"):
+    ways = (None, "set_requires_all_reduce", "set_requires_gradient_sync")
+    for late, factor in [(way, None) for way in ways] + [(None, 1.0), (None, 2.0)]:
         model = shard(net(), mesh)
+        set_factor(model.modules(), factor)
         acc = ak.FusedAccumulator(model)
         optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
         for step, (x, y) in enumerate(micro_batches(rank, UNEQUAL[rank])):

@@ -265,6 +265,51 @@ def unequal_weights(rank, size):
             acc.zero_()
 
 
+def set_factor(modules, factor) -> None:
+    """Make FSDP2 divide the gradients of these modules by `factor`."""
+    for module in modules:
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(factor)
+
+
+def weights_under_a_divide_factor(rank, size):
+    """Weighted means are those of all samples, whatever FSDP2 divides by; factors that differ are an error."""
+    expected = true_grads([part for r in range(size) for part in micro_batches(r, UNEQUAL[r])])
+    model = shard(net())
+    for params in (model, list(model.named_parameters())):
+        acc = ak.FusedAccumulator(params)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for factor in (1.0, 3.0, float(size), None):  # it may change between windows
+            set_factor(model.modules(), factor)
+            for x, y in micro_batches(rank, UNEQUAL[rank]):
+                acc.backward(mse_loss(model(x), y), len(x))
+            acc.finalize(optimizer)
+            assert_close(full(p.grad for p in model.parameters()), expected)
+            assert acc.clip_grad_norm_(1e9).item() == pytest.approx(total_norm(expected), rel=1e-12)
+            acc.zero_()
+
+        # torchtitan's loss: a sum, divided by the number of targets on all ranks
+        samples = sum(map(sum, UNEQUAL[:size]))
+        set_factor(model.modules(), 1.0)
+        for x, y in micro_batches(rank, UNEQUAL[rank]):
+            acc.backward(mse_loss(model(x), y, reduction="sum") / samples)
+        acc.finalize(optimizer, divisor=1)
+        assert_close(full(p.grad for p in model.parameters()), expected)
+        acc.zero_()
+
+        set_factor([model.middle], None)
+        run_window(acc, model)
+        with pytest.raises(RuntimeError, match=r"'first\.weight' to 2\.0 times .* 'middle\.weight' to 1\.0 times"):
+            acc.step(optimizer)
+        acc.zero_()
+        set_factor([model.middle], 1.0)
+        acc.noise_scale()
+        run_window(acc, model)
+        with pytest.raises(RuntimeError, match="noise_scale needs gradients that are means over ranks"):
+            acc.step(optimizer)
+        acc.remove()
+
+
 def a_rank_without_weight(rank, size):
     """It takes part, and counts nothing."""
     model = shard(net())
@@ -318,9 +363,7 @@ def unequal_micro_batches_by_sums(rank, size):
     for factor in (None, 1.0):
         model = shard(net())
         if factor is not None:
-            for module in model.modules():
-                if hasattr(module, "set_gradient_divide_factor"):
-                    module.set_gradient_divide_factor(factor)
+            set_factor(model.modules(), factor)
         acc = ak.FusedAccumulator(model)
         optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
         for x, y in ranks[dist.get_rank()]:
@@ -465,6 +508,7 @@ TWO_RANKS = [
     tied_parameters,
     frozen_and_unused,
     unequal_weights,
+    weights_under_a_divide_factor,
     a_rank_without_weight,
     what_ranks_disagree_about,
     unequal_micro_batches_by_sums,
