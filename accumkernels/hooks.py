@@ -96,7 +96,10 @@ class Follower:
         """See an optimizer that has stepped."""
 
     def before_clip(self, params: list[Tensor]) -> None:
-        """See the tensors whose `.grad`s torch's `clip_grad_norm_` or `clip_grad_value_` is about to change."""
+        """See the tensors whose `.grad`s torch's clipping is about to change."""
+
+    def before_norm(self, grads: list[Tensor]) -> None:
+        """See the tensors whose norm torch's `get_total_norm` is about to take for somebody else."""
 
 
 _followers: list[weakref.ref[Follower]] = []  # no WeakSet: its guard of each walk takes as long as a small step
@@ -111,9 +114,11 @@ def follow(follower: Follower) -> None:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
-        # clip_grad_norm_ looks this function up in its module, however users import it; the other has no inner part.
-        for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
-            _watch_clipping(name)
+        for name in ("_clip_grads_with_norm_", "clip_grad_value_"):  # clip_grad_norm_ ends with the first of these
+            _watch(name, lambda follower, params: follower.before_clip(params))
+        inner = _watch("_get_total_norm", lambda follower, grads: follower.before_norm(grads))
+        if inner is not None:  # clip_grad_norm_ takes a norm before it tells whose gradients these are
+            clip_grad._get_total_norm = clip_grad._no_grad(inner)
 
 
 def unfollow(follower: Follower) -> None:
@@ -154,21 +159,29 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(callable(value) for value in (*args[1:], *kwargs.values()))
 
 
-def _watch_clipping(name: str) -> None:
-    original = getattr(clip_grad, name, None)
-    if original is None:
-        return
+def _watch(name: str, tell: Callable[[Follower, list[Tensor]], None]) -> Any:
+    """Tell followers of the calls of one of torch's clipping functions, whenever and however users imported it.
 
-    @functools.wraps(original)
-    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    What users import is a wrapper around the function that does the work, which is replaced inside the wrapper.
+
+    Returns:
+        The function that does the work; None if this torch has no such wrapper.
+    """
+    wrapper = getattr(clip_grad, name, None)
+    inner: Any = getattr(wrapper, "__wrapped__", None)
+    cells = [cell for cell in getattr(wrapper, "__closure__", None) or () if cell.cell_contents is inner]
+    if not cells:
+        return None
+
+    @functools.wraps(inner)
+    def watched(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and _followers:
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             for ref in tuple(_followers):
                 follower = ref()
                 if follower is not None:
-                    follower.before_clip(parameters)
-        return original(parameters, *args, **kwargs)
+                    tell(follower, tensors)
+        return inner(tensors, *args, **kwargs)
 
-    for module in (clip_grad, torch.nn.utils):
-        if getattr(module, name, None) is original:
-            setattr(module, name, clip)
+    cells[0].cell_contents = watched
+    return inner

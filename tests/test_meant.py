@@ -22,6 +22,7 @@ def with_another_optimizer():
             scaler.scale(mse_loss(other(x), y)).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+            nn.utils.clip_grad_norm_([], 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

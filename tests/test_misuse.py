@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import accumkernels as ak
 from tests.support.loop import K, Loop
@@ -76,6 +77,15 @@ def lbfgs():
     optimizer = torch.optim.LBFGS(loop.acc.parameters())
     loop.accumulate()
     loop.acc.step(optimizer)
+
+
+def norm_kept():
+    """Torch's norm before acc.step, of what a loop finds."""
+    loop = Loop()
+    for window in loop.windows():
+        loop.accumulate(window)
+        get_total_norm(p.grad for p in loop.model.parameters() if p.grad is not None)
+        loop.acc.step(loop.optimizer)
 
 
 def clipping_kept(clip=nn.utils.clip_grad_norm_, **options):
@@ -333,6 +343,13 @@ MISUSES = {
     "clip_grad_value_": Misuse(
         of(clipping_kept, lambda *args: nn.utils.clip_grad_value_(*args)), RuntimeError, "finds no .grad"
     ),
+    "clip_grad_value_, imported": Misuse(of(clipping_kept, clip_grad_value_), RuntimeError, "finds no .grad"),
+    "clip_grads_with_norm_": Misuse(
+        of(clipping_kept, lambda *args: clip_grads_with_norm_(*args, total_norm=torch.ones(()))),
+        RuntimeError,
+        "clip_grads_with_norm_) inside a window",
+    ),
+    "get_total_norm": Misuse(norm_kept, RuntimeError, "get_total_norm, clip_grads_with_norm_) inside a window"),
     "clip before finalize": Misuse(clip_before_finalize, RuntimeError, "clip_grad_norm_() before finalize()"),
     "loss / K": Misuse(of(divided, lambda loss: loss / K), None, "pass the plain loss, acc.backward(loss)"),
     "loss * (1 / K)": Misuse(of(divided, lambda loss: loss * (1 / K)), None, "was divided by 4"),

@@ -259,7 +259,8 @@ class Ranks:
         """
         if norm_type not in (2.0, math.inf):
             views = [view for buffer in buffers for view in buffer.touched_views(only)]
-            return move(torch.nn.utils.get_total_norm(views, norm_type), device, torch.float64)
+            norm = torch.nn.utils.get_total_norm(views, norm_type) if views else torch.zeros(())
+            return move(norm, device, torch.float64)
         parts = []
         for buffer in buffers:
             part = torch.zeros((), dtype=torch.float64, device=buffer.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -231,14 +231,25 @@ class MisuseDetector(Follower):
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping if the accumulator holds every gradient."""
-        if self._window.phase is Phase.FINALIZED or not (self._window.micro_batches or self._uncounted()):
-            return
-        if all(p.grad is None for p in params) and self._holds(params):
-            raise RuntimeError(
-                "torch.nn.utils.clip_grad_norm_ (or clip_grad_value_) inside a window finds no .grad, since the "
-                "gradients are in the accumulator: delete it and call acc.step(optimizer, max_norm=...), or clip "
-                "between acc.finalize(optimizer) and the step"
-            )
+        if self._has_uncounted_or_sums() and all(p.grad is None for p in params) and self._holds(params):
+            self._refuse_clipping()
+
+    def before_norm(self, grads: list[Tensor]) -> None:
+        """Refuse torch's norm of no gradients at all while the accumulator has some."""
+        if not grads and self._has_uncounted_or_sums():
+            self._refuse_clipping()
+
+    def _has_uncounted_or_sums(self) -> bool:
+        """Whether gradients are in the accumulator, where torch does not see them."""
+        open_ = self._window.phase is not Phase.FINALIZED
+        return open_ and (self._window.micro_batches > 0 or self._uncounted())
+
+    def _refuse_clipping(self) -> NoReturn:
+        raise RuntimeError(
+            "torch.nn.utils.clip_grad_norm_ (or clip_grad_value_, get_total_norm, clip_grads_with_norm_) inside a "
+            "window finds no .grad, since the gradients are in the accumulator: delete it and call acc.step(optimizer, "
+            "max_norm=...), or clip between acc.finalize(optimizer) and the step"
+        )
 
     def _holds(self, params: list[Tensor]) -> bool:
         """Whether this window has a sum for one of these parameters or masters."""
