@@ -573,8 +573,8 @@ class FusedAccumulator:
         """Average the window and set `.grad` to the result.
 
         Afterwards `.grad` of every parameter that got a gradient is a view of its flat buffer (for 16-bit parameters, a
-        copy rounded once); of every other parameter it is None. `scaler.step` then knows that gradients are unscaled,
-        and skips on overflow.
+        copy rounded once); of every other parameter it is None. One that somebody keeps over `zero_` gets memory of its
+        own then. `scaler.step` knows that gradients are unscaled, and skips on overflow.
 
         With a process group this is collective, and the window spans all ranks. The mean is the sum of weighted
         gradients over the sum of weights of all ranks, a parameter gets a `.grad` if any rank had a gradient for it,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..ops.schema import State
 from .dtensors import is_dtensor, local
+from .handed_out import HandedOut
 from .layout import Segment, aligned
 from .pages import zeros
 from .parameters import NamedParameter
@@ -69,11 +70,13 @@ class FlatBuffer:
         """Allocate the tensor and its views, if `release` freed them."""
         self.tensor = zeros(self.numel, self.dtype, self.device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
+        self._handed_out: HandedOut | None = None
 
     def release(self) -> None:
         """Free the tensor and keep the rest of the buffer. Views that a user has kept keep their memory."""
         self.tensor = self.tensor.new_empty(0)
         self.views = []
+        self._handed_out = None
 
     @property
     def released(self) -> bool:
@@ -189,6 +192,18 @@ class FlatBuffer:
         if 0 not in self.touched and only is None:
             return self.views
         return [self.views[s.index] for s in self.touched_segments() if only is None or id(s.param) in only]
+
+    def hand_out(self) -> list[Tensor]:
+        """The views of all segments that may become `.grad`; not `views`, which users may keep (`main_grad`)."""
+        if self._handed_out is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._handed_out = HandedOut(self.tensor, self.segments)
+        return self._handed_out.views()
+
+    def take_back(self) -> None:
+        """See `HandedOut.take_back`."""
+        if self._handed_out is not None:
+            self._handed_out.take_back()
 
     def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other segment."""

@@ -265,11 +265,13 @@ class Store:
             start = end
 
     def drop_grads(self) -> None:
-        """Set every `.grad` to None."""
+        """Set every `.grad` to None, and leave those that somebody keeps as they are."""
         for entry in self.named:
             entry.param.grad = None
             if self.masters is not None:
                 self.masters.target(entry.param).grad = None
+        for buffer in self.buffers:
+            buffer.take_back()
 
     def allocate(self) -> None:
         """Allocate again the flat buffers that `release` freed."""

@@ -23,7 +23,7 @@ class VisibleGrads:
     def show(self, store: Store) -> None:
         """Set `.grad` to the sum so far."""
         for buffer, segment in store.touched():
-            view = buffer.views[segment.index]
+            view = buffer.hand_out()[segment.index]
             target = store.target(segment.param)
             grad = view if view.dtype == target.dtype else view.to(target.dtype)
             target.grad = shaped_like(grad, target) if buffer.sharded else grad

@@ -77,7 +77,9 @@ class WindowGrads:
     def assign_grads(self) -> None:
         """Set `.grad` of every parameter that got a gradient in the window."""
         for buffer in self._store.buffers:
-            segments, views = buffer.touched_segments(), buffer.touched_views()
+            segments, views = buffer.touched_segments(), buffer.hand_out()
+            if segments is not buffer.segments:
+                views = [views[s.index] for s in segments]
             if self._store.masters is None and not self._rounded and not buffer.sharded:
                 for segment, view in zip(segments, views, strict=True):
                     segment.param.grad = view

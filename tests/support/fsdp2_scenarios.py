@@ -203,6 +203,10 @@ def long_form_hands_out_dtensors(rank, size):
     assert_close(
         full(p.grad for p in model.parameters()), [g * (0.01 / (total_norm(expected) + 1e-6)) for g in expected]
     )
+    kept, before = [p.grad for p in model.parameters()], full(p.grad for p in model.parameters())
+    acc.zero_()
+    run_window(acc, model)
+    assert_close(full(kept), before, rtol=0, atol=0)
 
 
 def tied_parameters(rank, size):

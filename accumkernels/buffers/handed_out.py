@@ -1,0 +1,88 @@
+"""The views of a flat buffer that optimizers get as `.grad`, and what becomes of those that somebody keeps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from sys import getrefcount
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .layout import Segment
+
+_use_count = torch._C._storage_Use_Count
+
+
+class HandedOut:
+    """Hands out views of one flat buffer in every window, as the same tensors.
+
+    The next window overwrites the buffer. Stock torch leaves a `.grad` that an optimizer or a user has kept as it was
+    (`state["previous"] = p.grad`), and so does this: when the window ends, a kept tensor gets memory of its own. The
+    reference counts of the tensors show it, and the use count of their storage shows aliases (`p.grad.detach()`), which
+    are then looked for among Python's objects.
+
+    Args:
+        tensor: The flat buffer.
+        segments: Of the views, in order.
+    """
+
+    def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
+        self._tensor = tensor
+        self._segments = segments
+        self._root = tensor.detach()  # of views of a `.grad`; the root of views of `main_grad` is the buffer
+        self._views = [self._view(segment) for segment in segments]
+        self._unkept = list(map(getrefcount, self._views))
+        self._storage = tensor.untyped_storage()
+        self._uses: int | None = None  # of the storage, before this window handed out anything
+
+    def _view(self, segment: Segment) -> Tensor:
+        return self._root.as_strided(segment.shape, segment.stride, segment.offset)
+
+    def views(self) -> list[Tensor]:
+        """Return the views of all segments, for this window's `.grad`s."""
+        if self._uses is None:
+            self._uses = _use_count(self._storage._cdata)
+        return self._views
+
+    def take_back(self) -> None:
+        """End the window, after every `.grad` was set to None: move what somebody keeps out of the buffer."""
+        if self._uses is None:
+            return
+        uses, self._uses = self._uses, None
+        counts = list(map(getrefcount, self._views))
+        if counts != self._unkept:
+            for index, (count, unkept) in enumerate(zip(counts, self._unkept, strict=True)):
+                if count > unkept:
+                    _move(self._views[index])
+                    self._views[index] = self._view(self._segments[index])
+        if _use_count(self._storage._cdata) > uses:
+            self._move_aliases(uses)
+
+    def _move_aliases(self, uses: int) -> None:
+        """Move aliases of views until only `uses` of the storage are left: new objects first, which are few.
+
+        An alias that only a graph holds is not found; its backward raises torch's error for tensors that have changed.
+        """
+        ours = {id(tensor) for tensor in (self._tensor, self._root, *self._views)}
+        for generation in range(3):
+            for found in gc.get_objects(generation=generation):
+                if type(found) in (Tensor, Parameter) and id(found) not in ours and self._holds(found):
+                    _move(found)
+            if _use_count(self._storage._cdata) <= uses:
+                return
+
+    def _holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the buffer, and is no view of `main_grad`."""
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # sparse tensors have none
+            return False
+        return storage._cdata == self._storage._cdata and tensor._base is not self._tensor
+
+
+def _move(tensor: Tensor) -> None:
+    """Give a tensor memory of its own."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor.data = tensor.detach().clone()

@@ -1,0 +1,137 @@
+"""`.grad`s that somebody keeps over the end of a window: they stay as they were, as in stock torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from accumkernels.buffers import handed_out
+from tests.support.loop import K, Loop
+
+
+def elsewhere(grad):
+    """As the `.grad` of another parameter, which torch holds in C++."""
+    other = nn.Parameter(torch.zeros_like(grad))
+    other.grad = grad
+    return other
+
+
+WAYS = {
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "flattened": lambda grad: grad.view(-1),
+    "a part": lambda grad: grad[:1],
+    "a parameter": nn.Parameter,
+    "only in C++": elsewhere,
+}
+
+
+class Lazy(torch.optim.SGD):
+    """Steps by the gradients of this window and half those of the last, which it keeps without a copy.
+
+    `kept` has those of all steps, in the way in which `keep` keeps them.
+    """
+
+    def __init__(self, params, keep=WAYS["itself"]):
+        super().__init__(params, lr=0.1)
+        self.keep, self.kept = keep, []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Not SGD's."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            last = self.state[p].get("last", torch.zeros_like(p))
+            self.state[p]["last"] = p.grad
+            p.sub_(p.grad + 0.5 * last, alpha=0.1)
+        self.kept.append([self.keep(p.grad) for p in params])
+
+
+def train(loop, optimizer, windows, long_form=False, **options):
+    """Train by the accumulator."""
+    for window in loop.windows(windows):
+        loop.accumulate(window)
+        if long_form:
+            loop.acc.finalize(optimizer)
+            optimizer.step()
+            loop.acc.zero_()
+        else:
+            loop.acc.step(optimizer, **options)
+
+
+@pytest.mark.parametrize("long_form", [False, True])
+@pytest.mark.parametrize("keep", [pytest.param(keep, id=name) for name, keep in WAYS.items()])
+def test_kept_gradients_stay_and_optimizers_train_as_in_stock(keep, long_form):
+    """Over three windows: parameters, and what is kept, are those of stock torch's loop in fp64."""
+    loop, twin = Loop(dtype=torch.float64), Loop(dtype=torch.float64)
+    twin.acc.remove()
+    ours, stock = (Lazy(each.model.parameters(), keep) for each in (loop, twin))
+    train(loop, ours, 3, long_form)
+    for window in twin.windows(3):
+        for x, y in window:
+            (mse_loss(twin.model(x), y) / K).backward()
+        stock.step()
+        stock.zero_grad()
+    for p, q in zip(loop.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)  # sums of four terms in another order
+    for window, expected in zip(ours.kept, stock.kept, strict=True):
+        for t, s in zip(window, expected, strict=True):
+            found, truth = (t, s) if t.grad is None else (t.grad, s.grad)
+            torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "master_weights": True}, {"scaled": True}]
+)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.RMSprop])
+def test_nothing_moves_in_loops_that_keep_nothing(kind, options, monkeypatch):
+    """Each window hands out the same addresses, and nothing is looked for or copied."""
+    for name in ("_move", "gc"):
+        monkeypatch.setattr(handed_out, name, None)
+    loop = Loop(**options)
+    optimizer, addresses = kind(loop.acc.parameters(), lr=0.01), set()
+    handle = optimizer.register_step_post_hook(
+        lambda *_: addresses.add(tuple(p.grad.data_ptr() for p in loop.acc.parameters()))
+    )
+    train(loop, optimizer, 3, max_norm=0.1)
+    handle.remove()
+    train(loop, optimizer, 1)
+    if options.get("dtype") is None or options.get("master_weights"):
+        assert len(addresses) == 1
+        (found,) = addresses
+        assert found == tuple(loop.acc.main_grad(p).data_ptr() for p in loop.acc.parameters())
+
+
+def test_views_of_main_grad_follow_the_sums():
+    """Those are meant to be overwritten, also if they were made while gradients were handed out."""
+    loop = Loop()
+    first, second = loop.windows(2)
+    p = next(loop.model.parameters())
+    loop.accumulate(first)
+    loop.acc.finalize(loop.optimizer)
+    view, part, kept = loop.acc.main_grad(p), loop.acc.main_grad(p).view(-1), p.grad.detach()
+    before = kept.clone()
+    loop.acc.zero_()
+    loop.accumulate(second)
+    assert view.data_ptr() == part.data_ptr() == loop.acc.main_grad(p).data_ptr()
+    assert torch.equal(part, loop.acc.main_grad(p).view(-1))
+    assert torch.equal(kept, before)
+    assert not torch.equal(kept, view)
+
+
+def test_kept_after_the_buffers_are_released():
+    """Where the memory of the buffer stays with who has it."""
+    loop = Loop()
+    p = next(loop.model.parameters())
+    for window in loop.windows(2):
+        loop.accumulate(window)
+        loop.acc.finalize(loop.optimizer)
+        kept, before = p.grad, p.grad.clone()
+        loop.acc.zero_()
+        loop.acc.release_buffers()
+        loop.accumulate(window[:1])
+        loop.acc.zero_()
+        assert torch.equal(kept, before)
