@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -792,6 +792,12 @@ class FusedAccumulator:
         if self._silence is not None:
             self._silence.remove()
         self._store.release_claim()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a FusedAccumulator cannot be copied or pickled: it belongs to its parameters, which have its hooks. Copy "
+            "the model alone and build a new FusedAccumulator for the copy; acc.state_dict() has what it accumulated"
+        )
 
     def __enter__(self) -> FusedAccumulator:
         return self

@@ -16,6 +16,10 @@ _R = TypeVar("_R")
 # if nothing is profiled. Inductor writes it into the code that it generates.
 _range = torch._C._profiler._RecordFunctionFast
 
+_WHY_OPAQUE = (
+    "calls of a FusedAccumulator break the graph, since they depend on counts and on .grad: compile the model with "
+    "fullgraph=True instead of the whole step, or leave fullgraph out"
+)
 
 # How Dynamo handles the frames of this thread; None if it leaves them alone.
 _frame_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
@@ -72,7 +76,9 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if not is_dynamo_compiling() and _frame_callback() is None:
             return function(*args, **kwargs)
         if disabled is None:
-            disabled = torch.compiler.disable(function)
+            if is_dynamo_compiling():  # what follows breaks the graph, but could not say why
+                torch._dynamo.graph_break(msg=_WHY_OPAQUE)
+            disabled = torch.compiler.disable(function, reason=_WHY_OPAQUE)
         return disabled(*args, **kwargs)
 
     return call

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import types
 
 import pytest
 import torch
@@ -276,12 +278,19 @@ def test_a_refused_micro_batch_leaves_no_trace(release, sparse_first):
 
 def test_a_model_with_an_accumulator_pickles_and_copies():
     """Copies and pickles of the model know nothing of the accumulator."""
-    import copy
-    import pickle
-
     model = mlp()
     acc = ak.FusedAccumulator(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         ak.FusedAccumulator(twin)
         assert torch.equal(twin[0].weight, model[0].weight)
     assert acc.micro_batches == 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_accumulator_is_not_copied(copied):
+    """It says why, also as an attribute of what is copied."""
+    holder = types.SimpleNamespace(acc=ak.FusedAccumulator(mlp()))
+    for thing in (holder.acc, holder):
+        if copied is not copy.copy or thing is not holder:
+            with pytest.raises(TypeError, match="cannot be copied or pickled: it belongs to its parameters"):
+                copied(thing)

@@ -114,6 +114,24 @@ def test_backward_inside_a_compiled_function(compiled_autograd, release, autocas
         check(acc, model, lambda x, y: micro_batch(x, y, len(x)), autocast)
 
 
+def test_fullgraph_says_why_not():
+    """In the first compiled call of a method, and in later ones."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+
+    def broken(x, y):
+        acc.backward(loss_of(model, x, y, False))
+
+    def whole(x, y):  # code of its own: Dynamo would take what it has compiled for the other
+        acc.backward(loss_of(model, x, y, False))
+
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="calls of a FusedAccumulator break the graph"):
+            torch.compile(whole, backend="eager", fullgraph=True)(*batch(2))
+        torch.compile(broken, backend="eager")(*batch(2))
+    assert acc.micro_batches == 2
+
+
 @pytest.mark.parametrize(("release", "bucket_bytes"), [("microbatch", 1), ("backward", 1), ("backward", 2**25)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_autograd(release, bucket_bytes, autocast):

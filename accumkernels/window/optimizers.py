@@ -24,6 +24,9 @@ _TRAINERS = {
     "deepspeed": "DeepSpeed accumulates gradients itself and cannot be combined with FusedAccumulator",
 }
 
+# Methods of LOMO, AdaLomo and their relatives.
+_STEPS_IN_BACKWARD = ("fused_backward", "fuse_update")
+
 
 @functools.cache  # 25 microseconds each, and two calls per step
 def _step_parameters(optimizer_class: type[Optimizer]) -> Mapping[str, inspect.Parameter]:
@@ -31,7 +34,7 @@ def _step_parameters(optimizer_class: type[Optimizer]) -> Mapping[str, inspect.P
 
 
 def check_optimizer(optimizer: object, caller: str) -> None:
-    """Refuse objects that are no torch optimizer, and optimizers that a trainer has wrapped.
+    """Refuse objects that are no torch optimizer, and optimizers that a trainer has wrapped or that step in backward.
 
     Raises:
         TypeError: says what was passed, and what to pass instead.
@@ -43,6 +46,20 @@ def check_optimizer(optimizer: object, caller: str) -> None:
         )
     if isinstance(optimizer, list | tuple):
         raise TypeError(f"{caller}: name optimizers one by one, as {caller[:-1]}first, second), not in a list")
+    if any(hasattr(optimizer, name) for name in _STEPS_IN_BACKWARD):
+        raise TypeError(
+            f"{caller}: {type(optimizer).__qualname__} steps while backward runs, in every micro-batch, and keeps no "
+            "gradient that could be accumulated: train without FusedAccumulator, or with another optimizer"
+        )
+    looks_like_one = hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad")
+    if looks_like_one and not isinstance(optimizer, Optimizer | type):
+        wrapped = (name for name in ("opt", "optimizer") if isinstance(getattr(optimizer, name, None), Optimizer))
+        name = next(wrapped, None)
+        raise TypeError(
+            f"{caller}: {type(optimizer).__qualname__} of {package} is not a torch.optim.Optimizer. End the window by "
+            "acc.finalize() without it, then call its own step() if acc.step_was_skipped is False, then acc.zero_()"
+            + ("" if name is None else f"; or pass the torch optimizer that it wraps, its attribute {name!r}")
+        )
     expect(optimizer, Optimizer, f"{caller}: optimizer", "a torch.optim.Optimizer")
 
 

@@ -106,3 +106,65 @@ def test_what_is_not_an_optimizer():
         acc.step(wrapped)
     with pytest.raises(TypeError, match=r"LBFGS, whose step takes a closure(.|\n)*acc.finalize"):
         acc.step(torch.optim.LBFGS(model.parameters()))
+
+
+class Plain:
+    """An optimizer that is none of torch's, like fastai's."""
+
+    def __init__(self, params):
+        self.params = list(params)
+
+    def step(self):
+        """Gradient descent."""
+        with torch.no_grad():
+            for p in self.params:
+                p.sub_(p.grad)
+
+    def zero_grad(self):
+        """As such classes have it."""
+
+
+class Wrapper(Plain):
+    """Around one of torch's."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.opt = torch.optim.SGD(self.params, lr=1.0)
+
+
+def test_optimizers_that_are_not_torchs():
+    """The error shows the long form, which trains as torch's optimizer does, and names a torch optimizer inside."""
+    models = mlp(), mlp()
+    accs = [ak.FusedAccumulator(model) for model in models]
+    optimizer, stock = Plain(models[0].parameters()), torch.optim.SGD(models[1].parameters(), lr=1.0)
+    for acc, model in zip(accs, models, strict=True):
+        x, y = batch(3)
+        acc.backward(mse_loss(model(x), y))
+    for call in (accs[0].step, accs[0].finalize):
+        with pytest.raises(
+            TypeError, match=r"Plain of tests is not a .* acc.finalize\(\) without it, .*acc.zero_\(\)$"
+        ):
+            call(optimizer)
+    with pytest.raises(
+        TypeError, match=r"acc.zero_\(\); or pass the torch optimizer that it wraps, its attribute 'opt'"
+    ):
+        accs[0].step(Wrapper(models[0].parameters()))
+    accs[0].finalize()
+    assert not accs[0].step_was_skipped
+    optimizer.step()
+    accs[0].zero_()
+    accs[1].step(stock)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_optimizers_that_step_in_backward():
+    """LOMO has updated parameters in each backward, and freed gradients: nothing is left for a window."""
+
+    class Lomo(torch.optim.Optimizer):
+        def fused_backward(self, loss, lr):
+            """Its name for backward and step."""
+
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    with pytest.raises(TypeError, match="Lomo steps while backward runs, in every micro-batch"):
+        acc.step(Lomo(model.parameters(), {}))
