@@ -31,14 +31,15 @@ class HandedOut:
     def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
         self._tensor = tensor
         self._segments = segments
-        self._root = tensor.detach()  # of views of a `.grad`; the root of views of `main_grad` is the buffer
         self._views = [self._view(segment) for segment in segments]
         self._unkept = list(map(getrefcount, self._views))
         self._storage = tensor.untyped_storage()
         self._uses: int | None = None  # of the storage, before this window handed out anything
 
     def _view(self, segment: Segment) -> Tensor:
-        return self._root.as_strided(segment.shape, segment.stride, segment.offset)
+        # Detached, it shares memory and version but is no view for torch, which refuses detach_() on views (fastai's
+        # zero_grad). The base of its views is itself, while that of views of `main_grad` is the buffer.
+        return self._tensor.as_strided(segment.shape, segment.stride, segment.offset).detach()
 
     def views(self) -> list[Tensor]:
         """Return the views of all segments, for this window's `.grad`s."""
@@ -65,7 +66,7 @@ class HandedOut:
 
         An alias that only a graph holds is not found; its backward raises torch's error for tensors that have changed.
         """
-        ours = {id(tensor) for tensor in (self._tensor, self._root, *self._views)}
+        ours = {id(tensor) for tensor in (self._tensor, *self._views)}
         for generation in range(3):
             for found in gc.get_objects(generation=generation):
                 if type(found) in (Tensor, Parameter) and id(found) not in ours and self._holds(found):

@@ -121,7 +121,10 @@ class Plain:
                 p.sub_(p.grad)
 
     def zero_grad(self):
-        """As such classes have it."""
+        """fastai's."""
+        for p in self.params:
+            p.grad.detach_()
+            p.grad.zero_()
 
 
 class Wrapper(Plain):
@@ -152,6 +155,7 @@ def test_optimizers_that_are_not_torchs():
     accs[0].finalize()
     assert not accs[0].step_was_skipped
     optimizer.step()
+    optimizer.zero_grad()
     accs[0].zero_()
     accs[1].step(stock)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
