@@ -29,6 +29,7 @@ from .window.grad_scaler import LossScaler
 from .window.micro_batch import MicroBatchRunner
 from .window.misuse import MisuseDetector
 from .window.noise_scale import NoiseMeter, NoiseScale
+from .window.patience import Patience
 from .window.selection import read_parts, select
 from .window.state import Phase, Window, WindowLoss
 
@@ -201,6 +202,7 @@ class FusedAccumulator:
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
         self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.is_uncounted)
         self._ended = 0  # windows
+        self._patience = Patience()
         self._looked_for_stages = False
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
         self._open()
@@ -752,6 +754,7 @@ class FusedAccumulator:
         if reduced:
             self._make_room()  # as another rank may have
         self._store.check_sums(self.micro_batches, self._overflow is not None)
+        self._patience.excuse()
         saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         return {**saved, **self._end.state_dict(), "noise_scale": self._noise.state_dict(self._store.device, joined)}
@@ -814,6 +817,8 @@ class FusedAccumulator:
     def _drop_window(self) -> None:
         if self._window.phase is Phase.FINALIZED:
             self._in_last = None  # whatever becomes of the iterator
+        else:
+            self._patience.end(self._window.micro_batches, used=False)
         if self._scaler.scaler is not None:
             self._scaler.forget()
         self._store.drop_grads()
@@ -821,7 +826,7 @@ class FusedAccumulator:
         self._open()
 
     def _open(self) -> None:
-        self._window = Window(self._ended, WindowLoss(self._store.device))
+        self._window = Window(self._ended, WindowLoss(self._store.device), self._patience)
         if self._noise.on or self._noise.measuring:
             self._noise.open_window()
         if self._ranks.reduces_sums:

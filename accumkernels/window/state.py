@@ -15,6 +15,7 @@ from ..capture.captures import MicroBatch
 from ..ranks.base import GlobalStats
 from .grads import WindowGrads, clip_coefficient
 from .loss_weighting import grad_weight, together
+from .patience import Patience
 from .verdict import Verdict
 
 
@@ -125,6 +126,7 @@ class Window:
     Attributes:
         number: How many windows ended before.
         loss: The losses of its micro-batches.
+        patience: Is told if it becomes very long.
         phase: See `Phase`.
         micro_batches: Number of `accumulate` calls, including dropped micro-batches.
         unsynced: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
@@ -139,6 +141,7 @@ class Window:
 
     number: int = 0
     loss: WindowLoss = field(default_factory=WindowLoss)
+    patience: Patience = field(default_factory=Patience)
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
     unsynced: int = 0
@@ -165,6 +168,8 @@ class Window:
     def count(self, weight: float | Tensor) -> None:
         """Count a micro-batch that was added, and the unsynced ones with it."""
         self.micro_batches += 1
+        if self.micro_batches >= self.patience.limit:
+            self.patience.see(self.micro_batches)
         if self.unsynced:
             self.drop_unsynced()
         if isinstance(weight, float):
@@ -210,6 +215,8 @@ class Window:
 
     def finalize(self, verdict: Verdict, grads: WindowGrads) -> None:
         """End the window with its verdict and the gradients that it hands out."""
+        if self.micro_batches > self.patience.longest:
+            self.patience.end(self.micro_batches, used=True)
         self.phase, self.verdict, self._grads = Phase.FINALIZED, verdict, grads
 
     def hand_out(self) -> None:

@@ -1,0 +1,145 @@
+"""Loops in which no window ends, or one becomes far longer than all before: warnings, and none where it is meant."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import accumkernels as ak
+from accumkernels.window import patience
+from tests.support.models import batch, mlp
+
+MANY = 40  # instead of 1000
+
+
+@pytest.fixture(autouse=True)
+def few_suffice(monkeypatch, caplog):
+    """Short windows count as long, and accumulators of other tests do not count."""
+    monkeypatch.setattr(patience, "MANY", MANY)
+    monkeypatch.setattr(patience, "_never_ended", set())
+    for name in ("last_exc", "last_value"):
+        monkeypatch.delattr(sys, name, raising=False)
+    caplog.set_level(logging.WARNING, logger="accumkernels")
+
+
+class Half:
+    """A loop with an accumulator."""
+
+    def __init__(self, **options):
+        self.model = mlp()
+        self.acc = ak.FusedAccumulator(self.model, **options)
+        self.optimizer = torch.optim.SGD(self.acc.parameters(), lr=0.1)
+
+    def accumulate(self, count):
+        """So many micro-batches."""
+        x, _ = batch(1)
+        for _ in range(count):
+            self.acc.backward(self.model(x).sum())
+
+
+def said_at_exit(caplog):
+    """What is logged when the process ends."""
+    caplog.clear()
+    patience._warn_at_exit()
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("options", [{}, {"release": "backward"}])
+def test_a_first_window_that_does_not_end(caplog, options):
+    """One warning, at the limit."""
+    loop = Half(**options)
+    loop.accumulate(MANY - 1)
+    assert caplog.records == []
+    loop.accumulate(MANY)
+    (record,) = caplog.records
+    assert f"this window has {MANY} micro-batches, and none has ended yet" in record.getMessage()
+
+
+def test_a_window_far_longer_than_any_before(caplog):
+    """Ten times the longest, if that is above the limit; afterwards nothing more is said."""
+    loop = Half()
+    for count in (5, 3, 0):
+        loop.accumulate(count)
+        loop.acc.step(loop.optimizer)
+    loop.accumulate(49)
+    assert caplog.records == []
+    loop.accumulate(1)
+    (record,) = caplog.records
+    assert "this window has 50 micro-batches, and the longest before had 5" in record.getMessage()
+    loop.acc.step(loop.optimizer)
+    loop.accumulate(600)
+    assert len(caplog.records) == 1
+    assert said_at_exit(caplog) == []
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_the_process_ends_without_any_step(caplog, dropped):
+    """Also after the accumulator is gone, and where every window was dropped; one micro-batch less says nothing."""
+    for count, words in ((patience.FEW - 1, 0), (patience.FEW, 1)):
+        loop = Half()
+        for _ in range(count):
+            loop.accumulate(1)
+            if dropped:
+                loop.acc.zero_()
+        del loop
+        assert len(said_at_exit(caplog)) == words
+
+
+def stepped(loop):
+    """The usual."""
+    loop.acc.step(loop.optimizer)
+
+
+def finalized(loop):
+    """Somebody looks at the gradients."""
+    loop.acc.finalize()
+
+
+def saved(loop):
+    """A run that goes on elsewhere."""
+    loop.acc.state_dict()
+
+
+def failed(loop):
+    """An exception has ended the process, and is what matters."""
+    sys.last_value = ValueError()
+
+
+@pytest.mark.parametrize("end", [stepped, finalized, saved, failed])
+def test_ends_that_say_nothing(caplog, end):
+    """See the functions."""
+    loop = Half()
+    loop.accumulate(patience.FEW)
+    end(loop)
+    assert said_at_exit(caplog) == []
+
+
+SCRIPT = """
+import os, sys, torch, accumkernels as ak
+from torch import nn
+model = nn.Linear(2, 1)
+acc = ak.FusedAccumulator(model)
+class Stock:  # a half-swapped loop of a library with optimizers of its own: it finds no gradient, and says nothing
+    def step(self):
+        for p in model.parameters():
+            if p.grad is not None:
+                raise AssertionError
+for _ in range(12):
+    acc.backward(model(torch.ones(1, 2)).sum())
+    Stock().step()
+if sys.argv[1] == "raises":
+    raise ValueError("something else")
+"""
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("how", ["ends", "raises"])
+def test_a_process_that_ends(how):
+    """The warning is the last line; after an exception there is none."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=False)
+    assert ("no window of a FusedAccumulator" in done.stderr) == (how == "ends")
+    assert done.returncode == (how == "raises")
