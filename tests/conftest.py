@@ -43,6 +43,15 @@ def autocast_route_for_small_modules(monkeypatch):
     monkeypatch.setattr(autocast_presence, "SMALLEST", 0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nothing_at_exit():
+    """Tests leave windows open, which is worth a warning when other processes end."""
+    from accumkernels.window import patience
+
+    yield
+    patience._never_ended.clear()
+
+
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch):
     """The sums of tests' models fit into any, where gradients in bf16 are made and added with AMX; they are fused."""

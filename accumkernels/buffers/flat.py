@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from operator import is_
+from sys import getrefcount
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..ops.schema import State
 from .dtensors import is_dtensor, local
-from .handed_out import HandedOut
+from .handed_out import HandedOut, use_count
 from .layout import Segment, aligned
 from .pages import zeros
 from .parameters import NamedParameter
@@ -71,6 +72,7 @@ class FlatBuffer:
         self.tensor = zeros(self.numel, self.dtype, self.device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
         self._handed_out: HandedOut | None = None
+        self._uses: int | None = None  # of the tensor's storage, before this window handed out anything
 
     def release(self) -> None:
         """Free the tensor and keep the rest of the buffer. Views that a user has kept keep their memory."""
@@ -198,12 +200,18 @@ class FlatBuffer:
         if self._handed_out is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._handed_out = HandedOut(self.tensor, self.segments)
-        return self._handed_out.views()
+        if self._uses is None:
+            self._uses = use_count(self._handed_out.storage._cdata)
+        return self._handed_out.views
 
     def take_back(self) -> None:
-        """See `HandedOut.take_back`."""
-        if self._handed_out is not None:
-            self._handed_out.take_back()
+        """End the window, after every `.grad` was set to None: leave to others what they keep of it."""
+        handed, uses, self._uses = self._handed_out, self._uses, None
+        if handed is None or uses is None:
+            return
+        kept = list(map(getrefcount, handed.views)) != handed.unkept
+        if kept or use_count(handed.storage._cdata) > uses:
+            handed.move_kept(uses)
 
     def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other segment."""

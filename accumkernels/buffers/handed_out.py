@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from .layout import Segment
 
-_use_count = torch._C._storage_Use_Count
+use_count = torch._C._storage_Use_Count
 
 
 class HandedOut:
@@ -26,39 +26,37 @@ class HandedOut:
     Args:
         tensor: The flat buffer.
         segments: Of the views, in order.
+
+    Attributes:
+        views: Of all segments.
+        unkept: Their reference counts if nobody keeps one.
+        storage: The use count that matters is that of its `_cdata`.
     """
 
     def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
         self._tensor = tensor
         self._segments = segments
-        self._views = [self._view(segment) for segment in segments]
-        self._unkept = list(map(getrefcount, self._views))
-        self._storage = tensor.untyped_storage()
-        self._uses: int | None = None  # of the storage, before this window handed out anything
+        self.views = [self._view(segment) for segment in segments]
+        self.unkept = list(map(getrefcount, self.views))
+        self.storage = tensor.untyped_storage()
 
     def _view(self, segment: Segment) -> Tensor:
         # Detached, it shares memory and version but is no view for torch, which refuses detach_() on views (fastai's
         # zero_grad). The base of its views is itself, while that of views of `main_grad` is the buffer.
         return self._tensor.as_strided(segment.shape, segment.stride, segment.offset).detach()
 
-    def views(self) -> list[Tensor]:
-        """Return the views of all segments, for this window's `.grad`s."""
-        if self._uses is None:
-            self._uses = _use_count(self._storage._cdata)
-        return self._views
+    def move_kept(self, uses: int) -> None:
+        """Move what somebody keeps out of the buffer, after every `.grad` was set to None.
 
-    def take_back(self) -> None:
-        """End the window, after every `.grad` was set to None: move what somebody keeps out of the buffer."""
-        if self._uses is None:
-            return
-        uses, self._uses = self._uses, None
-        counts = list(map(getrefcount, self._views))
-        if counts != self._unkept:
-            for index, (count, unkept) in enumerate(zip(counts, self._unkept, strict=True)):
-                if count > unkept:
-                    _move(self._views[index])
-                    self._views[index] = self._view(self._segments[index])
-        if _use_count(self._storage._cdata) > uses:
+        Args:
+            uses: Of the storage, before this window handed out anything.
+        """
+        counts = list(map(getrefcount, self.views))
+        for index, (count, unkept) in enumerate(zip(counts, self.unkept, strict=True)):
+            if count > unkept:
+                _move(self.views[index])
+                self.views[index] = self._view(self._segments[index])
+        if use_count(self.storage._cdata) > uses:
             self._move_aliases(uses)
 
     def _move_aliases(self, uses: int) -> None:
@@ -66,12 +64,12 @@ class HandedOut:
 
         An alias that only a graph holds is not found; its backward raises torch's error for tensors that have changed.
         """
-        ours = {id(tensor) for tensor in (self._tensor, *self._views)}
+        ours = {id(tensor) for tensor in (self._tensor, *self.views)}
         for generation in range(3):
             for found in gc.get_objects(generation=generation):
                 if type(found) in (Tensor, Parameter) and id(found) not in ours and self._holds(found):
                     _move(found)
-            if _use_count(self._storage._cdata) <= uses:
+            if use_count(self.storage._cdata) <= uses:
                 return
 
     def _holds(self, tensor: Tensor) -> bool:
@@ -80,7 +78,7 @@ class HandedOut:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse tensors have none
             return False
-        return storage._cdata == self._storage._cdata and tensor._base is not self._tensor
+        return storage._cdata == self.storage._cdata and tensor._base is not self._tensor
 
 
 def _move(tensor: Tensor) -> None:
