@@ -7,6 +7,8 @@ VENV ?= .venv
 STAGE ?=
 REHEARSE ?=
 PARTS ?=
+# Of make test-recipes; default: all.
+RECIPE ?=
 # Passed on: make demo ARGS="--device cuda", make test ARGS="-k overflow"
 ARGS ?=
 
@@ -23,8 +25,8 @@ WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-all test-kernels test-integrations trainers-on-ranks test-trainers-own test-source-installs test-toolkits \
-	test-torch-matrix bench wheel check docs gpu-check build clean
+.PHONY: demo test test-all test-kernels test-integrations test-recipes trainers-on-ranks test-trainers-own test-source-installs \
+	test-toolkits test-torch-matrix bench wheel check docs gpu-check build clean
 
 demo: build  ## train a small GPT three ways
 	$(PY) -m accumkernels demo $(ARGS)
@@ -38,8 +40,12 @@ test-all: build $(TRAINERS)  ## the whole suite, with ranks, compilers and train
 test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 	$(PY) tests/cuda_host/build.py --run $(ARGS)
 
-test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs
+test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs, and the recipes
 	$(PY) -m pytest $(SIDE_BY_SIDE) -m integrations $(ARGS)
+	$(PY) -m tools.recipes
+
+test-recipes: build $(TRAINERS)  ## the recipes, each in an environment of its own, from the package index: RECIPE=timm
+	$(PY) -m tools.recipes $(RECIPE)
 
 trainers-on-ranks: build $(TRAINERS)  ## the trainers' examples on two ranks, or RANKS, held to one process
 	for trainer in accelerate_loop lightning_loop transformers_trainer; do \

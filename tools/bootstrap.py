@@ -2,7 +2,7 @@
 
 Needs nothing but Python's standard library, not even ensurepip or pip, and installs only what is missing: the build
 requirements, torch and the extras named. A torch of the interpreter that runs this is used, with all that is installed
-beside it, unless --replace-torch. Without a network it goes on with what is there.
+beside it, unless --replace-torch; no package may replace it. Without a network it goes on with what is there.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def main() -> None:
     provide_pip(python)
     found = subprocess.run([python, "-c", TORCH_VERSION], capture_output=True, text=True).stdout.strip()
     use_found = found and is_new_enough(found) and not args.replace_torch
-    needed = [*(["torch"] if use_found else shlex.split(args.torch)), *requirements(python, args.extras)]
+    torch = (
+        [f"torch=={found}"] if use_found else shlex.split(args.torch)
+    )  # or the newest torchvision gets its own torch
+    needed = [*torch, *requirements(python, args.extras)]
     say(f"{f'torch {found}' if use_found else args.torch}, {', '.join(args.extras)}: installing what is missing")
     pip = "-m pip install -q --disable-pip-version-check".split()
     if runs(python, *pip, *needed, quiet=False):  # asks no index where nothing is missing

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import accumkernels as ak
-from tests.support.doc_blocks import PAGES, ROOT, Block, blocks, commands, missing_packages, unknown
+from tests.support import torchvision_ops
+from tests.support.doc_blocks import PAGES, ROOT, Block, blocks, commands, missing_packages, run_page, unknown
 
 PACKAGE = ROOT / "accumkernels"
 BLOCKS = {page: blocks(page) for page in PAGES}
@@ -28,14 +29,10 @@ def test_blocks_run(page, tmp_path, monkeypatch, one_thread):
     """A page's blocks run in order, in one namespace; of a diff first the old side, then the new one."""
     if missing := missing_packages(page):
         pytest.skip(f"needs {', '.join(missing)}")
+    torchvision_ops.declare()
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    namespace = {"__name__": "__docs__"}
-    for block in BLOCKS[page]:
-        parts = block.sides() if block.language == "diff" else [block]
-        for part in parts:
-            if part.language == "python" and (block.reason is None or part is not parts[0]):
-                part.run(namespace)
+    run_page(page)
 
 
 @pytest.mark.parametrize("block", [b for page in PAGES for b in BLOCKS[page] if b.reason is not None], ids=str)

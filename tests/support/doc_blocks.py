@@ -83,6 +83,17 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def run_page(page: Path) -> dict:
+    """Run a page's blocks in order, in one namespace, which is returned; of a diff first the old side, then the new."""
+    namespace: dict = {"__name__": "__docs__"}
+    for block in blocks(page):
+        parts = block.sides() if block.language == "diff" else [block]
+        for part in parts:
+            if part.language == "python" and (block.reason is None or part is not parts[0]):
+                part.run(namespace)
+    return namespace
+
+
 def missing_packages(page: Path) -> list[str]:
     """What the page's code needs and is not installed."""
     named = " ".join(re.findall(r"^<!-- needs: (.+) -->$", page.read_text(), re.MULTILINE)).split()

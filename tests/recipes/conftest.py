@@ -1,0 +1,5 @@
+"""What must happen before recipes' packages are imported."""
+
+from tests.support import torchvision_ops
+
+torchvision_ops.declare()
