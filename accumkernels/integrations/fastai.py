@@ -35,7 +35,7 @@ class FusedAccumulation(Callback):
         n_acc: The number of samples in a window.
         weight: Maps the Learner to what the current batch's mean loss averages, for instance
             `lambda learn: (learn.y != -100).sum()`. None: the samples of the batch.
-        **options: Options of FusedAccumulator, such as `autocast_route=True`; not `master_weights`.
+        **options: Options of FusedAccumulator, such as `noise_scale=True`; not `master_weights`.
     """
 
     order = MixedPrecision.order - 4  # as GradientAccumulation: a batch ends before the scaler looks at gradients
@@ -75,7 +75,8 @@ class FusedAccumulation(Callback):
         """Make the accumulator before the first forward, when MixedPrecision has made the scaler."""
         if self.accumulator is None:
             scaler = getattr(self.learn, "scaler", None) if self._precision is not None else None
-            self.accumulator = FusedAccumulator(self.learn.model, scaler=scaler, **self.options)
+            options = {"autocast_route": True, **self.options}  # no callback finds a `.grad` inside a window
+            self.accumulator = FusedAccumulator(self.learn.model, scaler=scaler, **options)
 
     def after_backward(self) -> None:
         """Take the gradients."""

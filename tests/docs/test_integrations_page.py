@@ -28,14 +28,15 @@ def test_rows_are_whole():
 
 
 def test_every_recipe_has_a_row():
-    """A page, tests and a row for each of what `make test-recipes` runs."""
-    linked = PAGE.read_text()
+    """A page, tests, an extra and a row for each of what `make test-recipes` runs."""
+    linked, extras = PAGE.read_text(), re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for name in recipes.names():
         tests, page = recipes.tests_of(name)
         file = page.partition("[")[2].rstrip("]")
         assert (ROOT / tests).is_file()
         assert (ROOT / file).is_file()
         assert file.removeprefix("docs/") in linked
+        assert name in extras
 
 
 @pytest.mark.parametrize("trainer", ["accelerate", "Lightning"])

@@ -143,14 +143,21 @@ def test_fp16_is_fastais_where_that_is_right():
 
 
 @pytest.mark.usefixtures("mixed_precision_on_the_cpu")
-def test_bf16_skips_overflows():
-    """fastai checks nothing there."""
+def test_bf16():
+    """An overflow is skipped, where fastai checks nothing; gradients come without being widened."""
     model, data = classifier(), batches([4, 4])
     data[1] = (data[1][0] * math.inf, data[1][1])
     before = copy.deepcopy(model)
-    made = learner(model, data, FusedAccumulation(8)).to_bf16()
+    seen = []
+
+    class Look(Callback):
+        def before_step(self):
+            seen.append(repr(self.learn.fused_accumulation.accumulator))
+
+    made = learner(model, data, FusedAccumulation(8), Look()).to_bf16()
     with made.no_logging():
         made.fit(1)
+    assert "84 routed, 0 ordinary" in seen[0]
     assert all(map(torch.equal, model.parameters(), before.parameters()))
 
 
