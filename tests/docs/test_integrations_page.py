@@ -45,10 +45,14 @@ def test_figures_of_trainers(trainer):
     assert figure(trainer) == ROUNDING["fp32"]
 
 
-@pytest.mark.integrations
-def test_figure_of_transformers():
-    """The same."""
-    pytest.importorskip("transformers")
-    from tests.integrations import test_transformers
-
-    assert figure("transformers") == test_transformers.ROUNDING
+@pytest.mark.parametrize(
+    ("software", "tests"),
+    [
+        ("transformers", "integrations/test_transformers.py"),
+        ("sentence-transformers", "recipes/test_sentence_transformers.py"),
+    ],
+)
+def test_figures_of_tests(software, tests):
+    """Their tolerance has the name ROUNDING; what they import may not be installed."""
+    (found,) = re.findall(r"^ROUNDING = (\S+)", (ROOT / "tests" / tests).read_text(), re.MULTILINE)
+    assert figure(software) == float(found)

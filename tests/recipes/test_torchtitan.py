@@ -1,4 +1,4 @@
-"""docs/recipes/torchtitan.md: its Trainer on two ranks against one process on all data, beside torchtitan's own."""
+"""docs/recipes/torchtitan.md: its Trainer and loop on two ranks against one process, beside torchtitan's own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_two_ranks(tmp_path):
     found = ranks.run(2, tmp_path, [torchtitan_scenarios.trains_as_one_process])
     ranks.check(found, name)
     start = [p.detach().double() for p in classifier().parameters()]
-    for (ours, max_norm), parameters in found[name][0].items():
+    for (who, max_norm), parameters in found[name][0].items():
         expected = torchtitan_scenarios.truth(2, max_norm).parameters()
         ways = [[p.detach() - s for p, s in zip(each, start, strict=True)] for each in (parameters, expected)]
         off = relative_error(*ways)
-        print("ours" if ours else "torchtitan's", max_norm)
+        print(who, max_norm)
         check("torchtitan", off)

@@ -91,27 +91,49 @@ def built(kind, model, mesh, max_norm):
     return trainer
 
 
+def loop(model, rank, max_norm, weighted):
+    """The page's loop: sums divided by the tokens of all ranks, or means with weights."""
+    import accumkernels as ak
+
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=RATE)
+    for window in range(WINDOWS):
+        pairs = [micro_batch(rank, STEPS * window + i) for i in range(STEPS)]
+        tokens = sum((labels != IGNORED).sum() for _, labels in pairs)
+        dist.all_reduce(tokens)
+        for inputs, labels in pairs:
+            if weighted:
+                loss = cross_entropy(model(inputs), labels, ignore_index=IGNORED)
+                acc.backward(loss, weight=(labels != IGNORED).sum())
+            else:
+                acc.backward(sum_loss(model(inputs), labels, tokens)[0])
+        acc.step(optimizer, divisor=None if weighted else 1, max_norm=max_norm)
+
+
 def trains_as_one_process(rank, size):
-    """Parameters after two steps, with torchtitan's Trainer and ours, by whether it clips."""
+    """Parameters after two steps, by who trains them, and whether they are clipped."""
     from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
     from torchtitan.trainer import Trainer
 
     import accumkernels as ak
 
     found = {}
-    ours = recipe("torchtitan")["FusedTrainer"]
+    trainers = {"torchtitan's Trainer": Trainer, "ours": recipe("torchtitan")["FusedTrainer"]}
     for max_norm in (0.1, 1e9):
-        for kind in (Trainer, ours):
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("batch",))
+        for who in (*trainers, "loop", "loop with weights"):
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("batch",))
             model = fully_shard(classifier(), mesh=mesh)
             disable_fsdp_gradient_division(model)
             model.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            trainer = built(kind, model, mesh, max_norm)
-            if kind is ours:
-                trainer.acc = ak.FusedAccumulator(model)
-            batches = (micro_batch(rank, number) for number in range(STEPS * WINDOWS))
-            data = iter([({"input": x}, y) for x, y in batches])
-            for _ in range(WINDOWS):
-                trainer.train_step(data)
-            found[kind is ours, max_norm] = [p.detach().full_tensor() for p in model.parameters()]
+            if who in trainers:
+                trainer = built(trainers[who], model, mesh, max_norm)
+                if who == "ours":
+                    trainer.acc = ak.FusedAccumulator(model)
+                batches = (micro_batch(rank, number) for number in range(STEPS * WINDOWS))
+                data = iter([({"input": x}, y) for x, y in batches])
+                for _ in range(WINDOWS):
+                    trainer.train_step(data)
+            else:
+                loop(model, rank, max_norm, weighted="weights" in who)
+            found[who, max_norm] = [p.detach().full_tensor() for p in model.parameters()]
     return found
