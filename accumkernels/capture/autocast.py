@@ -267,6 +267,7 @@ class AutocastRoute(Capture):
         for shadows in groups:
             tensors = _Take.apply(weakref.ref(self), shadows, *(s.param for s in shadows))
             for shadow, tensor in zip(shadows, tensors, strict=True):
+                tensor.__dict__ = shadow.param.__dict__  # attributes that a forward of the user's reads or sets
                 self._live[id(shadow.param)] = tensor
 
     def take(self, shadow: _Shadow, grad: Tensor, leaf: Any) -> bool:

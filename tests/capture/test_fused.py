@@ -371,3 +371,29 @@ def test_frozen_and_unfrozen():
         assert f"{expected} fused" in repr(acc)
         acc.step(optimizer)
         model[0].requires_grad_(True)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attributes_of_weights(autocast):
+    """What a layer's forward reads and sets on its weight is on the parameter, whatever stands in its slot."""
+
+    class Gain(nn.Linear):
+        def forward(self, x):
+            self.weight.calls = getattr(self.weight, "calls", 0) + 1
+            return super().forward(x) * self.weight.gain
+
+    model = nn.Sequential(Gain(16, 8), Gain(8, 4))
+    for layer in model:
+        layer.weight.gain = 2.0
+    x = torch.randn(3, 16)
+    expected = model(x).detach()
+    acc = ak.FusedAccumulator(model, fuse_weight_gradients=True, autocast_route=True)
+    for _ in range(3):
+        with torch.autocast("cpu", enabled=autocast):
+            out = model(x)
+        acc.backward(out.float().sum())
+        torch.testing.assert_close(out.float(), expected, **({"rtol": 0.05, "atol": 0.05} if autocast else {}))
+    assert acc._runner.captures.ways()["fused"] > 0
+    assert [layer.weight.calls for layer in model] == [4, 4]
+    del model[0].weight.calls
+    assert not hasattr(model[0].weight, "calls")

@@ -78,6 +78,8 @@ def _not_a_view(output: Tensor) -> Tensor:
 class SlotWeight(Tensor):
     """The tensor that a module finds in its weight's slot while it runs.
 
+    Attributes that a forward of the user's reads or sets are those of the usual tensor.
+
     Attributes:
         plain: The slot's usual tensor; every op but the two below gets it.
         target: Adds the weight's gradient.
@@ -85,6 +87,17 @@ class SlotWeight(Tensor):
 
     plain: Tensor
     target: Target
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "plain":  # of a copy that is only half made
+            raise AttributeError(name)
+        return getattr(self.plain, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.plain, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.plain, name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,8 +114,8 @@ def in_slot(plain: Tensor, target: Target) -> SlotWeight:
     """Make the tensor for a slot; it has the graph of `plain`, also for code that never asks `__torch_function__`."""
     with without_modes():
         weight = plain.as_subclass(SlotWeight)
-    weight.plain, weight.target = plain, target
-    weight._is_param = isinstance(plain, torch.nn.Parameter)  # isinstance(weight, nn.Parameter) reads it
+    # isinstance(weight, nn.Parameter) reads the last one.
+    weight.__dict__.update(plain=plain, target=target, _is_param=isinstance(plain, torch.nn.Parameter))
     return weight
 
 
