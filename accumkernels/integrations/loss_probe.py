@@ -8,31 +8,36 @@ model's class to count labels, though only the loss itself knows whether it leav
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..snapshots import RandomState, copied, refill
-
-IGNORED = -100  # label of positions that have no loss
-# Of a loss's relative change, which is rounding in fp32: one label of 100,000 changes the mean by more.
-_ROUNDING = 1e-6
-# Of a loss's change: 16-bit rounding changes it by less, and the negatives of a contrastive loss by far more.
-_COUPLED = 0.02
+from .loss_questions import (
+    COUPLED,
+    SMALL,
+    Compute,
+    Inputs,
+    couples_rows,
+    divided_part,
+    form,
+    has_rows_of_labels,
+    is_random,
+    multiplied,
+    shifts_labels,
+    untouched,
+    weighs_otherwise,
+)
 
 ISSUE = "https://github.com/huggingface/transformers/issues/47688"
+_MEAN = 0.1  # parts of a loss that is divided below which it is a mean: noise may look like a small part
 
 _log = logging.getLogger(__name__)
-
-Inputs = Mapping[str, Any]
-Compute = Callable[..., Tensor]  # of inputs, the number of items, and whether in training mode
 
 
 class LossFacts(NamedTuple):
@@ -41,10 +46,12 @@ class LossFacts(NamedTuple):
     Attributes:
         mean: Whether no part of it is divided by the number of items, so that it is the mean over a micro-batch.
         shifts: Whether it leaves out the first label of each row; None if that could not be found out.
+        multiplied: Whether `compute_loss` has multiplied it by the number of ranks.
     """
 
     mean: bool
     shifts: bool | None = None
+    multiplied: bool = True
 
 
 class LossProbe:
@@ -85,6 +92,8 @@ class LossProbe:
             window: The inputs of each micro-batch.
             items: The `num_items_in_batch` of the window.
         """
+        if self._trainer.takes_one:
+            return
         forms: dict[Any, list[Any]] = {}
         for inputs in window:
             forms.setdefault(self._form(inputs), []).append(inputs)
@@ -107,23 +116,28 @@ class LossProbe:
                 "compute_loss_func gets no num_items_in_batch, since inputs have no 'labels', and the Trainer adds its "
                 "losses up as they are: set loss_is_scaled_for_ga = False in the Trainer if they are means"
             )
-        shifts = None
         divided = float(adds_up)
         if adds_up and not told and items is not None:
             divided = self._agreed(divided_part, alike, items)
             if math.isnan(divided):
                 return None
-            self._report(divided)
-        mean = divided < _ROUNDING
-        accumulates = trainer.args.gradient_accumulation_steps > 1
-        if mean and accumulates and isinstance(alike[0], Mapping) and self._agreed(couples_rows, alike, items):
-            self.warn(
-                "the loss of %s is not a mean over rows: the same rows twice change it. If it couples the samples of a "
-                "batch, as contrastive losses do, no weight makes micro-batches one batch: use "
-                "accumkernels.integrations.transformers_coupled.CoupledAccumulationMixin",
-                type(trainer.model).__name__,
-            )
-        if mean and trainer.counts_labels and isinstance(alike[0], Mapping) and has_rows_of_labels(alike[0]):
+        times = True
+        if trainer.args.world_size > 1 and trainer.args.average_tokens_across_devices and items is not None:
+            times = self._agreed(multiplied, alike, items) != 0
+        mean = divided < _MEAN
+        self._report(divided, times, items)
+        if mean and isinstance(alike[0], Mapping):
+            return LossFacts(mean, self._look_at_mean(alike, items), times)
+        return LossFacts(mean, None, times)
+
+    def _look_at_mean(self, alike: list[Inputs], items: Any) -> bool | None:
+        """Whether a mean loss shifts labels; warn of what weights cannot make right, or other weights could."""
+        trainer, name = self._trainer, type(self._trainer.model).__name__
+        shifts = None
+        asks = trainer.counts_labels
+        if asks and not math.isnan(
+            self._agreed(lambda _, i, __: 1 if has_rows_of_labels(i) else math.nan, alike, items)
+        ):
             answer = self._agreed(shifts_labels, alike, items)
             shifts = None if math.isnan(answer) else bool(answer)
             if shifts is None:
@@ -132,171 +146,122 @@ class LossProbe:
                     "are counted: override micro_batch_weight if the loss averages others",
                     "all but these" if trainer._loss_shifts_labels else "all labels",
                 )
-        return LossFacts(mean, shifts)
+                return None
+        if self._agreed(is_random, alike, items):
+            return shifts
+        if self._agreed(couples_rows, alike, items):
+            self.warn(
+                "the loss of %s is not a mean over rows: the same rows twice change it. If it couples the samples of a "
+                "batch, as contrastive losses do, no weight makes micro-batches one batch: use "
+                "accumkernels.integrations.transformers_coupled.CoupledAccumulationMixin. If it is a sum, "
+                "return a mean",
+                name,
+            )
+            return shifts
+        precise = (
+            not (trainer.args.bf16 or trainer.args.fp16) and next(trainer.model.parameters()).dtype == torch.float32
+        )
+        weighs = functools.partial(
+            weighs_otherwise, weight=self._weight(shifts), tolerance=SMALL if precise else COUPLED
+        )
+        if trainer.counts_labels and self._agreed(weighs, alike, items) == 1:
+            self.warn(
+                "the loss of %s is not the mean over what micro_batch_weight counts, since the means of two halves of "
+                "a micro-batch do not add up to it: override micro_batch_weight, to count what the loss averages",
+                name,
+            )
+        return shifts
+
+    def _weight(self, shifts: bool | None) -> Callable[[Inputs], Any]:
+        """`micro_batch_weight` as it will be once it is known whether labels are shifted."""
+
+        def weight(inputs: Inputs) -> Any:
+            kind = self._form(inputs)
+            self._facts[kind] = LossFacts(True, shifts)
+            try:
+                return self._trainer.micro_batch_weight(inputs)
+            finally:
+                del self._facts[kind]
+
+        return weight
 
     def _agreed(self, ask: Callable[[Compute, Inputs, Any], float], alike: list[Inputs], items: Any) -> float:
         """The answer for the first micro-batch that has one on any rank."""
         answer = math.nan
         for index in range(self._trainer.args.gradient_accumulation_steps):  # as often on all ranks
-            found = torch.tensor(
-                [ask(self._compute, alike[index % len(alike)], items)], device=self._trainer.args.device
-            )
-            answers = [a for a in self._trainer.accelerator.gather(found).tolist() if not math.isnan(a)]
+            own = float(ask(self._compute, alike[index % len(alike)], items))
+            all_ranks = self._trainer.accelerator.gather(torch.tensor([own], device=self._trainer.args.device))
+            answers = [a for a in all_ranks.tolist() if not math.isnan(a)]
             if answers:
                 answer = answers[0]
                 break
         return answer
 
-    def _compute(self, inputs: Inputs, items: Any, training: bool = True) -> Tensor:
-        """The loss, as `training_step` computes it, with the same random numbers each time; or without dropout."""
-        trainer = self._trainer
-        without = trainer.train_dataset, trainer.eval_dataset
-        with untouched(trainer.model, trainer, without=without), trainer.compute_loss_context_manager():
-            trainer.model.train(training)
-            inputs = trainer._prepare_inputs(copy.copy(inputs))
-            return trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items)
+    def _compute(
+        self,
+        inputs: Inputs,
+        items: Any,
+        training: bool = True,
+        steps: int = 1,
+        average: bool | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """The loss, as `training_step` computes it, with the same random numbers each time.
 
-    def _report(self, divided: float) -> None:
+        Args:
+            inputs: Of the micro-batch.
+            items: The number of items.
+            training: The mode of the model.
+            steps: A factor of the number of micro-batches.
+            average: In place of `average_tokens_across_devices`.
+            seed: Of other random numbers.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        averages = args.average_tokens_across_devices
+        without = trainer.train_dataset, trainer.eval_dataset
+        eager = torch.compiler.set_stance("force_eager")  # or more would be compiled, for sizes that never come again
+        with eager, untouched(trainer.model, trainer, without=without), trainer.compute_loss_context_manager():
+            trainer.model.train(training)
+            if seed is not None:
+                torch.manual_seed(seed)
+            trainer.current_gradient_accumulation_steps *= steps
+            inputs = copy.copy(inputs)  # which a loss of the user's may change in place
+            for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
+                inputs[name] = value.clone() if isinstance(value, Tensor) else value  # type: ignore[index]
+            try:
+                args.average_tokens_across_devices = averages if average is None else average
+                inputs = trainer._prepare_inputs(inputs)
+                return trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items).detach()
+            finally:
+                args.average_tokens_across_devices = averages
+
+    def _report(self, divided: float, times: bool, items: Any) -> None:
         """Warn of what the Trainer makes of a loss that is not, or not wholly, divided by the number of items."""
-        trainer = self._trainer
-        ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
-        times = trainer.args.gradient_accumulation_steps * ranks
-        if divided < _ROUNDING:
+        trainer, name = self._trainer, type(self._trainer.model).__name__
+        ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices and times else 1
+        most = trainer.args.gradient_accumulation_steps * ranks
+        if divided < _MEAN and trainer.adds_up(items):
             self.warn(
                 "the loss of %s ignores num_items_in_batch: transformers.Trainer would add up means over "
                 "micro-batches, up to %d times too much (%s). Here each is weighted by micro_batch_weight, which "
                 "you may override",
-                type(trainer.model).__name__,
-                times,
+                name,
+                most,
                 ISSUE,
             )
-        elif abs(divided - 1) > _ROUNDING:
+        elif divided >= _MEAN and abs(divided - 1) > SMALL:
             self.warn(
                 "a part of the loss of %s (%s of it) is not divided by num_items_in_batch, as a router's auxiliary "
                 "loss may be, and is added up over a window, up to %d times, as in transformers.Trainer: divide it in "
                 "compute_loss, or return a mean there and set loss_is_scaled_for_ga = False",
-                type(trainer.model).__name__,
+                name,
                 f"{abs(1 - divided):.2g}",
-                times,
+                most,
             )
-
-
-def form(inputs: Any) -> tuple[Any, ...]:
-    """What inputs have in common that a loss treats alike: their names, types and numbers of dimensions."""
-    if not isinstance(inputs, Mapping):
-        return (type(inputs),)
-    return tuple(
-        (name, value.dtype, value.dim()) if isinstance(value, Tensor) else (name, type(value))
-        for name, value in sorted(inputs.items())
-    )
-
-
-def rows(inputs: Any) -> tuple[str, int] | None:
-    """The first tensor of the inputs, and its length; a list of samples has a row for each of them."""
-    if isinstance(inputs, (list, tuple)):
-        return "samples", len(inputs)
-    if not isinstance(inputs, Mapping):
-        return None
-    return next(((name, len(v)) for name, v in inputs.items() if isinstance(v, Tensor) and v.dim() > 0), None)
-
-
-def divided_part(compute: Compute, inputs: Inputs, items: Any) -> float:
-    """The part of the loss that is divided by the number of items; nan if the loss is zero or not finite."""
-    loss, of_twice = float(compute(inputs, items)), float(compute(inputs, items * 2))
-    if loss == 0 or not math.isfinite(loss) or not math.isfinite(of_twice):
-        return math.nan
-    return 2 * (loss - of_twice) / loss
-
-
-def shifts_labels(compute: Compute, inputs: Inputs, items: Any) -> float:
-    """Whether the loss stays as it is when the first label of each row changes: 1 or 0; nan if that is not known."""
-    labels = inputs["labels"].clone()
-    first = labels[..., 0]
-    labels[..., 0] = torch.where(first > 0, first - 1, torch.ones_like(first))  # classes that every loss has
-    loss = compute(inputs, items)
-    try:
-        changed = compute({**inputs, "labels": labels}, items)
-    except (IndexError, RuntimeError, ValueError):
-        return math.nan
-    change = abs(float(changed) - float(loss)) / max(abs(float(loss)), 1e-30)
-    if not math.isfinite(change):
-        return math.nan
-    if change > _ROUNDING:
-        return 0.0
-    # A loss in 16 bit may hide a label's share.
-    return 1.0 if torch.finfo(loss.dtype).eps < _ROUNDING else math.nan
-
-
-def couples_rows(compute: Compute, inputs: Inputs, items: Any) -> float:
-    """Whether the loss changes if each row is there twice: 1 or 0, which is also the answer if that fails.
-
-    A mean over rows stays as it is. The rows of a pair may be neighbours, or a half of the batch apart, so that a loss
-    of pairs stays as it is for one of two orders.
-    """
-    found = rows(inputs)
-    if found is None:
-        return 0.0
-    orders: list[Callable[[Tensor], Tensor]] = [
-        lambda t: t,
-        lambda t: torch.cat([t, t]),
-        lambda t: t.repeat_interleave(2, dim=0),
-    ]
-    losses = []
-    for order in orders:
-        repeated = {
-            name: order(value) if isinstance(value, Tensor) and value.dim() and len(value) == found[1] else value
-            for name, value in inputs.items()
-        }
-        try:
-            losses.append(float(compute(repeated, items, training=False)))
-        except Exception:  # of code that the user has for batches of its own
-            return 0.0
-    size = max(map(abs, losses))
-    return float(all(abs(loss - losses[0]) > _COUPLED * size for loss in losses[1:]))
-
-
-def has_rows_of_labels(inputs: Inputs) -> bool:
-    """Whether labels are classes along rows of positions, which a loss may shift."""
-    labels = inputs.get("labels")
-    return (
-        isinstance(labels, Tensor)
-        and labels.dim() > 1
-        and labels.shape[-1] > 1
-        and not labels.is_floating_point()
-        and "shift_labels" not in inputs
-    )
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module, owner: object, *, without: Iterable[object] = ()) -> Iterator[None]:
-    """Run forwards that leave no trace: random state, the model's buffers and the counters of `owner` are restored.
-
-    Args:
-        model: Whose buffers are restored.
-        owner: Its attributes are restored, with the contents of lists and dicts, since a subclass may
-            count in `compute_loss`.
-        without: Values of attributes that are left out, such as datasets.
-    """
-    random_state = RandomState()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    attributes = dict(vars(owner))
-    containers: dict[int, tuple[Any, Any]] = {}
-    queue = [value for value in attributes.values() if not any(value is other for other in without)]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, (dict, list, deque)) and id(value) not in containers:
-            containers[id(value)] = value, copied(value)
-            queue.extend(value.values() if isinstance(value, dict) else value)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
-        for name in vars(owner).keys() - attributes.keys():
-            delattr(owner, name)
-        vars(owner).update(attributes)
-        for container, content in containers.values():
-            refill(container, content)
-        random_state.restore()
+        if divided >= _MEAN and not times:
+            self.warn(
+                "compute_loss divides by the items of all ranks, which are then averaged, as in transformers.Trainer: "
+                "the gradient is %d times too small. Multiply the loss by accelerator.num_processes, as the Trainer's "
+                "compute_loss does, or set average_tokens_across_devices=False",
+                trainer.args.world_size,
+            )

@@ -24,7 +24,8 @@ with needs("transformers", oldest="5.19"):
     import transformers
 
 from .accelerate import fuse
-from .loss_probe import IGNORED, LossProbe, has_rows_of_labels, rows
+from .loss_probe import LossProbe
+from .loss_questions import IGNORED, has_rows_of_labels, rows
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -110,7 +111,8 @@ class FusedAccumulationMixin(Base):
         if isinstance(labels, Tensor):
             if has_rows_of_labels(inputs) and self._probe.shifts(inputs):
                 labels = labels[..., 1:]
-            return labels.ne(IGNORED).sum()
+            ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", IGNORED)
+            return (labels.ne(IGNORED) & labels.ne(ignored)).sum()
         found = rows(inputs)
         if found is None:
             self._probe.warn(
@@ -129,6 +131,11 @@ class FusedAccumulationMixin(Base):
     # ---- what the loss averages
 
     @property
+    def takes_one(self) -> bool:
+        """Whether a window is one micro-batch of one rank, for which weights do not matter."""
+        return self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
+
+    @property
     def counts_labels(self) -> bool:
         """Whether nothing overrides `micro_batch_weight`."""
         return type(self).micro_batch_weight is FusedAccumulationMixin.micro_batch_weight
@@ -143,6 +150,7 @@ class FusedAccumulationMixin(Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
         """As in the Trainer, which takes a window's micro-batches at once; find out what their losses average."""
         samples, items = super().get_batch_samples(*args, **kwargs)
+        self.current_gradient_accumulation_steps = len(samples)  # as the Trainer is about to
         self._probe.look_at(samples, items)
         self._items = items
         return samples, items
@@ -156,11 +164,12 @@ class FusedAccumulationMixin(Base):
         accelerator.reads_gradients = self._somebody_reads_gradients()
         adds_up = self.adds_up(num_items_in_batch)
         facts = self._probe.facts(inputs)
-        means = facts.mean if facts is not None else not adds_up
+        means = not self.takes_one and (facts.mean if facts is not None else not adds_up)
         accelerator.micro_batch_weight = self.micro_batch_weight(inputs) if means else None
         accelerator.loss_divided_by = 1 if adds_up else self.current_gradient_accumulation_steps
         takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        if self.args.average_tokens_across_devices and takes_number and num_items_in_batch is not None:
+        multiplied = takes_number if facts is None else takes_number and facts.multiplied
+        if self.args.average_tokens_across_devices and multiplied and num_items_in_batch is not None:
             # compute_loss multiplies by the number of ranks, scaled losses and means alike.
             accelerator.loss_divided_by /= accelerator.num_processes // self.get_tp_size()
         loss = super().training_step(model, inputs, num_items_in_batch)

@@ -297,7 +297,7 @@ def test_tokens_of_all_ranks(ranks, request):
 
 
 @pytest.mark.parametrize("ranks", ["found", "four"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "overridden"])
 def test_means_of_all_ranks(ranks, kind, request):
     """Of a loss that drops `num_items_in_batch`: not added up, and the labels of all ranks count the same."""
     results = request.getfixturevalue(ranks)

@@ -458,3 +458,70 @@ def test_the_windows_loss_and_weight(tmp_path, name):
     tokens = [int((data.batch(*ends)["labels"][:, 1:] != -100).sum()) for ends in ((0, 8), (8, 13))]
     assert logged(trainer, "accumulator/weight") == tokens
     assert logged(trainer, "loss")[0] == pytest.approx(float(model(**data.batch(0, 8))["loss"].detach()), rel=1e-6)
+
+
+# ---- what else a loss may do
+
+
+class InPlace(Trainer):
+    """Changes its inputs in place, and counts in tensors, sets and the model."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.total, self.seen, self.model.calls = torch.zeros(()), set(), 0
+        self.model.loss_type = "ForCausalLM"
+        self._loss_shifts_labels = True
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["input_ids"].add_(1).remainder_(VOCABULARY)
+        self.total += 1
+        self.model.calls += 1
+        self.seen.add(int(self.total))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_what_a_loss_changes_in_place(tmp_path):
+    """The first micro-batch is trained as it came, and nothing is counted twice."""
+    model, data = gpt2(), Samples(SAMPLES, masked=1)
+
+    def truth(model, batch):
+        return model(input_ids=(batch["input_ids"] + 1) % VOCABULARY, labels=batch["labels"])["loss"]
+
+    ours = fit(InPlace, tmp_path, model, data)
+    assert (ours.total, ours.seen, ours.model.calls) == (7, set(range(1, 8)), 7)
+    assert off(ours.model, model, big_batch(model, data, truth)) < ROUNDING
+
+
+def test_means_over_something_else(tmp_path, caplog):
+    """Class weights: no count is right, and a warning names the method, which makes it right."""
+    weights = torch.linspace(0.1, 3.0, VOCABULARY)
+
+    class ByClass(Causal):
+        def forward(self, input_ids, labels):
+            logits = self.head(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
+            return {"loss": nn.functional.cross_entropy(logits, labels.flatten(), weight=weights.to(logits.dtype))}
+
+    class Weighted(Trainer):
+        def micro_batch_weight(self, inputs):
+            return weights[inputs["labels"][inputs["labels"] >= 0]].sum()
+
+    model, data = ByClass(), Positions(SAMPLES, 0)
+    truth = big_batch(model, data)
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        assert off(fit(Trainer, tmp_path, model, data).model, model, truth) > 0.01
+        (line,) = own_warnings(caplog)
+        assert "is not the mean over what micro_batch_weight counts" in line
+        caplog.clear()
+        assert off(fit(Weighted, tmp_path, model, data).model, model, truth) < ROUNDING
+        assert own_warnings(caplog) == []
+
+
+@pytest.mark.parametrize("kind", [Causal, Preferences])
+def test_one_micro_batch_to_a_window(tmp_path, kind, caplog):
+    """Nothing is asked, weighted or said where the Trainer is right: the same bits."""
+    model, data = kind(), Samples(SAMPLES) if kind is Causal else Pairs(SAMPLES)
+    arguments = {"gradient_accumulation_steps": 1, "remove_unused_columns": False}
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        ours = fit(Trainer, tmp_path, model, data, **arguments)
+    assert same(ours.model, fit(STOCK, tmp_path, model, data, **arguments).model)
+    assert own_warnings(caplog) == []

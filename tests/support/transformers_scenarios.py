@@ -139,12 +139,17 @@ def transformers_tokens(rank, size):
 
 
 def transformers_means(rank, size):
-    """A loss that drops `num_items_in_batch`, with the last window short; parameters, and losses as logged."""
+    """Losses that drop `num_items_in_batch`, with the last window short; parameters, and losses as logged.
+
+    The Trainer's `compute_loss` multiplies by the number of ranks; one of the user's does not.
+    """
     environment(rank, size)
     found = {}
-    for kind in ("ddp", "fsdp2"):
+    for kind in ("ddp", "fsdp2", "overridden"):
         data = Samples((STEPS + 2) * size, masked=1)
         trainer = transformers_trainer(size, ranks.shared, Dropping(), data, fsdp2=kind == "fsdp2")
+        if kind == "overridden":
+            trainer.compute_loss = lambda model, inputs, num_items_in_batch=None: model(**inputs)["loss"]
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         found[kind] = parameters(trainer.model), losses
