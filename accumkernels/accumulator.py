@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .arguments import as_scalar, check_options
+from .arguments import as_scalar, check_options, check_split
 from .batch_statistics import check_independent, synchronised_batchnorm, warn_of_batchnorm
 from .boundary import opaque, profiled
 from .buffers.parameters import NamedParameter, check_group, named_parameters
@@ -22,6 +22,11 @@ from .ranks.base import Ranks
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import refuse_late_stages
 from .ranks.weight_unit import backward_may_cross_ranks
+from .splitting.memory import memory_of
+from .splitting.packing import Packer
+from .splitting.run import BatchReport, BatchRunner, LossAndWeight
+from .splitting.run import Window as BatchWindow
+from .splitting.samples import Cost, costs_of, samples_of
 from .window.checkpoint import check, load, save, share
 from .window.coupled import CoupledLoss
 from .window.end import End
@@ -127,6 +132,8 @@ class FusedAccumulator:
             sum is rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an
             element is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
             "auto": bf16 for sums of bf16 parameters, fp32 for others.
+        memory_limit: Bytes of the first parameter's device that `backward_batch` may use, for tensors of the whole
+            process. None: all that the device has; a CPU's memory is not known.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it and its value.
@@ -149,6 +156,7 @@ class FusedAccumulator:
         fuse_weight_gradients: str | bool = "auto",
         backend: str = "auto",
         comm_dtype: torch.dtype | str = torch.float32,
+        memory_limit: int | None = None,
     ) -> None:
         check_options(
             params,
@@ -161,6 +169,7 @@ class FusedAccumulator:
             autocast_route,
             fuse_weight_gradients,
             comm_dtype,
+            memory_limit,
         )
         # Where a micro-batch may be dropped, all of it has to be there before anything is added.
         self._release = "microbatch" if overflow in ("microbatch", "raise") else release
@@ -201,6 +210,7 @@ class FusedAccumulator:
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
         self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.is_uncounted)
+        self._batches = BatchRunner(memory_of(self._store.device, memory_limit), list(self._store.states))
         self._ended = 0  # windows
         self._patience = Patience()
         self._looked_for_stages = False
@@ -365,9 +375,11 @@ class FusedAccumulator:
         routed = "" if captures.routed is None else f", autocast route for {len(captures.routed)} parameters"
         ways = ", ".join(f"{count:,} {way}" for way, count in captures.ways().items())
         ranks = f", {self._ranks}" if str(self._ranks) else ""
+        learned = self._batches.learned
+        batches = f"micro-batches of backward_batch: {learned}, " if learned.windows else ""
         return (
             f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, "
-            f"release={captures}, {position}, last norm {norm})"
+            f"release={captures}, {batches}{position}, last norm {norm})"
         )
 
     # ---- a micro-batch
@@ -490,6 +502,110 @@ class FusedAccumulator:
             raise
         self._runner.accumulate(micro_batch._replace(last=last))
         return loss
+
+    @opaque
+    def backward_batch(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any], Any],
+        *,
+        micro_batch: int | str = "auto",
+        cost: Cost = None,
+        budget: float | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        weight: Callable[[Any], float | Tensor] | None = None,
+        multiple_of: int = 1,
+    ) -> BatchReport:
+        """Run a whole batch as as many micro-batches as it takes to fit in memory; exact however it is split.
+
+            for batch in loader:
+                acc.backward_batch(batch, lambda part: loss_fn(model(part["x"]), part["y"]))
+                acc.step(optimizer, max_norm=1.0)
+
+        A micro-batch that runs out of memory is split in two and run again, with the same random numbers, and nothing
+        that ran is lost. Several calls before a step are one window. Inside `window` the last micro-batch of the last
+        batch is marked.
+
+        Args:
+            batch: A tree of tensors with samples along the first dimension (tuples, lists, mappings, dataclasses), of
+                which the first tensor says how many there are. What has no samples (no tensor, no dimension, or one
+                row) goes into every micro-batch. With `collate`, a list of samples.
+            loss_fn: Called with a part of the batch; returns its mean loss, or a tuple of that and its weight.
+            micro_batch: The most samples of a micro-batch. "auto" (default): as many as have shown to fit, beginning
+                with the whole batch. Sizes grow again when measured peaks of memory say that they fit.
+            cost: What a sample takes of the memory, in any unit: a function of one sample, or one number per sample.
+                Default: 1; with `collate` the length of a sample, or of a mapping's first value that has one. A
+                micro-batch costs the sum of its samples', with `collate` the dearest times their number, since it is
+                padded to that.
+            budget: The most that a micro-batch may cost, unless it is a single sample. Samples are sorted by cost and
+                packed into as few micro-batches as possible, about as dear as each other, the dearest first: always
+                the same for the same batch and budget.
+            collate: Makes a part of a list of samples, right before it runs, so that it is padded to its own longest.
+            weight: Returns the weight of a part, such as its number of label tokens. Default: its number of samples. A
+                part of weight 0 is left out. A weight on the device is read.
+            multiple_of: Sizes are multiples of this where the limits allow, so that a compiled model sees few of them.
+
+        Returns:
+            Sizes and costs of the micro-batches that ran, how often memory ran out, the peak, and the loss.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong, or tensors of the batch differ in their number of samples.
+            torch.OutOfMemoryError: One sample does not fit; the message has its cost.
+            RuntimeError: As `accumulate`; or memory ran out where it had not before, after gradients had been added,
+                and the window has other micro-batches. After any other exception of `loss_fn` or of backward, the
+                micro-batches that ran stay in the window.
+        """
+        self._require_accumulating("backward_batch()")
+        check_split(micro_batch, budget, multiple_of)
+        agree = self._agreement(micro_batch == "auto" and budget is None)
+        call = LossAndWeight(loss_fn, weight, agree is not None)
+        samples = samples_of(batch, collate)
+        most = micro_batch if isinstance(micro_batch, int) else None
+        packer = Packer(costs_of(samples, cost), padded=samples.padded, most=most, multiple_of=multiple_of)
+        begins = self.micro_batches == 0
+
+        def add(part: Any, count: int, whole: bool, last: bool) -> None:
+            self._require_accumulating("backward_batch()")
+            self._runner.listen(not whole)
+            try:
+                found = call(part, count)
+                if found is not None:
+                    loss, scalar = found[0], as_scalar(found[1], "weight", self._store.device)
+                    self._misuse.see_loss(loss)
+                    last = last and not whole and self._check_last(False)
+                    self._runner.accumulate(self._runner.backward(loss, scalar, last, {}))
+            finally:
+                self._runner.listen(True)
+
+        def begin_anew() -> bool:
+            anew = begins and not self._ranks.sender.begun
+            if anew:
+                self._drop_window()
+            return anew
+
+        before = self._window.loss.sums()
+        window = BatchWindow(add, lambda: self._window.phase is Phase.BROKEN, begin_anew, agree)
+        ran = self._batches.run(samples, packer, budget, window)
+        sums = self._window.loss.sums()
+        if sums is None:
+            sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
+        if before is not None:
+            sums = sums - before
+        return BatchReport(*ran, sums[0] / sums[1])
+
+    def _agreement(self, automatic: bool) -> Callable[[int], int] | None:
+        """The largest number on all ranks, if they communicate in forward or backward; None if they do not."""
+        synchronised = self._ranks.ends_together and synchronised_batchnorm(self._module)
+        if not (self._ranks.sharded or synchronised):
+            return None
+        if automatic:
+            raise ValueError(
+                "micro_batch='auto' where ranks communicate in forward or backward (FSDP2, SyncBatchNorm): one that "
+                "runs out of memory would leave the others waiting. Pass micro_batch or budget; "
+                "accumkernels.memory_report says how many samples fit"
+            )
+        device = self._store.device
+        return lambda number: int(self._ranks.joined(torch.tensor([float(number)], device=device), largest=True))
 
     def _warn_of_late_weights(self) -> None:
         name, self._synchronised = self._synchronised, None
@@ -757,7 +873,10 @@ class FusedAccumulator:
         self._patience.excuse()
         saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
-        return {**saved, **self._end.state_dict(), "noise_scale": self._noise.state_dict(self._store.device, joined)}
+        saved |= {**self._end.state_dict(), "noise_scale": self._noise.state_dict(self._store.device, joined)}
+        if self._batches.learned.windows and not self._ranks.sharded:
+            saved["batches"] = self._batches.learned.state()
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -787,6 +906,8 @@ class FusedAccumulator:
         self._end.load_state_dict(state)
         self._window.loss.resume(state["loss"])
         self._noise.load_state_dict(state["noise_scale"], self._store.device)
+        if "batches" in state:
+            self._batches.learned.load(state["batches"])
 
     def remove(self) -> None:
         """Release the parameters, so that another accumulator may take them. Leaving `with` does this too."""

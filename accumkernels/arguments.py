@@ -28,6 +28,7 @@ def check_options(
     autocast_route: Any,
     fuse_weight_gradients: Any,
     comm_dtype: Any,
+    memory_limit: Any,
 ) -> None:
     """Check the options that do not depend on the parameters themselves.
 
@@ -44,6 +45,10 @@ def check_options(
         raise wrong_type("bucket_bytes", "an int", bucket_bytes)
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | None):
+        raise wrong_type("memory_limit", "an int", memory_limit)
+    if memory_limit is not None and memory_limit <= 0:
+        raise ValueError(f"memory_limit must be positive, got {memory_limit}")
     if autocast_route != "auto" and not isinstance(autocast_route, bool):
         raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
 
@@ -72,6 +77,26 @@ def check_options(
         )
     if comm_dtype not in COMM_DTYPES:
         raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, got {comm_dtype!r}")
+
+
+def check_split(micro_batch: Any, budget: Any, multiple_of: Any) -> None:
+    """Check how a batch is to be split.
+
+    Raises:
+        TypeError, ValueError: Names the argument, its value and what is accepted.
+    """
+    if micro_batch != "auto" and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int)):
+        raise wrong_type("micro_batch", "'auto' or a number of samples", micro_batch)
+    if micro_batch != "auto" and micro_batch < 1:
+        raise ValueError(f"micro_batch must be positive, got {micro_batch}")
+    if isinstance(budget, bool) or not isinstance(budget, int | float | None):
+        raise wrong_type("budget", "a number or None", budget)
+    if budget is not None and not 0 < budget < math.inf:
+        raise ValueError(f"budget must be positive and finite, got {budget}")
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int):
+        raise wrong_type("multiple_of", "an int", multiple_of)
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of must be positive, got {multiple_of}")
 
 
 def as_scalar(

@@ -20,7 +20,7 @@ from torch import nn
 import accumkernels as ak
 from accumkernels.demo.data import IGNORE, TRAINING_FILES, Batch, read_samples
 from accumkernels.demo.model import GPT
-from accumkernels.planning.live_bytes import LiveBytes, format_bytes
+from accumkernels.splitting.live_bytes import LiveBytes, format_bytes
 
 DEVICE = torch.device("cpu")
 LEARNING_RATE = 1e-3

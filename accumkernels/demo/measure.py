@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning.live_bytes import LiveBytes
+from ..splitting.live_bytes import LiveBytes
 from .data import BatchWindow
 from .methods import Method
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import wrong_type
+from ..splitting.trees import samples, to_device
 from .checks import positive_int
-from .trees import samples, to_device
 
 Source = Callable[[int, torch.device], Iterator[Any]]  # (batch size, device) -> endless batches
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..splitting.oom import is_oom_error
 from .checks import no_accumulator, positive_float, positive_int
 from .fit.agreement import Agreement, check_ranks
-from .fit.oom import is_oom_error
 from .fit.rank_trial import RankTrials
 from .fit.trial import Training, first_line
 from .fit.trial_setup import check_trainable, training_for

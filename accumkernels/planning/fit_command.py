@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from ..splitting.live_bytes import format_bytes
 from .fit.batch_size import MODES, BatchSize, find_batch_size
-from .live_bytes import format_bytes
 from .worth.plan import plan
 
 AMP = {"fp16": torch.float16, "bf16": torch.bfloat16}

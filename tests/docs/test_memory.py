@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
-from accumkernels.planning.live_bytes import LiveBytes
+from accumkernels.splitting.live_bytes import LiveBytes
 from tests.support.doc_blocks import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": FREE,
     "buffers": FREE | {"ops"},
     "arguments": FREE | {"buffers"},
+    "splitting": FREE,
     "batch_statistics": FREE | {"buffers"},
     "capture": FREE | {"ops", "buffers"},
     "ranks": FREE | {"ops", "buffers"},
@@ -37,14 +38,12 @@ MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)  # also what users import: accumkernels itself
 MAY_IMPORT["__main__"] = set(MAY_IMPORT)
 # The same for the rooms inside a house of its own. Modules imported by the first of these lie outside of the rooms.
-SHARED = {"checks", "live_bytes", "snapshot", "trees", "batches"}
+SHARED = {"checks", "snapshot", "batches"}
 MAY_IMPORT_INSIDE: dict[str, dict[str, set[str]]] = {
     "planning": {
         "checks": set(),
-        "live_bytes": set(),
         "snapshot": set(),
-        "trees": set(),
-        "batches": {"checks", "trees"},
+        "batches": {"checks"},
         "batchnorm": {"checks"},
         "schedule": {"checks"},
         "memory": SHARED,  # how much memory a step takes

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..live_bytes import LiveBytes, format_bytes
+from ...splitting.live_bytes import LiveBytes, format_bytes
 
 
 class Meter(Protocol):

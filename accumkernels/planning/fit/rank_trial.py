@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...accumulator import FusedAccumulator
+from ...splitting.oom import is_oom_error
 from ..snapshot import Snapshot
 from .agreement import Agreement
 from .averaging import Averaging
-from .oom import is_oom_error
 from .trial import Training, clear_frames
 
 _SECONDS = 0.5  # per trial, if time allows: building an accumulator over ranks takes about as long

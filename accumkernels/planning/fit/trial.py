@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...accumulator import FusedAccumulator
+from ...splitting.live_bytes import format_bytes
+from ...splitting.oom import is_oom_error
 from ..batches import Source, training_loss
-from ..live_bytes import format_bytes
 from ..snapshot import Snapshot, interrupts_later
 from .meters import Meter
-from .oom import is_oom_error
 
 _log = logging.getLogger(__name__)
 

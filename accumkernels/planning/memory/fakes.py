@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from ...snapshots import RandomState
-from ..live_bytes import LiveBytes
+from ...splitting.live_bytes import LiveBytes
 
 
 class FakeDevice:

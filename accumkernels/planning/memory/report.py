@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from ...accumulator import FusedAccumulator
 from ...batch_statistics import uses_batch_statistics
 from ...errors import expect_iterable, wrong_type
+from ...splitting.live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
 from ..batches import made_batches, training_loss
 from ..checks import amp_dtype_or_none, as_device, is_callable, is_module, no_accumulator, positive_int
-from ..live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
 from ..snapshot import Snapshot
 from .fakes import FakeDevice, LiveFakeBytes
 

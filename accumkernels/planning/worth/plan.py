@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ...errors import expect, expect_iterable, wrong_type
+from ...splitting.live_bytes import format_bytes
+from ...splitting.trees import samples, slice_samples
 from ...window.noise_scale import NoiseScale
 from ..checks import is_callable, positive_float, positive_int, seconds
 from ..costs import StepCosts
 from ..fit.batch_size import BatchSize
-from ..live_bytes import format_bytes
-from ..trees import samples, slice_samples
 from .comparison import Comparison
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 import accumkernels as ak
 from accumkernels.demo.model import GPT
 from accumkernels.planning.batches import training_loss
-from accumkernels.planning.live_bytes import LiveBytes, format_bytes
 from accumkernels.planning.memory.report import draw_memory
+from accumkernels.splitting.live_bytes import LiveBytes, format_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

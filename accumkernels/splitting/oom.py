@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from ...errors import wrong_type
+from ..errors import wrong_type
 
 # Messages of plain RuntimeErrors from allocators and libraries. Only texts that always mean memory are here; others
 # that sometimes accompany it (CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_SUPPORTED) can also mean a bug, which a
