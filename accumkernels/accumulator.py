@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -22,9 +24,10 @@ from .ranks.base import Ranks
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import refuse_late_stages
 from .ranks.weight_unit import backward_may_cross_ranks
+from .splitting.loss import LossAndWeight, adding_nothing
 from .splitting.memory import memory_of
 from .splitting.packing import Packer
-from .splitting.run import BatchReport, BatchRunner, LossAndWeight
+from .splitting.run import BatchReport, BatchRunner
 from .splitting.run import Window as BatchWindow
 from .splitting.samples import Cost, costs_of, samples_of
 from .window.checkpoint import check, load, save, share
@@ -376,7 +379,7 @@ class FusedAccumulator:
         ways = ", ".join(f"{count:,} {way}" for way, count in captures.ways().items())
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         learned = self._batches.learned
-        batches = f"micro-batches of backward_batch: {learned}, " if learned.windows else ""
+        batches = f"micro-batches of backward_batch: {learned}, " if learned.batches else ""
         return (
             f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, "
             f"release={captures}, {batches}{position}, last norm {norm})"
@@ -523,8 +526,8 @@ class FusedAccumulator:
                 acc.step(optimizer, max_norm=1.0)
 
         A micro-batch that runs out of memory is split in two and run again, with the same random numbers, and nothing
-        that ran is lost. Several calls before a step are one window. Inside `window` the last micro-batch of the last
-        batch is marked.
+        that ran is lost. What a forward leaves in the model, such as running statistics, stays. Several calls before a
+        step are one window. Inside `window` the last micro-batch of the last batch is marked.
 
         Args:
             batch: A tree of tensors with samples along the first dimension (tuples, lists, mappings, dataclasses), of
@@ -533,16 +536,17 @@ class FusedAccumulator:
             loss_fn: Called with a part of the batch; returns its mean loss, or a tuple of that and its weight.
             micro_batch: The most samples of a micro-batch. "auto" (default): as many as have shown to fit, beginning
                 with the whole batch. Sizes grow again when measured peaks of memory say that they fit.
-            cost: What a sample takes of the memory, in any unit: a function of one sample, or one number per sample.
-                Default: 1; with `collate` the length of a sample, or of a mapping's first value that has one. A
-                micro-batch costs the sum of its samples', with `collate` the dearest times their number, since it is
-                padded to that.
+            cost: What a sample takes of the memory: a function of one sample, or one number per sample, in any unit,
+                which stays the same in all calls, since what fits is learnt in it. Default: 1; with `collate` the
+                length of a sample, or of a mapping's first value that has one. A micro-batch costs the sum of its
+                samples', with `collate` the dearest times their number, since it is padded to that.
             budget: The most that a micro-batch may cost, unless it is a single sample. Samples are sorted by cost and
                 packed into as few micro-batches as possible, about as dear as each other, the dearest first: always
                 the same for the same batch and budget.
             collate: Makes a part of a list of samples, right before it runs, so that it is padded to its own longest.
             weight: Returns the weight of a part, such as its number of label tokens. Default: its number of samples. A
-                part of weight 0 is left out. A weight on the device is read.
+                part of weight 0 is left out, or adds nothing where other ranks wait for it. A weight on the device is
+                read.
             multiple_of: Sizes are multiples of this where the limits allow, so that a compiled model sees few of them.
 
         Returns:
@@ -558,24 +562,26 @@ class FusedAccumulator:
         self._require_accumulating("backward_batch()")
         check_split(micro_batch, budget, multiple_of)
         agree = self._agreement(micro_batch == "auto" and budget is None)
-        call = LossAndWeight(loss_fn, weight, agree is not None)
+        device = self._store.device
+        call = LossAndWeight(loss_fn, weight, lambda number: as_scalar(number, "weight", device), agree is not None)
         samples = samples_of(batch, collate)
         most = micro_batch if isinstance(micro_batch, int) else None
         packer = Packer(costs_of(samples, cost), padded=samples.padded, most=most, multiple_of=multiple_of)
-        begins = self.micro_batches == 0
+        begins = self.micro_batches == 0 and not self._window.dropped
 
-        def add(part: Any, count: int, whole: bool, last: bool) -> None:
+        def add(part: Any, count: int, whole: bool, last: bool) -> bool:
             self._require_accumulating("backward_batch()")
             self._runner.listen(not whole)
             try:
                 found = call(part, count)
                 if found is not None:
-                    loss, scalar = found[0], as_scalar(found[1], "weight", self._store.device)
-                    self._misuse.see_loss(loss)
-                    last = last and not whole and self._check_last(False)
-                    self._runner.accumulate(self._runner.backward(loss, scalar, last, {}))
+                    self._add_part(*found, last=last and not whole)
+            except BaseException:
+                self._runner.discard()
+                raise
             finally:
                 self._runner.listen(True)
+            return found is not None
 
         def begin_anew() -> bool:
             anew = begins and not self._ranks.sender.begun
@@ -583,20 +589,37 @@ class FusedAccumulator:
                 self._drop_window()
             return anew
 
+        captures = self._runner.captures
+        window = BatchWindow(
+            add, lambda: captures.add_early, lambda: self._window.phase is Phase.BROKEN, begin_anew, agree
+        )
+        if budget is None and most is not None:
+            budget = math.inf
         before = self._window.loss.sums()
-        window = BatchWindow(add, lambda: self._window.phase is Phase.BROKEN, begin_anew, agree)
         ran = self._batches.run(samples, packer, budget, window)
         sums = self._window.loss.sums()
         if sums is None:
-            sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
+            sums = torch.zeros(2, dtype=torch.float64, device=device)
         if before is not None:
             sums = sums - before
         return BatchReport(*ran, sums[0] / sums[1])
 
-    def _agreement(self, automatic: bool) -> Callable[[int], int] | None:
-        """The largest number on all ranks, if they communicate in forward or backward; None if they do not."""
-        synchronised = self._ranks.ends_together and synchronised_batchnorm(self._module)
-        if not (self._ranks.sharded or synchronised):
+    def _add_part(self, loss: Tensor, weight: float, last: bool) -> None:
+        """Run backward of a part of a batch, and count it."""
+        self._misuse.see_loss(loss)
+        last = last and self._check_last(False)
+        with contextlib.ExitStack() as stack:
+            if weight == 0:
+                stack.enter_context(adding_nothing(loss))
+            kind = self._store.device.type
+            if torch.is_autocast_enabled(kind):  # it is for the forward
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            micro_batch = self._runner.backward(loss, weight, last, {})
+        self._runner.accumulate(micro_batch)
+
+    def _agreement(self, automatic: bool) -> Callable[[Sequence[int]], list[int]] | None:
+        """The largest of such numbers on all ranks, if they wait for each other in forward or backward; else None."""
+        if not (self._ranks.sharded or (self._ranks.ends_together and synchronised_batchnorm(self._module))):
             return None
         if automatic:
             raise ValueError(
@@ -604,8 +627,12 @@ class FusedAccumulator:
                 "runs out of memory would leave the others waiting. Pass micro_batch or budget; "
                 "accumkernels.memory_report says how many samples fit"
             )
-        device = self._store.device
-        return lambda number: int(self._ranks.joined(torch.tensor([float(number)], device=device), largest=True))
+
+        def agree(numbers: Sequence[int]) -> list[int]:
+            mine = torch.tensor(numbers, dtype=torch.float64, device=self._store.device)
+            return [int(number) for number in self._ranks.joined(mine, largest=True).tolist()]
+
+        return agree
 
     def _warn_of_late_weights(self) -> None:
         name, self._synchronised = self._synchronised, None
@@ -874,7 +901,7 @@ class FusedAccumulator:
         saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
         saved |= {**self._end.state_dict(), "noise_scale": self._noise.state_dict(self._store.device, joined)}
-        if self._batches.learned.windows and not self._ranks.sharded:
+        if self._batches.learned.batches and not (self._ranks.sharded or (reduced and self._ranks.reduces_sums)):
             saved["batches"] = self._batches.learned.state()
         return saved
 
@@ -975,7 +1002,7 @@ class FusedAccumulator:
         """Raise what is wrong with the call in the phase that the window is in, if anything is."""
         if not self._store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
-        phase, adds = self._window.phase, caller in ("accumulate()", "backward()")
+        phase, adds = self._window.phase, caller not in ("finalize()", "step()")
         if phase is Phase.FINALIZED:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"

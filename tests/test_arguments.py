@@ -114,6 +114,7 @@ CALLS = {
     "backward": lambda model, optimizer: {"loss": model(CHUNKS[0]).sum()},
     "accumulate": lambda model, optimizer: {},
     "backward_coupled": lambda model, optimizer: {"chunks": CHUNKS, "encode": model, "loss_fn": torch.sum},
+    "backward_batch": lambda model, optimizer: {"batch": CHUNKS, "loss_fn": lambda part: model(part[0]).sum()},
     "window": lambda model, optimizer: {"batches": []},
     "discard": lambda model, optimizer: {},
     "finalize": lambda model, optimizer: {"optimizers": optimizer},

@@ -72,7 +72,7 @@ UP = [  # module, what is added to it, whom it must not import
     ("window/end.py", "from ..batch_statistics import warn_of_batchnorm", "batch_statistics"),
     ("accumulator.py", "from . import planning", "planning"),
     ("planning/worth/plan.py", "from ...doctor import advice", "doctor.advice"),
-    ("window/end.py", "from ..planning.fit import oom", "planning.fit.oom"),
+    ("window/end.py", "from ..planning.fit import trial", "planning.fit.trial"),
     ("boundary.py", "from .ops import schema", "ops.schema"),
     ("arguments.py", "from .ops.schema import State", "ops.schema"),
 ]
@@ -95,9 +95,9 @@ def test_arrow_that_runs_up_is_seen(plant, module, text, other):
     ("module", "text", "inside", "other"),
     [
         ("fit/trial.py", "from ..worth.plan import plan", "fit", "worth.plan"),
-        ("fit/oom.py", "def f():\n    from .. import costs", "fit", "costs"),
-        ("memory/fakes.py", "from ..fit import oom, trial", "memory", "fit.oom"),
-        ("checks.py", "from .fit.oom import is_oom_error", "checks", "fit.oom"),
+        ("fit/trial.py", "def f():\n    from .. import costs", "fit", "costs"),
+        ("memory/fakes.py", "from ..fit import batch_size, trial", "memory", "fit.batch_size"),
+        ("checks.py", "from .fit.trial import run", "checks", "fit.trial"),
         ("worth/plan.py", "import accumkernels.planning.plan_command", "worth", "plan_command"),
     ],
 )

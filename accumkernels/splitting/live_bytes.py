@@ -73,7 +73,9 @@ class LiveBytes(TorchDispatchMode):
 
     def nbytes(self, tensors: Iterable[Tensor]) -> int:
         """Sum the bytes of the distinct storages of `tensors`, rounded as counted here."""
-        distinct = {storage._cdata: self._rounded(storage) for storage in map(_storage, tensors) if storage is not None}
+        distinct = {
+            storage._cdata: self._rounded(storage) for storage in map(storage_of, tensors) if storage is not None
+        }
         return sum(distinct.values())
 
     def reset_peak(self) -> None:
@@ -92,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
         return self._live
 
     def _add(self, tensor: Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None or storage._cdata in self._storages:
             return
         reference = _StorageReference(storage, self._dead.append)
@@ -125,7 +127,7 @@ class LiveBytes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return its storage; None for tensors without one of their own: sparse ones, and wrappers around others."""
     if tensor.layout is not torch.strided:
         return None

@@ -9,63 +9,75 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .live_bytes import LiveBytes
+from .live_bytes import LiveBytes, storage_of
 
 
 class Memory:
     """A device's memory. The base class knows neither limit nor peaks: errors alone say what does not fit.
 
     Attributes:
-        peak: Bytes alive at the most in the last micro-batch measured, of the whole process; None if unknown.
-        crowded: Whether it came through only because the allocator gave its cached blocks back.
+        limit: Bytes that tensors of the process may take; None if that is not known.
+        peak: The most bytes alive in the micro-batch measured last, of the whole process; None if unknown.
+        taken: How many of them the micro-batch added.
+        crowded: Whether it does not fit though it ran: it took more than the limit, or the allocator had to give its
+            cached blocks back.
     """
 
-    peak: int | None = None
-    crowded = False
     limit: int | None = None
+    peak: int | None = None
+    taken: int | None = None
+    crowded = False
 
-    def live(self) -> int:
-        """Bytes alive now; only asked if there is a limit."""
-        return 0
+    def free(self) -> int | None:
+        """Bytes that a micro-batch may take now; None if that is not known."""
+        return None
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the peak of a micro-batch."""
+        """Measure what runs inside."""
         yield
 
     def let_go(self) -> None:
         """Give back what an error has left."""
         gc.collect()
+        torch.clear_autocast_cache()
 
 
 class CountedMemory(Memory):
-    """Counts live tensors, for devices whose allocator does not keep count."""
+    """Counts live tensors, for devices whose allocator does not keep count. Looking for them takes milliseconds."""
+
+    limit: int
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self.limit = limit
         self._device = device
 
-    def live(self) -> int:
+    def free(self) -> int:
         """See `Memory`."""
         live = LiveBytes()
         live.add(self._tensors())
-        return live.live
+        return self.limit - live.live
 
     def _tensors(self) -> Iterator[Tensor]:
-        # Not isinstance, which asks lazy proxies for their class.
-        tensors = (o for o in gc.get_objects() if issubclass(type(o), Tensor))
-        return (t for t in tensors if t.device == self._device)
+        for found in gc.get_objects():
+            if not issubclass(type(found), Tensor):  # isinstance would ask lazy proxies for their class
+                continue
+            # A `.grad` that nobody has looked at has no object of Python's. Fake tensors' storages are on meta.
+            for tensor in [found] if not found.is_leaf or found.grad is None else [found, found.grad]:
+                storage = storage_of(tensor)
+                if storage is not None and storage.device == self._device:
+                    yield tensor
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """See `Memory`."""
-        live = LiveBytes()
-        live.add(self._tensors())
-        try:
-            with live:
-                yield
-        finally:
-            self.peak = live.peak
+        counter = LiveBytes()
+        counter.add(self._tensors())
+        before = counter.live
+        with counter:
+            yield
+        self.peak, self.taken = counter.peak, counter.peak - before
+        self.crowded = counter.peak > self.limit
 
 
 class CudaMemory(Memory):
@@ -82,9 +94,9 @@ class CudaMemory(Memory):
         available = free + torch.cuda.memory_reserved(self._device)
         return available if self._limit is None else min(self._limit, available)
 
-    def live(self) -> int:
+    def free(self) -> int:
         """See `Memory`."""
-        return torch.cuda.memory_allocated(self._device)
+        return self.limit - torch.cuda.memory_allocated(self._device)
 
     def _retries(self) -> int:
         return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
@@ -92,13 +104,12 @@ class CudaMemory(Memory):
     @contextmanager
     def measured(self) -> Iterator[None]:
         """See `Memory`. The allocator's peak statistics begin anew."""
-        retries = self._retries()
+        before, retries, limit = torch.cuda.memory_allocated(self._device), self._retries(), self.limit
         torch.cuda.reset_peak_memory_stats(self._device)
-        try:
-            yield
-        finally:
-            self.peak = torch.cuda.max_memory_allocated(self._device)
-            self.crowded = self._retries() > retries
+        yield
+        self.peak = torch.cuda.max_memory_allocated(self._device)
+        self.taken = self.peak - before
+        self.crowded = self.peak > limit or self._retries() > retries
 
     def let_go(self) -> None:
         """See `Memory`."""

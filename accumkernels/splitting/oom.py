@@ -1,8 +1,9 @@
-"""Tells out of memory from every other failure."""
+"""Tells out of memory from every other failure, and frees what such an error holds."""
 
 from __future__ import annotations
 
 import re
+import traceback
 
 import torch
 
@@ -59,3 +60,23 @@ def is_oom_error(exception: BaseException) -> bool:
         seen.add(id(link))
         link = link.__cause__
     return False
+
+
+def let_go(error: BaseException, outer: BaseException | None) -> str:
+    """Free what an error's frames hold, and those of the errors behind it; return its message.
+
+    Args:
+        error: Nobody will see its traceback.
+        outer: The exception that was being handled before, which is its owner's.
+    """
+    seen = {id(outer)}
+    links: list[BaseException | None] = [error]
+    while links:
+        link = links.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        links += [link.__cause__, link.__context__]
+    return str(error)

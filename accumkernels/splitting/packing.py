@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
 
-_TIGHT = 0.01  # of the budget: how near to the evenest split the search goes
+_TIGHT = 0.01  # of the dearest micro-batch: how near to the evenest packing the search goes
+
+
+class _Sorted:
+    """Samples by their costs, the dearest first; micro-batches are runs of them, given by their bounds."""
+
+    def __init__(self, indices: Sequence[int], costs: Sequence[float], padded: bool) -> None:
+        self.indices = sorted(indices, key=lambda index: -costs[index])
+        self.costs = [costs[index] for index in self.indices]
+        self._padded = padded
+        self._sums = [0.0, *itertools.accumulate(self.costs)]
+
+    def cost(self, start: int, stop: int) -> float:
+        """What a run costs as one micro-batch."""
+        if self._padded:
+            return self.costs[start] * (stop - start)
+        return math.fsum(self.costs[start:stop])
+
+    def dearest(self, bounds: Sequence[int]) -> float:
+        """What the dearest of all runs costs."""
+        return max(itertools.starmap(self.cost, itertools.pairwise(bounds)))
+
+    def reach(self, start: int, budget: float) -> int:
+        """Where the longest run from `start` ends that costs no more than `budget`, or is a single sample."""
+        stop = len(self.costs)
+        if self._padded and self.costs[start] * (stop - start) > budget:
+            stop = start + int(budget / self.costs[start])
+        elif not self._padded:
+            stop = bisect.bisect_right(self._sums, self._sums[start] + budget, start) - 1
+        while stop > start + 1 and self.cost(start, stop) > budget:  # the sums are rounded
+            stop -= 1
+        return max(stop, start + 1)
+
+    def runs(self, bounds: Sequence[int]) -> list[list[int]]:
+        """The samples of each run."""
+        return [self.indices[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 class Packer:
@@ -15,7 +52,7 @@ class Packer:
         costs: Of each sample.
         padded: Whether a micro-batch costs its dearest sample times their number; else it costs their sum.
         most: The most samples of a micro-batch; None: any number.
-        multiple_of: Sizes are multiples of it where the limits allow, but for the last one of its kind.
+        multiple_of: Sizes are multiples of it where the limits allow, except the last one.
     """
 
     def __init__(
@@ -26,72 +63,65 @@ class Packer:
         self._most = most
         self._multiple_of = multiple_of
 
+    def __len__(self) -> int:
+        return len(self._costs)
+
     def cost(self, indices: Sequence[int]) -> float:
         """What these samples cost as one micro-batch."""
-        if self._padded:
-            return max(self._costs[index] for index in indices) * len(indices)
-        return math.fsum(self._costs[index] for index in indices)
+        costs = [self._costs[index] for index in indices]
+        return max(costs, default=0.0) * len(costs) if self._padded else math.fsum(costs)
 
-    def pack(self, indices: Sequence[int], budget: float = math.inf, at_least: int = 1) -> list[list[int]]:
-        """Pack samples, the dearest first; in micro-batches of equal samples they stay in order.
+    def pack(self, budget: float = math.inf, at_least: int = 1) -> list[list[int]]:
+        """Pack all samples, the dearest first; samples that cost the same stay in order.
 
         Args:
-            indices: The samples.
             budget: The most that a micro-batch may cost, unless it is one sample.
             at_least: The fewest micro-batches, if there are as many samples.
         """
-        order = sorted(indices, key=lambda index: -self._costs[index])
-        parts = self._cut(order, budget)
-        number = max(len(parts), min(at_least, len(order)))
-        if len(parts) < number:
-            parts = _evenly(order, number)
-        # The smallest budget that needs no more micro-batches makes them about as dear.
-        low, high = 0.0, max(map(self.cost, parts))
-        while high - low > _TIGHT * high:
-            middle = (low + high) / 2
-            tighter = self._cut(order, middle)
-            if len(tighter) > number:
-                low = middle
-            else:
-                high = middle
-                parts = tighter if len(tighter) == number else parts
-        # Samples that cost the same: 4, 3 and 3 rather than 4, 4 and 2.
-        even = _evenly(order, number)
-        if self._multiple_of == 1 and max(map(self.cost, even)) <= max(map(self.cost, parts)):
-            return even
+        if not self._costs:
+            return []
+        order = _Sorted(range(len(self)), self._costs, self._padded)
+        parts = order.runs(self._even(order, self._cut(order, budget)))
+        while len(parts) < min(at_least, len(self)):
+            dearest = max(range(len(parts)), key=lambda number: (len(parts[number]) > 1, self.cost(parts[number])))
+            parts[dearest : dearest + 1] = self.split(parts[dearest])
         return parts
 
     def split(self, indices: Sequence[int]) -> list[list[int]]:
         """Split a micro-batch of two or more samples in two that cost about the same."""
         order = list(indices)
-        half, total = math.fsum(self._costs[index] for index in order) / 2, 0.0
-        for cut in range(1, len(order)):
-            total += self._costs[order[cut - 1]]
-            if total >= half:
-                break
+        sums = list(itertools.accumulate(self._costs[index] for index in order))
+        cut = min(bisect.bisect_left(sums, sums[-1] / 2) + 1, len(order) - 1)
+        if cut > self._multiple_of:
+            cut -= cut % self._multiple_of
         return [order[:cut], order[cut:]]
 
-    def _cut(self, order: Sequence[int], budget: float) -> list[list[int]]:
+    def _cut(self, order: _Sorted, budget: float) -> list[int]:
         """Fill one micro-batch after another, up to the budget."""
-        parts: list[list[int]] = []
-        start = 0
-        while start < len(order):
-            first, total, stop = self._costs[order[start]], 0.0, start
-            while stop < len(order) and (self._most is None or stop - start < self._most):
-                total += self._costs[order[stop]]
-                if stop > start and (first * (stop - start + 1) if self._padded else total) > budget:
-                    break
-                stop += 1
-            size = stop - start
-            if stop < len(order) and size > self._multiple_of:
-                size -= size % self._multiple_of
-            parts.append(list(order[start : start + size]))
-            start += size
-        return parts
+        bounds, count = [0], len(self)
+        while (start := bounds[-1]) < count:
+            stop = order.reach(start, budget)
+            if self._most is not None:
+                stop = min(stop, start + self._most)
+            if stop < count and stop - start > self._multiple_of:
+                stop -= (stop - start) % self._multiple_of
+            bounds.append(stop)
+        return bounds
 
-
-def _evenly(order: Sequence[int], number: int) -> list[list[int]]:
-    """Micro-batches whose numbers of samples differ by one at most, the larger ones first."""
-    size, larger = divmod(len(order), number)
-    starts = [size * index + min(index, larger) for index in range(number + 1)]
-    return [list(order[start:stop]) for start, stop in zip(starts, starts[1:], strict=False)]
+    def _even(self, order: _Sorted, bounds: list[int]) -> list[int]:
+        """As many micro-batches as these, about as dear as each other."""
+        # The smallest budget that needs no more of them.
+        low, high = order.costs[0], order.dearest(bounds)
+        while high - low > _TIGHT * high:
+            middle = (low + high) / 2
+            tighter = self._cut(order, middle)
+            if len(tighter) > len(bounds):
+                low = middle
+            else:
+                bounds, high = tighter, min(middle, order.dearest(tighter))
+        # Samples that cost the same: 4, 3 and 3 rather than 4, 4 and 2.
+        size, larger = divmod(len(self), len(bounds) - 1)
+        even = [size * number + min(number, larger) for number in range(len(bounds))]
+        if self._multiple_of == 1 and order.dearest(even) <= order.dearest(bounds):
+            return even
+        return bounds

@@ -30,8 +30,8 @@ class Samples(Protocol):
     def sample(self, index: int) -> Any:
         """One sample, for its cost."""
 
-    def default_cost(self, index: int) -> float:
-        """What one sample costs if nobody says."""
+    def default_costs(self) -> list[float]:
+        """What each sample costs if nobody says."""
 
     def part(self, indices: Sequence[int]) -> Any:
         """Some samples as a micro-batch."""
@@ -66,6 +66,8 @@ class TreeSamples:
                     f"{path} has {len(leaf)} samples (its first dimension), {first} has {self._count}; all tensors of "
                     "a batch must have the same number"
                 )
+        if self._count is None and next(tree_leaves(batch), ("", None))[1] is batch:
+            raise wrong_type("batch", "a tree of tensors with samples along the first dimension", batch)
         if self._count is None:
             raise ValueError("batch has no tensor with a dimension along which its samples could be counted")
 
@@ -83,18 +85,15 @@ class TreeSamples:
         """See `Samples`."""
         return self._take(lambda leaf: leaf[index])
 
-    def default_cost(self, index: int) -> float:
+    def default_costs(self) -> list[float]:
         """See `Samples`."""
-        return 1.0
+        return [1.0] * len(self)
 
     def part(self, indices: Sequence[int]) -> Any:
         """See `Samples`; views, if they are in a row."""
         start, stop = indices[0], indices[-1] + 1
-        if len(indices) == len(self):
-            if list(indices) == list(range(len(self))):
-                return self._batch
         if list(indices) == list(range(start, stop)):
-            return self._take(lambda leaf: leaf[start:stop])
+            return self._batch if len(indices) == len(self) else self._take(lambda leaf: leaf[start:stop])
         chosen = torch.tensor(indices)
         return self._take(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)))
 
@@ -120,19 +119,20 @@ class ListSamples:
         """See `Samples`."""
         return self._batch[index]
 
-    def default_cost(self, index: int) -> float:
-        """See `Samples`: the length of the sample, or of the first value of a mapping that has one."""
-        sample = self._batch[index]
-        for value in sample.values() if isinstance(sample, Mapping) else (sample,):
-            try:
-                return float(len(value))
-            except TypeError:
-                continue
-        return 1.0
+    def default_costs(self) -> list[float]:
+        """See `Samples`: the length of a sample, or of the first value of a mapping that has one."""
+        return [_length(sample) for sample in self._batch]
 
     def part(self, indices: Sequence[int]) -> Any:
         """See `Samples`."""
         return self._collate([self._batch[index] for index in indices])
+
+
+def _length(sample: Any) -> float:
+    for value in sample.values() if isinstance(sample, Mapping) else (sample,):
+        if not (isinstance(value, Tensor) and value.dim() == 0) and hasattr(value, "__len__"):
+            return float(len(value))
+    return 1.0
 
 
 def samples_of(batch: Any, collate: Callable[[list[Any]], Any] | None) -> Samples:
@@ -159,7 +159,7 @@ def costs_of(samples: Samples, cost: Cost) -> list[float]:
     """
     count = len(samples)
     if cost is None:
-        costs = [samples.default_cost(index) for index in range(count)]
+        costs = samples.default_costs()
     elif callable(cost):
         costs = [_number(cost(samples.sample(index)), index) for index in range(count)]
     elif isinstance(cost, Iterable):

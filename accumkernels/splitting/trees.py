@@ -1,27 +1,40 @@
-"""Handles batches as trees of tensors in tuples, lists and mappings, with samples along the first dimension."""
+"""Handles batches as trees: tensors in containers of any kind, with samples along the first dimension."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def _is_container(tree: Any) -> bool:
-    return isinstance(tree, Mapping | tuple | list)
+def _is_record(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to the leaves of a tree; named tuples and other mappings keep their class."""
+    """Apply `function` to the leaves of a tree, whose containers keep their class and what else they hold."""
+    if type(tree) is dict:
+        return {key: tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, MutableMapping):
+        mapped = copy.copy(tree)
+        for key, value in tree.items():
+            mapped[key] = tree_map(function, value)
+        return mapped
     if isinstance(tree, Mapping):
-        mapped = {key: tree_map(function, value) for key, value in tree.items()}
-        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
+        return type(tree)({key: tree_map(function, value) for key, value in tree.items()})  # type: ignore[call-arg]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map(function, value) for value in tree))
     if isinstance(tree, tuple | list):
         return type(tree)(tree_map(function, value) for value in tree)
+    if _is_record(tree):
+        record = copy.copy(tree)
+        for field in dataclasses.fields(tree):  # also where they are frozen, or no arguments of the constructor
+            object.__setattr__(record, field.name, tree_map(function, getattr(tree, field.name)))
+        return record
     return function(tree)
 
 
@@ -33,6 +46,9 @@ def tree_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, tuple | list):
         for index, value in enumerate(tree):
             yield from tree_leaves(value, f"{path}[{index}]")
+    elif _is_record(tree):
+        for field in dataclasses.fields(tree):
+            yield from tree_leaves(getattr(tree, field.name), f"{path}.{field.name}")
     else:
         yield path, tree
 
@@ -72,7 +88,7 @@ def slice_samples(tree: Any, start: int, stop: int, count: int) -> Any:
     if isinstance(tree, Mapping):
         cut = {key: slice_samples(value, start, stop, count) for key, value in tree.items()}
         return cut if type(tree) is dict else type(tree)(cut)  # type: ignore[call-arg]
-    if _is_container(tree):
+    if isinstance(tree, tuple | list):
         items = [slice_samples(value, start, stop, count) for value in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree[start:stop] if isinstance(tree, Tensor) and tree.dim() > 0 else tree
