@@ -52,7 +52,8 @@ class Packer:
         costs: Of each sample.
         padded: Whether a micro-batch costs its dearest sample times their number; else it costs their sum.
         most: The most samples of a micro-batch; None: any number.
-        multiple_of: Sizes are multiples of it where the limits allow, except the last one.
+        multiple_of: Sizes are multiples of it where the limits allow, except the last one; above 1 they are few rather than
+            even.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class Packer:
         if not self._costs:
             return []
         order = _Sorted(range(len(self)), self._costs, self._padded)
-        parts = order.runs(self._even(order, self._cut(order, budget)))
+        bounds = self._cut(order, budget)
+        parts = order.runs(self._even(order, bounds) if self._multiple_of == 1 else bounds)
         while len(parts) < min(at_least, len(self)):
             dearest = max(range(len(parts)), key=lambda number: (len(parts[number]) > 1, self.cost(parts[number])))
             parts[dearest : dearest + 1] = self.split(parts[dearest])
@@ -122,6 +124,4 @@ class Packer:
         # Samples that cost the same: 4, 3 and 3 rather than 4, 4 and 2.
         size, larger = divmod(len(self), len(bounds) - 1)
         even = [size * number + min(number, larger) for number in range(len(bounds))]
-        if self._multiple_of == 1 and order.dearest(even) <= order.dearest(bounds):
-            return even
-        return bounds
+        return even if order.dearest(even) <= order.dearest(bounds) else bounds
