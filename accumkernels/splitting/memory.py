@@ -11,6 +11,12 @@ from torch import Tensor
 
 from .live_bytes import LiveBytes, storage_of
 
+# A graph that is older than any user's. A backward that raises on the CPU leaves nodes in its thread's queue, and with
+# them what they saved; the queue hands out the newest first and drops what belongs to no backward any more.
+with torch.enable_grad():
+    _leaf = torch.zeros((), device="cpu", requires_grad=True)
+    _oldest = _leaf.clone()
+
 
 class Memory:
     """A device's memory. The base class knows neither limit nor peaks: errors alone say what does not fit.
@@ -39,6 +45,7 @@ class Memory:
 
     def let_go(self) -> None:
         """Give back what an error has left."""
+        torch.autograd.grad(_oldest, _leaf, retain_graph=True)
         gc.collect()
         torch.clear_autocast_cache()
 

@@ -52,8 +52,8 @@ class Packer:
         costs: Of each sample.
         padded: Whether a micro-batch costs its dearest sample times their number; else it costs their sum.
         most: The most samples of a micro-batch; None: any number.
-        multiple_of: Sizes are multiples of it where the limits allow, except the last one; above 1 they are few rather than
-            even.
+        multiple_of: Sizes are multiples of it where the limits allow, except the last one; if it is not 1, they are few
+            rather than even.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class BatchRunner:
                 if counts and indices:
                     used.append((len(indices), cost))
                     if not proven:
-                        new, peak = True, max(peak, self._learn(cost))
+                        new, peak = True, max(peak, self._learn(cost, len(indices)))
                 continue
             part = None
             tries += 1
@@ -191,10 +191,10 @@ class BatchRunner:
             self._free = self._memory.free()
         return min(learned.budget(self._free), math.inf if budget is None else budget)
 
-    def _learn(self, cost: float) -> int:
+    def _learn(self, cost: float, size: int) -> int:
         """Learn from a micro-batch that was new; returns its peak, 0 if that is unknown."""
         self.learned.see(cost, self._memory.taken)
-        if self._memory.crowded:  # it counts, but it does not fit
+        if self._memory.crowded and size > 1:  # it counts, but it does not fit; a single sample has to
             self.learned.fail(cost)
         return self._memory.peak or 0
 

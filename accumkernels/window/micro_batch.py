@@ -257,12 +257,13 @@ class MicroBatchRunner:
             for bucket in buckets[:-1]:
                 self._sums.add(bucket, micro_batch)
             self._sums.add(buckets[-1], counted, count=True, drops=drops)
+            added = True
+            window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, dropped)
         except BaseException:
             # An op that fails has added none of its gradients, but others may have run.
             if added or self._sums.partial or self._sender.begun:
                 window.break_()
             raise
-        window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, dropped)
         captures.gradients.forget()
         for capture in captures:
             capture.forget()
