@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..accumulator import FusedAccumulator
 from ..errors import expect, needs, wrong_type
 from ..ranks.ddp import is_silent
+from ..splitting.run import BatchReport
 from ..window.optimizers import owned
 from .several import backward_coupled_of_all, backward_of_all, driven
 from .window import TrainerWindow
@@ -126,6 +127,7 @@ class Accelerator(Stock):
         self.loss_divided_by: float | Tensor = 1
         self.reads_gradients = True
         self.counts_micro_batches = False
+        self._apart = False  # whether a loss function runs whose ranks have split their batches differently
         self._accumulator_options = dict(options)
         self._preparing = False
         self._wrapped: list[nn.Module] = []  # as prepared; accelerate's `_models` has what was passed
@@ -323,7 +325,8 @@ class Accelerator(Stock):
             super().backward(loss, **kwargs)
             return
         expect(loss, Tensor, "loss", "a tensor")
-        weight, steps = self._begin(weight), self.gradient_accumulation_steps
+        steps = self.gradient_accumulation_steps
+        weight = self._begin(weight, steps)
         if len(windows) == 1:
             windows[0].backward(loss / steps, weight, last=self._ends(windows[0]), **kwargs)
             reached = windows
@@ -362,7 +365,8 @@ class Accelerator(Stock):
                 "accelerator.backward_coupled(): nothing to accumulate into; pass the model and its optimizer to "
                 "accelerator.prepare(...) first"
             )
-        weight = self._begin(weight)
+        steps = self.gradient_accumulation_steps
+        weight = self._begin(weight, steps)
         loss, reached = backward_coupled_of_all(
             windows,
             chunks,
@@ -370,20 +374,78 @@ class Accelerator(Stock):
             loss_fn,
             weight,
             self.scaler,
-            divided_by=self.gradient_accumulation_steps,
+            divided_by=steps,
             last=self._ends(windows[0]),
         )
         self._counted(reached)
         return loss
 
-    def _begin(self, weight: float | Tensor | None) -> float | Tensor:
-        """Prepare the windows for a micro-batch; returns its weight."""
+    def backward_batch(self, batch: Any, loss_fn: Callable[[Any], Any], **options: Any) -> BatchReport:
+        """`FusedAccumulator.backward_batch`: a whole batch, as as many micro-batches as it takes to fit in memory.
+
+            accelerator.backward_batch(batch, lambda part: loss_fn(model(part["x"]), part["y"]))
+
+        It takes the place of the forward and `backward`, inside `accumulate()`, where `gradient_accumulation_steps`
+        batches are one window, or outside. Every sample counts the same, or `weight` says what counts. Each rank splits
+        its own batch; with FSDP2 all have equally many parts.
+
+        Args:
+            batch: See `FusedAccumulator.backward_batch`, as the following.
+            loss_fn: Called with a part of the batch; returns its mean loss, or a tuple of that and its weight. Where it
+                calls the prepared model, mixed precision is as in any forward. On several ranks it must not
+                communicate.
+            **options: `micro_batch`, `budget`, `cost`, `collate`, `weight`, `multiple_of`.
+
+        Returns:
+            Sizes and costs of the micro-batches that ran, how often memory ran out, the peak, and the loss.
+
+        Raises:
+            TypeError, ValueError, torch.OutOfMemoryError: As `FusedAccumulator.backward_batch`.
+            RuntimeError: As `FusedAccumulator.backward_batch` and `backward`; or not exactly one optimizer was prepared
+                with its models.
+        """
+        if len(self._windows) != 1:
+            raise RuntimeError(
+                f"accelerator.backward_batch() with {len(self._windows)} optimizers: it needs one optimizer, prepared "
+                "with its model in accelerator.prepare(...). With several, split the batch yourself and call "
+                "accelerator.backward(loss, weight) for each part"
+            )
+        self._begin(None if self.counts_micro_batches else 1.0, steps=1)
+        window = self._windows[0]
+        self._apart = window.splits_alone
+        try:
+            report = window.backward_batch(batch, loss_fn, last=self._ends(window), **options)
+        finally:
+            self._apart = False
+        self._counted([window])
+        return report
+
+    def gather(self, tensor: Any) -> Any:
+        """As in accelerate."""
+        self._check_together("gather")
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in accelerate."""
+        self._check_together("reduce")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def _check_together(self, name: str) -> None:
+        if self._apart:
+            raise RuntimeError(
+                f"accelerator.{name}() in the loss function of backward_batch: ranks may split their batches into "
+                "different numbers of parts, and would wait for each other. Call it after backward_batch (in a "
+                "Trainer: pass a number as split, which makes the numbers equal)"
+            )
+
+    def _begin(self, weight: float | Tensor | None, steps: int) -> float | Tensor:
+        """Prepare the windows for a micro-batch, whose loss we divide by `steps`; returns its weight."""
         windows = self._windows
         weight = self.micro_batch_weight if weight is None else weight
         sums = weight is None and windows[0].micro_batch is None
         for window in _ready(windows):
             window.open()
-            window.divided_by = self.gradient_accumulation_steps * self.loss_divided_by
+            window.divided_by = steps * self.loss_divided_by
             window.begin(sums)
         if len(windows) == 1:
             self._check_first(windows)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..accumulator import FusedAccumulator, Parts
 from ..arguments import as_scalar
 from ..capture.captures import MicroBatch
+from ..splitting.run import BatchReport
 from ..window.optimizers import needs_closure
 from .optimizer_accumulator import OptimizerAccumulator
 from .stepping import apart, check_optimizer_once, once
@@ -107,6 +108,11 @@ class TrainerWindow:
         """Whether other ranks may have micro-batches in this window."""
         return self.parts.ranks.ends_together
 
+    @property
+    def splits_alone(self) -> bool:
+        """Whether ranks may split their batches into different numbers of micro-batches."""
+        return self.several_ranks and not self.parts.ranks.sharded
+
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """The tensors that the optimizer steps for these parameters of the model."""
         return self.accumulator.param_groups([{"params": params}])[0]["params"]
@@ -173,6 +179,26 @@ class TrainerWindow:
         """`backward` for a loss over chunks."""
         last = last and self._current.sends_in_backward
         self.accumulator.backward_coupled(chunks, encode, loss_fn, weight=1.0 if self.sums else weight, last=last)
+
+    def backward_batch(
+        self, batch: Any, loss_fn: Callable[[Any], Any], *, last: bool = False, **options: Any
+    ) -> BatchReport:
+        """`FusedAccumulator.backward_batch`, after `open` and `begin`. Losses that are sums are added up over parts.
+
+        Args:
+            batch: The batch.
+            loss_fn: Returns the loss of a part, divided by `divided_by`; or a tuple of that and its weight.
+            last: Whether it ends the window, see `backward`.
+            **options: Of `FusedAccumulator.backward_batch`.
+        """
+        if self.sums:
+            options["weight"] = lambda part: 1.0
+        marks_last = last and self._current.sends_in_backward
+        (report,) = (
+            self.accumulator.backward_batch(whole, loss_fn, **options)
+            for whole in (self.accumulator.window([batch]) if marks_last else [batch])
+        )
+        return report
 
     def run(
         self, backward: Callable[[Tensor], None], loss: Tensor, weight: float | Tensor, *, last: bool = False
