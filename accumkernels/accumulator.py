@@ -217,6 +217,7 @@ class FusedAccumulator:
         self._ended = 0  # windows
         self._patience = Patience()
         self._looked_for_stages = False
+        self._splits_together = False  # whether a subclass knows that ranks wait for each other in `loss_fn`
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
         self._open()
 
@@ -619,7 +620,8 @@ class FusedAccumulator:
 
     def _agreement(self, automatic: bool) -> Callable[[Sequence[int]], list[int]] | None:
         """The largest of such numbers on all ranks, if they wait for each other in forward or backward; else None."""
-        if not (self._ranks.sharded or (self._ranks.ends_together and synchronised_batchnorm(self._module))):
+        waits = self._splits_together or synchronised_batchnorm(self._module) is not None
+        if not (self._ranks.sharded or (self._ranks.ends_together and waits)):
             return None
         if automatic:
             raise ValueError(

@@ -108,6 +108,7 @@ class Accelerator(Stock):
             `optimizer.step()` averages and clips, in the pass of a fused optimizer: `.grad` stays None, and the norm
             that `clip_grad_norm_` returned gets its value in the step.
         counts_micro_batches: Whether the caller of `backward` outside of `accumulate()` sets `sync_gradients`.
+        splits_together: Whether ranks split batches into equally many parts, so that losses may communicate.
 
     Raises:
         ValueError: accelerate runs with FSDP1, DeepSpeed or Megatron-LM, or on a TPU.
@@ -127,6 +128,7 @@ class Accelerator(Stock):
         self.loss_divided_by: float | Tensor = 1
         self.reads_gradients = True
         self.counts_micro_batches = False
+        self.splits_together = False
         self._apart = False  # whether a loss function runs whose ranks have split their batches differently
         self._accumulator_options = dict(options)
         self._preparing = False
@@ -412,7 +414,7 @@ class Accelerator(Stock):
             )
         self._begin(None if self.counts_micro_batches else 1.0, steps=1)
         window = self._windows[0]
-        self._apart = window.splits_alone
+        self._apart = window.several_ranks and not window.split_together(self.splits_together)
         try:
             report = window.backward_batch(batch, loss_fn, last=self._ends(window), **options)
         finally:

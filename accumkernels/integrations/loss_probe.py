@@ -25,6 +25,7 @@ from .loss_questions import (
     Inputs,
     couples_rows,
     divided_part,
+    first_rows,
     form,
     has_rows_of_labels,
     is_random,
@@ -99,6 +100,8 @@ class LossProbe:
             forms.setdefault(self._form(inputs), []).append(inputs)
         for kind, alike in forms.items():
             if kind not in self._facts:
+                if self._trainer.splits:  # the whole batch may not fit
+                    alike = [first_rows(inputs) for inputs in alike]
                 facts = self._find_out(alike, items)
                 if facts is not None:
                     self._facts[kind] = facts
@@ -111,6 +114,12 @@ class LossProbe:
         trainer = self._trainer
         adds_up = trainer.adds_up(items)
         told = getattr(trainer, "loss_is_scaled_for_ga", None) is not None
+        if trainer.splits and adds_up and not told and items is None:
+            raise ValueError(
+                f"split: the losses of {type(trainer).__name__} get no num_items_in_batch, since inputs have no "
+                "'labels', and it is not known whether those of a batch's parts add up: set loss_is_scaled_for_ga in "
+                "the Trainer, to True if they do, to False if they are means"
+            )
         if adds_up and not told and items is None and callable(trainer.compute_loss_func):
             self.warn(
                 "compute_loss_func gets no num_items_in_batch, since inputs have no 'labels', and the Trainer adds its "
@@ -250,6 +259,13 @@ class LossProbe:
                 ISSUE,
             )
         elif divided >= _MEAN and abs(divided - 1) > SMALL:
+            if trainer.splits:
+                raise ValueError(
+                    f"split: a part of the loss of {type(trainer.model).__name__} ({abs(1 - divided):.2g} of it) is "
+                    "not divided by num_items_in_batch, as a router's auxiliary loss may be, and would be added once for "
+                    "each part of a batch: divide it in compute_loss, or return a mean there and set "
+                    "loss_is_scaled_for_ga = False"
+                )
             self.warn(
                 "a part of the loss of %s (%s of it) is not divided by num_items_in_batch, as a router's auxiliary "
                 "loss may be, and is added up over a window, up to %d times, as in transformers.Trainer: divide it in "

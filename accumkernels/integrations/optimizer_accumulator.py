@@ -108,6 +108,13 @@ class OptimizerAccumulator:
             group["params"] = new
         self._owned = self._owners()
 
+    def split_together(self, together: bool) -> bool:
+        """Let ranks split batches into equally many parts; returns whether they do, which takes a module of its own."""
+        if not isinstance(self.accumulator, _Stepped):
+            return False
+        self.accumulator.split_together(together)
+        return together
+
     @property
     def outgrown(self) -> bool:
         """Whether the optimizer has got other parameters since the accumulator was made."""
@@ -145,6 +152,10 @@ class _Stepped(FusedAccumulator):
     def __init__(self, module: nn.Module, stepped: set[int], **options: Any) -> None:
         self._stepped = stepped
         super().__init__(module, **options)
+
+    def split_together(self, together: bool) -> None:
+        """Whether ranks have equally many parts in `backward_batch`, since they wait for each other in the loss."""
+        self._splits_together = together
 
     def _named(self, params: Any) -> list[NamedParameter]:
         named = super()._named(params)

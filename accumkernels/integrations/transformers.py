@@ -11,7 +11,7 @@ A subclass of `transformers.Trainer`, from any package, lists `FusedAccumulation
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ with needs("transformers", oldest="5.19"):
 from .accelerate import fuse
 from .loss_probe import LossProbe
 from .loss_questions import IGNORED, has_rows_of_labels, rows
+from .split_step import costs, deferred_loss, is_automatic, split_options
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -52,6 +53,10 @@ class FusedAccumulationMixin(Base):
         accumulator_options: Options of FusedAccumulator, such as `{"release": "backward"}`.
         log_windows: Whether the Trainer's logs include the accumulator's metrics of the last window, such as
             `accumulator/weight`.
+        split: Splits each batch of `per_device_train_batch_size` rows into parts that fit in memory, which together
+            are as the batch is at once. "auto": as large as fit. A number: the most rows of a part, or tokens with
+            padding if inputs have `input_ids`. A dict: `micro_batch`, `budget`, `cost` and `multiple_of` of
+            `FusedAccumulator.backward_batch`. None (default): batches are not split.
         **kwargs: Of the Trainer.
     """
 
@@ -60,11 +65,13 @@ class FusedAccumulationMixin(Base):
         *args: Any,
         accumulator_options: Mapping[str, Any] | None = None,
         log_windows: bool = False,
+        split: str | float | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         expect(accumulator_options, Mapping | None, "accumulator_options", "a dict of options")
         self._accumulator_options = dict(accumulator_options or {})
         self._log_windows = log_windows
+        self._split = split_options(split)
         self._probe = LossProbe(self)
         self._logged: Tensor | None = None  # sum of the means of a window that the Trainer takes for its loss
         self._items: Tensor | int | None = None
@@ -131,9 +138,14 @@ class FusedAccumulationMixin(Base):
     # ---- what the loss averages
 
     @property
+    def splits(self) -> bool:
+        """Whether batches are split into parts."""
+        return self._split is not None
+
+    @property
     def takes_one(self) -> bool:
         """Whether a window is one micro-batch of one rank, for which weights do not matter."""
-        return self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
+        return self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1 and not self.splits
 
     @property
     def counts_labels(self) -> bool:
@@ -165,17 +177,39 @@ class FusedAccumulationMixin(Base):
         adds_up = self.adds_up(num_items_in_batch)
         facts = self._probe.facts(inputs)
         means = not self.takes_one and (facts.mean if facts is not None else not adds_up)
-        accelerator.micro_batch_weight = self.micro_batch_weight(inputs) if means else None
-        accelerator.loss_divided_by = 1 if adds_up else self.current_gradient_accumulation_steps
+        steps = 1 if adds_up else self.current_gradient_accumulation_steps
+        if self._split is None:
+            accelerator.micro_batch_weight = self.micro_batch_weight(inputs) if means else None
+            accelerator.loss_divided_by = steps
+        else:
+            accelerator.micro_batch_weight = 1.0 if means else None
+            accelerator.loss_divided_by = 1
         takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         multiplied = takes_number if facts is None else takes_number and facts.multiplied
         if self.args.average_tokens_across_devices and multiplied and num_items_in_batch is not None:
             # compute_loss multiplies by the number of ranks, scaled losses and means alike.
             accelerator.loss_divided_by /= accelerator.num_processes // self.get_tp_size()
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._split is None:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            with deferred_loss(self, lambda compute, whole: self._backward_batch(compute, whole, means) / steps):
+                loss = super().training_step(model, inputs, num_items_in_batch)
         if means:
             self._logged = loss if self._logged is None else self._logged + loss
         return loss
+
+    def _backward_batch(self, compute: Callable[[Any], Tensor], inputs: Any, means: bool) -> Tensor:
+        """Run prepared inputs in parts; returns the loss that `compute_loss` would return of all."""
+        assert self._split is not None
+        options = {"cost": costs(inputs), **self._split}
+        if means:
+            options["weight"] = self.micro_batch_weight
+        may_gather = (
+            type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
+        )
+        self.accelerator.splits_together = may_gather and not is_automatic(self._split)
+        report = self.accelerator.backward_batch(inputs, compute, **options)
+        return report.loss / self.accelerator.loss_divided_by if means else report.loss * len(report.sizes)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer, which calls it after a step. Of means it has added up the loss that it takes them for."""

@@ -108,10 +108,9 @@ class TrainerWindow:
         """Whether other ranks may have micro-batches in this window."""
         return self.parts.ranks.ends_together
 
-    @property
-    def splits_alone(self) -> bool:
-        """Whether ranks may split their batches into different numbers of micro-batches."""
-        return self.several_ranks and not self.parts.ranks.sharded
+    def split_together(self, together: bool) -> bool:
+        """Let ranks split batches into equally many parts, or as they must; returns whether they are equally many."""
+        return self._current.split_together(together) or self.parts.ranks.sharded
 
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """The tensors that the optimizer steps for these parameters of the model."""
