@@ -262,8 +262,8 @@ class LossProbe:
             if trainer.splits:
                 raise ValueError(
                     f"split: a part of the loss of {type(trainer.model).__name__} ({abs(1 - divided):.2g} of it) is "
-                    "not divided by num_items_in_batch, as a router's auxiliary loss may be, and would be added once for "
-                    "each part of a batch: divide it in compute_loss, or return a mean there and set "
+                    "not divided by num_items_in_batch, as a router's auxiliary loss may be, and would be added once "
+                    "for each part of a batch: divide it in compute_loss, or return a mean there and set "
                     "loss_is_scaled_for_ga = False"
                 )
             self.warn(
