@@ -9,8 +9,8 @@ trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_cl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
 from ..errors import expect, needs
+from ..splitting.run import BatchReport
 from .several import backward_coupled_of_all, driven, run_for_all
+from .split_step import split_options
 from .window import TrainerWindow
 
 with needs("lightning", oldest="2.4"):
@@ -54,16 +56,27 @@ class FusedAccumulation(pl.Callback):
     Args:
         weight: Maps a batch to the number of samples or tokens that its loss averages. None: every batch counts 1. The
             mean is over the batches of all ranks.
+        split: Splits each batch of automatic optimization into parts that fit in memory, for each of which
+            `training_step` is called. "auto": as large as fit. A number: the most samples of a part. A dict:
+            `micro_batch`, `budget`, `cost` and `multiple_of` of `FusedAccumulator.backward_batch`. Batches then count
+            by their samples, or by `weight`. None (default): batches are not split.
         metrics: Whether to log the accumulator's metrics of each window, as `accumulator/grad_norm`.
         **options: Options of FusedAccumulator, such as `release="backward"`.
     """
 
     def __init__(
-        self, weight: Callable[[Any], float | Tensor] | None = None, *, metrics: bool = False, **options: Any
+        self,
+        weight: Callable[[Any], float | Tensor] | None = None,
+        *,
+        split: str | float | Mapping[str, Any] | None = None,
+        metrics: bool = False,
+        **options: Any,
     ) -> None:
         self.weight = expect(weight, Callable | None, "weight", "a function of a batch, or None")
         self.metrics = metrics
         self._options = options
+        self._split = split_options(split)
+        self._strategy: Any = None  # whose training_step splits batches
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
         self._loss: Tensor | None = None  # of the last backward, not scaled
@@ -111,7 +124,7 @@ class FusedAccumulation(pl.Callback):
         """Make the accumulators.
 
         Raises:
-            ValueError: The strategy shards or accumulates by itself.
+            ValueError: The strategy shards or accumulates by itself; or batches are to be split in manual optimization.
         """
         strategy = trainer.strategy
         ddp = type(strategy) is DDPStrategy  # by type: DeepSpeedStrategy is one
@@ -143,6 +156,15 @@ class FusedAccumulation(pl.Callback):
         if self._windows:
             precision.backward = self._backward
         self._manual = not pl_module.automatic_optimization
+        if self._split is not None:
+            if self._manual or not self._windows:
+                raise ValueError(
+                    "FusedAccumulation(split=...) needs automatic optimization, where the callback runs training_step "
+                    "for each part of a batch. In manual optimization, leave it out and call "
+                    "FusedAccumulation.of(self.trainer).backward_batch(batch, loss_fn) in training_step"
+                )
+            self._strategy = strategy
+            strategy.training_step = self._training_step
         if self._manual:
             for optimizer in trainer.strategy._lightning_optimizers:
                 window = self._window_of(optimizer)
@@ -178,6 +200,9 @@ class FusedAccumulation(pl.Callback):
             for name in ("optimizer_step", "clip_gradients", "clip_grad_by_norm", "backward"):
                 vars(self._precision).pop(name, None)
             self._precision = None
+        if self._strategy is not None:
+            del self._strategy.training_step
+            self._strategy = None
         for optimizer in self._lightning_optimizers:
             del optimizer.zero_grad, optimizer.optimizer.zero_grad
         self._lightning_optimizers = []
@@ -199,7 +224,8 @@ class FusedAccumulation(pl.Callback):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Open the next window after a step, which manual optimization may take inside a batch."""
-        self._begin(trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
+        if self._strategy is None:
+            self._begin(trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
 
     def _begin(self, divided_by: int) -> None:
         for window in self._windows:
@@ -210,6 +236,8 @@ class FusedAccumulation(pl.Callback):
     def _backward(self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Run the precision plugin's backward, and take its gradients while it runs or after it."""
         assert self._precision is not None
+        if self._strategy is not None:  # `_training_step` has run it
+            return
         own = functools.partial(type(self._precision).backward, self._precision)
         run = lambda loss: own(loss, model, *args, **kwargs)  # noqa: E731
         windows = self._windows
@@ -267,9 +295,68 @@ class FusedAccumulation(pl.Callback):
         loss, _ = backward_coupled_of_all(self._windows, chunks, encode, loss_fn, weight, scaler)
         return loss
 
+    def backward_batch(self, batch: Any, loss_fn: Callable[[Any], Any], **options: Any) -> BatchReport:
+        """`FusedAccumulator.backward_batch`, in place of `manual_backward`: as many micro-batches as it takes to fit.
+
+            FusedAccumulation.of(self.trainer).backward_batch(batch, self.loss)
+
+        The hooks `on_before_backward` and `on_after_backward` are not called.
+
+        Args:
+            batch: See `FusedAccumulator.backward_batch`, as the following.
+            loss_fn: Called with a part of the batch; returns its mean loss, or a tuple of that and its weight. On
+                several ranks it must not communicate.
+            **options: `micro_batch`, `budget`, `cost`, `collate`, `weight` (default: the callback's), `multiple_of`.
+
+        Returns:
+            Sizes and costs of the micro-batches that ran, how often memory ran out, the peak, and the loss.
+
+        Raises:
+            TypeError, ValueError, torch.OutOfMemoryError: As `FusedAccumulator.backward_batch`.
+            RuntimeError: As `FusedAccumulator.backward_batch`; or optimization is automatic, `fit()` does not run, or
+                there are several optimizers.
+        """
+        if not self._manual or len(self._windows) != 1:
+            raise RuntimeError(
+                f"FusedAccumulation.backward_batch() with {len(self._windows)} optimizers in "
+                f"{'manual' if self._manual else 'automatic'} optimization: it needs trainer.fit(), manual "
+                "optimization and one optimizer. In automatic optimization pass FusedAccumulation(split='auto'); with "
+                "several optimizers split the batch yourself, with a manual_backward for each part"
+            )
+        self._begin(1)
+        return self._windows[0].backward_batch(batch, loss_fn, **{"weight": self.weight, **options})
+
+    def _training_step(self, batch: Any, *args: Any) -> Tensor | None:
+        """Run the strategy's training step and backward for each part of the batch; returns the loss of all parts."""
+        strategy, window = self._strategy, self._windows[0]
+        trainer = strategy.lightning_module.trainer
+        losses: list[Tensor] = []
+
+        def loss_fn(part: Any) -> Any:
+            trainer._results.batch, trainer._results.batch_size = part, None  # what it logs counts by its samples
+            output = type(strategy).training_step(strategy, part, *args)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:  # skipped
+                return torch.zeros((), device=strategy.root_device), 0.0
+            losses[:] = [loss.detach()]
+            return loss if self.weight is None else (loss, self.weight(part))
+
+        self._begin(1)
+        alone = window.several_ranks and not window.split_together(False)
+        if alone:
+            vars(strategy).update(reduce=_refuse, all_gather=_refuse)
+        try:
+            last = not trainer.fit_loop._should_accumulate()
+            report = window.backward_batch(batch, loss_fn, last=last, **(self._split or {}))
+        finally:
+            if alone:
+                del strategy.reduce, strategy.all_gather
+            trainer._results.batch, trainer._results.batch_size = batch, None
+        return report.loss.to(losses[0].dtype) if losses else None
+
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the gradients, each for the optimizer that steps its parameter."""
-        for window in self._windows:
+        for window in self._windows if self._strategy is None else ():
             if window.alone or window.reached:
                 window.take(self._loss)
 
@@ -348,6 +435,13 @@ class FusedAccumulation(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until `fit` makes the accumulators."""
         self._saved = dict(state_dict) or None
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "training_step communicates, while ranks may have split their batches into different numbers of parts, and "
+        "would wait for each other: log with on_step=False or without sync_dist=True, and gather in on_train_batch_end"
+    )
 
 
 class _Drop:
