@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ _READERS = (
     "configure_gradient_clipping",
     "optimizer_step",
 )
+_COMMUNICATE = ("reduce", "all_gather")  # methods of strategies that training_step may call
 
 
 class FusedAccumulation(pl.Callback):
@@ -77,6 +78,7 @@ class FusedAccumulation(pl.Callback):
         self._options = options
         self._split = split_options(split)
         self._strategy: Any = None  # whose training_step splits batches
+        self._apart = False  # whether it runs, and ranks split their batches differently
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
         self._loss: Tensor | None = None  # of the last backward, not scaled
@@ -165,6 +167,8 @@ class FusedAccumulation(pl.Callback):
                 )
             self._strategy = strategy
             strategy.training_step = self._training_step
+            for name in _COMMUNICATE:
+                setattr(strategy, name, self._communicating(getattr(strategy, name)))
         if self._manual:
             for optimizer in trainer.strategy._lightning_optimizers:
                 window = self._window_of(optimizer)
@@ -201,7 +205,8 @@ class FusedAccumulation(pl.Callback):
                 vars(self._precision).pop(name, None)
             self._precision = None
         if self._strategy is not None:
-            del self._strategy.training_step
+            for name in ("training_step", *_COMMUNICATE):
+                delattr(self._strategy, name)
             self._strategy = None
         for optimizer in self._lightning_optimizers:
             del optimizer.zero_grad, optimizer.optimizer.zero_grad
@@ -342,17 +347,28 @@ class FusedAccumulation(pl.Callback):
             return loss if self.weight is None else (loss, self.weight(part))
 
         self._begin(1)
-        alone = window.several_ranks and not window.split_together(False)
-        if alone:
-            vars(strategy).update(reduce=_refuse, all_gather=_refuse)
+        self._apart = window.several_ranks and not window.split_together(False)
         try:
             last = not trainer.fit_loop._should_accumulate()
             report = window.backward_batch(batch, loss_fn, last=last, **(self._split or {}))
         finally:
-            if alone:
-                del strategy.reduce, strategy.all_gather
+            self._apart = False
             trainer._results.batch, trainer._results.batch_size = batch, None
         return report.loss.to(losses[0].dtype) if losses else None
+
+    def _communicating(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A strategy's method that is an error while parts run; a function, since Lightning copies what it keeps."""
+
+        def communicate(*args: Any, **kwargs: Any) -> Any:
+            if self._apart:
+                raise RuntimeError(
+                    "training_step communicates, while ranks may have split their batches into different numbers of "
+                    "parts, and would wait for each other: log with on_step=False or without sync_dist=True, and "
+                    "gather in on_train_batch_end"
+                )
+            return method(*args, **kwargs)
+
+        return communicate
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the gradients, each for the optimizer that steps its parameter."""
@@ -435,13 +451,6 @@ class FusedAccumulation(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until `fit` makes the accumulators."""
         self._saved = dict(state_dict) or None
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "training_step communicates, while ranks may have split their batches into different numbers of parts, and "
-        "would wait for each other: log with on_step=False or without sync_dist=True, and gather in on_train_batch_end"
-    )
 
 
 class _Drop:
