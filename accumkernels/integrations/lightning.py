@@ -335,10 +335,11 @@ class FusedAccumulation(pl.Callback):
         """Run the strategy's training step and backward for each part of the batch; returns the loss of all parts."""
         strategy, window = self._strategy, self._windows[0]
         trainer = strategy.lightning_module.trainer
+        results = vars(trainer._results)
         losses: list[Tensor] = []
 
         def loss_fn(part: Any) -> Any:
-            trainer._results.batch, trainer._results.batch_size = part, None  # what it logs counts by its samples
+            results.update(batch=part, batch_size=None)  # what it logs counts by its samples
             output = type(strategy).training_step(strategy, part, *args)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is None:  # skipped
@@ -353,7 +354,7 @@ class FusedAccumulation(pl.Callback):
             report = window.backward_batch(batch, loss_fn, last=last, **(self._split or {}))
         finally:
             self._apart = False
-            trainer._results.batch, trainer._results.batch_size = batch, None
+            results.update(batch=batch, batch_size=None)
         return report.loss.to(losses[0].dtype) if losses else None
 
     def _communicating(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,6 +40,7 @@ class CoupledAccumulationMixin(FusedAccumulationMixin):
 
     Raises:
         TypeError: The subclass does not define both methods.
+        ValueError: There is a `split`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,6 +48,10 @@ class CoupledAccumulationMixin(FusedAccumulationMixin):
         for method in ("encode", "coupled_loss"):
             if getattr(kind, method) is getattr(CoupledAccumulationMixin, method):
                 raise TypeError(f"{kind.__name__} must define {method}(), which CoupledAccumulationMixin calls")
+        if kwargs.get("split") is not None:
+            raise ValueError(
+                f"split with {kind.__name__}, whose windows are one batch already: its micro-batches are the parts"
+            )
         self._waiting: list[Any] = []  # the open window's micro-batches so far
         super().__init__(*args, **kwargs)
 

@@ -200,3 +200,14 @@ def test_wrong(tmp_path, split, error, text):
     """Before anything is loaded."""
     with pytest.raises(error, match=text):
         Trainer(model=gpt2(), split=split)
+
+
+def test_chunks_of_a_coupled_loss():
+    """Are parts already."""
+    from accumkernels.integrations.transformers_coupled import CoupledAccumulationMixin
+
+    class Contrastive(CoupledAccumulationMixin, transformers.Trainer):
+        encode = coupled_loss = None
+
+    with pytest.raises(ValueError, match="split with Contrastive, whose windows are one batch already"):
+        Contrastive(split="auto")
