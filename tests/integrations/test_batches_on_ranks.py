@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from tests.support import batch_scenarios as scenarios  # noqa: E402
 from tests.support.trainer_data import LR  # noqa: E402
 from tests.support.trainer_truth import ROUNDING, assert_close  # noqa: E402
+from tests.support.trainer_truth import truth as other_truth  # noqa: E402
 from tests.support.trainers import Samples, gpt2  # noqa: E402
 
 pytestmark = [
@@ -83,8 +84,9 @@ def test_lightning(found):
     """Parts of unequal sizes on one rank; a step that reduces what it logs is an error there."""
     check(found, "lightning_batches")
     expected, _ = truth()
-    for values, (kind, text) in found["lightning_batches"]:
+    for values, of_fsdp2, (kind, text) in found["lightning_batches"]:
         assert_close(values, expected, ROUNDING["fp32"])
+        assert_close(of_fsdp2, other_truth(RANKS, uneven=False)[0], ROUNDING["fp32"])
         assert kind == "RuntimeError"
         assert text.startswith("training_step communicates")
 

@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 
 from tests.support import ranks
 from tests.support.accelerate_scenarios import accelerator
-from tests.support.lightning_scenarios import lightning_trainer
+from tests.support.lightning_scenarios import lightning_loop, lightning_trainer, sharded
 from tests.support.models import batch, mlp
 from tests.support.ranks import message
 from tests.support.trainer_data import environment, parameters, sgd
@@ -69,7 +69,7 @@ def accelerate_batches(rank, size):
 
 
 def lightning_batches(rank, size):
-    """In automatic optimization."""
+    """In automatic optimization; and sharded, with a number."""
     import lightning.pytorch as pl
 
     from accumkernels.integrations.lightning import FusedAccumulation
@@ -92,10 +92,11 @@ def lightning_batches(rank, size):
     environment(rank, size)
     data = [of_rank(rank, window) for window in range(WINDOWS)]
     loader = torch.utils.data.DataLoader(data, batch_size=1, collate_fn=lambda one: one[0])
+    of_fsdp2 = lightning_loop(rank, size, options={"split": 2}, **sharded(size))[0]
     module = Regression()
     lightning_trainer(rank, size, FusedAccumulation(split="auto"), steps=1).fit(module, loader)
     trainer = lightning_trainer(rank, size, FusedAccumulation(split="auto"), steps=1)
-    return parameters(module), message(trainer.fit, Regression(synced=True), loader)
+    return parameters(module), of_fsdp2, message(trainer.fit, Regression(synced=True), loader)
 
 
 def transformers_batches(rank, size):
