@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import wrong_type
-from .loss_probe import rows
+from .loss_questions import rows
 
 _OPTIONS = {"micro_batch", "budget", "cost", "multiple_of"}
 
