@@ -119,6 +119,36 @@ def scaler_that_unscales_means():
         loop.acc.zero_()
 
 
+def backward_of_its_own():
+    """Of one loss before acc.backward of another; the last window has a single micro-batch."""
+    loop = Loop()
+    for count in (K, 1):
+        for x, y in loop.windows(1)[0][:count]:
+            loop.loss(x, y).backward()
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.step(loop.optimizer)
+
+
+def leftovers_dropped(drop):
+    """Another loss's gradients, dropped before the window."""
+    loop = Loop(release="microbatch")
+    for window in loop.windows():
+        mse_loss(loop.model(window[0][0]), window[0][1]).backward()
+        drop(loop)
+        loop.accumulate(window)
+        loop.acc.step(loop.optimizer)
+
+
+def leftovers_dropped_by_zero():
+    """In the way that works for buckets, too."""
+    leftovers_dropped(lambda loop: loop.acc.zero_())
+
+
+def leftovers_filled_with_zeros():
+    """In the way of torch 1."""
+    leftovers_dropped(lambda loop: loop.optimizer.zero_grad(set_to_none=False))
+
+
 MEANT = [
     with_another_optimizer,
     with_a_step_of_another_accumulator,
@@ -128,6 +158,9 @@ MEANT = [
     dropped_once,
     closure_that_finalizes,
     scaler_that_unscales_means,
+    backward_of_its_own,
+    leftovers_dropped_by_zero,
+    leftovers_filled_with_zeros,
 ]
 
 

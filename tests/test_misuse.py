@@ -250,6 +250,19 @@ def zero_grad_for_zero():
         loop.optimizer.zero_grad()
 
 
+def generator_without_freezing(micro_batches=K, **options):
+    """A GAN whose zero_grad was deleted: the generator's loss leaves gradients in the discriminator."""
+    loop, generator = Loop(**options), nn.Linear(5, 5)
+    theirs = ak.FusedAccumulator(generator)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+    for window in loop.windows():
+        loop.accumulate(window[:micro_batches])
+        loop.acc.step(loop.optimizer)
+        for x, y in window[:micro_batches]:
+            theirs.backward(loop.loss(generator(x), y))
+        theirs.step(optimizer)
+
+
 def never_accumulated():
     """loss.backward() left in place, and acc.step."""
     loop = Loop()
@@ -372,6 +385,11 @@ MISUSES = {
     "zero_ in every micro-batch": Misuse(zero_in_every_micro_batch, None, "delete zero_() before backward"),
     "zero_ before step": Misuse(zero_before_step, None, "before step()"),
     "zero_grad for zero_": Misuse(zero_grad_for_zero, RuntimeError, "call acc.zero_() to open a new window"),
+    "a generator's gradients": Misuse(generator_without_freezing, None, "module.requires_grad_(False)"),
+    "a generator's gradients, one micro-batch": Misuse(of(generator_without_freezing, 1), None, "by acc.zero_()"),
+    "a generator's gradients, buckets": Misuse(
+        of(generator_without_freezing, release="backward"), None, "gradients of another loss were there"
+    ),
     "never accumulated": Misuse(never_accumulated, RuntimeError, "call acc.accumulate() after backward"),
     "some parameters": Misuse(
         of(other_parameters, build=lambda model: model[0].parameters()), RuntimeError, "build the optimizers over"

@@ -17,6 +17,7 @@ from ..errors import wrong_type
 from ..hooks import Follower, follow
 from ..ranks.base import Ranks
 from .grad_scaler import LossScaler
+from .leftovers import Leftovers
 from .optimizers import owned
 from .state import Phase, Window
 
@@ -38,6 +39,7 @@ class MisuseDetector(Follower):
         self._ranks = ranks
         self._scaler = scaler
         self._uncounted = uncounted
+        self._leftovers = Leftovers(store, uncounted)
         self._warned: set[str] = set()
         self._looked_for_scalers = False
         self._looked_for_unscaling = False
@@ -53,6 +55,7 @@ class MisuseDetector(Follower):
         self._dropped_one = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
         self._drops += self._dropped_one
         self._window = window
+        self._leftovers.open_window()
         self._losses = 0  # losses that acc.backward got
         self._divided_by: float | None = None  # what they were all divided by
         self._clipped = False
@@ -86,6 +89,8 @@ class MisuseDetector(Follower):
         elif divided_by != self._divided_by:
             self._divided_by = None
         self._losses += 1
+        if (first := self._window.micro_batches == 0) or self._leftovers.found:
+            self._leftovers.see_backward(first)
 
     def _check_not_scaled(self, factor: Tensor) -> None:
         scaler = self._scaler.scaler
@@ -125,6 +130,7 @@ class MisuseDetector(Follower):
             self._warn_of_division(self._divided_by)
         if self._drops:
             self._warn_of_drops()
+        self._leftovers.see_end()
         if caller == "step()" and window.micro_batches > self._losses and self._scaler.scaler is None:
             self._own_backwards += 1
             if self._own_backwards == 2:  # by now, another model's scaler would have been updated
