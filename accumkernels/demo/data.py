@@ -80,12 +80,13 @@ class BatchWindow:
         return [Batch.collate(piece, self.device) for piece in pieces]
 
 
-def read_samples(files: Sequence[str], root: Path | None = None) -> list[bytes]:
-    """Cut source files into samples: paragraphs (text between blank lines), long ones into pieces of `CONTEXT` bytes.
+def read_samples(files: Sequence[str], root: Path | None = None, longest: int = CONTEXT) -> list[bytes]:
+    """Cut source files into samples: paragraphs (text between blank lines), long ones into pieces.
 
     Args:
         files: Paths relative to `root`; paths that do not exist are left out.
         root: Default: the directory of Python's standard library.
+        longest: Bytes of a piece.
 
     Raises:
         FileNotFoundError: None of `files` exists.
@@ -96,9 +97,9 @@ def read_samples(files: Sequence[str], root: Path | None = None) -> list[bytes]:
         raise FileNotFoundError(f"no source of Python's standard library in {root}")
     paragraphs = (paragraph.strip(b"\n") for text in texts for paragraph in text.replace(b"\r", b"").split(b"\n\n"))
     return [
-        paragraph[start : start + CONTEXT]
+        paragraph[start : start + longest]
         for paragraph in paragraphs
-        for start in range(0, len(paragraph), CONTEXT)
+        for start in range(0, len(paragraph), longest)
         if len(paragraph) - start >= SHORTEST
     ]
 
