@@ -757,6 +757,8 @@ class FusedAccumulator:
     ) -> Tensor:
         """Clip the averaged gradient, as `torch.nn.utils.clip_grad_norm_` does; call it after `finalize`.
 
+        It clips `.grad` as the loop left it, whether that was edited in place, replaced, or set to None.
+
         Args:
             max_norm: The largest norm allowed.
             norm_type: The order of the norm; any order that torch accepts, including `inf`.
@@ -780,6 +782,7 @@ class FusedAccumulator:
                 "clip_grad_norm_() before finalize(): the order is acc.finalize(optimizer), "
                 "acc.clip_grad_norm_(max_norm), scaler.step(optimizer), scaler.update(), acc.zero_()"
             )
+        self._window.take_over()
         norm = self._end.norm(order)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(

@@ -204,13 +204,18 @@ class FlatBuffer:
             self._uses = use_count(self._handed_out.storage._cdata)
         return self._handed_out.views
 
+    def renew_handed_out(self) -> None:
+        """Make anew what was handed out and given other memory (`p.grad.data = ...`)."""
+        if self._handed_out is not None:
+            self._handed_out.renew()
+
     def take_back(self) -> None:
         """End the window, after every `.grad` was set to None: leave to others what they keep of it."""
         handed, uses, self._uses = self._handed_out, self._uses, None
         if handed is None or uses is None:
             return
         kept = list(map(getrefcount, handed.views)) != handed.unkept
-        if kept or use_count(handed.storage._cdata) > uses:
+        if kept or use_count(handed.storage._cdata) != uses:
             handed.move_kept(uses)
 
     def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:

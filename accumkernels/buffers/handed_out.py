@@ -45,12 +45,19 @@ class HandedOut:
         # zero_grad). The base of its views is itself, while that of views of `main_grad` is the buffer.
         return self._tensor.as_strided(segment.shape, segment.stride, segment.offset).detach()
 
+    def renew(self) -> None:
+        """Make views anew that were given other memory (`p.grad.data = ...`): they no longer show the buffer."""
+        for index, view in enumerate(self.views):
+            if view.untyped_storage()._cdata != self.storage._cdata:
+                self.views[index] = self._view(self._segments[index])
+
     def move_kept(self, uses: int) -> None:
         """Move what somebody keeps out of the buffer, after every `.grad` was set to None.
 
         Args:
             uses: Of the storage, before this window handed out anything.
         """
+        self.renew()
         counts = list(map(getrefcount, self.views))
         for index, (count, unkept) in enumerate(zip(counts, self.unkept, strict=True)):
             if count > unkept:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..buffers.devices import move, worst
-from ..buffers.dtensors import shaped_like
+from ..buffers.dtensors import local_grad, shaped_like
 from ..buffers.flat import FlatBuffer
+from ..buffers.layout import Segment
 from ..buffers.store import Store
 
 
@@ -23,6 +24,7 @@ class WindowGrads:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._rounded: dict[int, Tensor] = {}
+        self._as_rounded: dict[int, tuple[int, int]] = {}  # their versions and addresses when they were last written
 
     def divide(self, divisor: Tensor, *, only: Set[int] | None = None, but: Set[int] = frozenset()) -> None:
         """Divide sums by a 0-d tensor; a true division, like `grad / K`.
@@ -68,10 +70,13 @@ class WindowGrads:
         ]
         for s in segments:
             if id(s.param) not in self._rounded:
-                self._rounded[id(s.param)] = torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device)
+                with torch.inference_mode(False):  # tensors made in it have no version
+                    self._rounded[id(s.param)] = torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device)
         if segments:
             outputs = [self._rounded[id(s.param)] for s in segments]
             buffer.ops.scaled_copy_(outputs, [buffer.views[s.index] for s in segments], found_inf=overflow)
+            for s, output in zip(segments, outputs, strict=True):
+                self._as_rounded[id(s.param)] = output._version, output.data_ptr()
         return overflow
 
     def assign_grads(self) -> None:
@@ -89,6 +94,46 @@ class WindowGrads:
                 grad = view if rounded is None else rounded
                 target = self._store.target(segment.param)
                 target.grad = shaped_like(grad, target) if buffer.sharded else grad
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Take over what the loop has made of `.grad` since it was set: edited, replaced, None, or new.
+
+        Edits of views are in the buffer already. A replaced `.grad` becomes ours again, with the values of the loop's.
+        """
+        changed = False
+        for buffer in self._store.buffers:
+            found = [(s, grad) for s in buffer.segments if (grad := self._changed(buffer, s)) is not None]
+            if not found:
+                continue
+            changed, storage = True, buffer.tensor.untyped_storage()._cdata
+            # Another view of the buffer (`a.grad, b.grad = b.grad, a.grad`) must be read before any is written.
+            found = [(s, g.clone() if g.untyped_storage()._cdata == storage else g) for s, g in found]
+            for segment, grad in found:
+                buffer.views[segment.index].copy_(grad)
+                buffer.touch(segment.index)
+            buffer.renew_handed_out()
+        if changed:
+            if self._store.rounds:
+                self.round()
+            self.assign_grads()
+
+    def _changed(self, buffer: FlatBuffer, segment: Segment) -> Tensor | None:
+        """The `.grad` that is to be taken over; a segment whose `.grad` is None leaves the window."""
+        target, touched = self._store.target(segment.param), buffer.touched[segment.index]
+        grad = local_grad(target) if buffer.sharded else target.grad
+        if grad is None:
+            buffer.touch(segment.index, False)
+            return None
+        if grad.layout is not torch.strided:
+            return segment.in_memory_order(grad)  # which refuses it by its parameter's name
+        rounded = self._rounded.get(id(segment.param)) if touched else None
+        if rounded is None:
+            same = grad.data_ptr() == buffer.views[segment.index].data_ptr() and grad.stride() == segment.stride
+        else:
+            now = rounded._version, grad.data_ptr()
+            same = now == self._as_rounded[id(segment.param)] and grad.stride() == rounded.stride()
+        return None if touched and same else grad
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:

@@ -225,6 +225,12 @@ class Window:
         self._grads.assign_grads()
         self.handed_out = True
 
+    def take_over(self) -> None:
+        """Take over what the loop has made of the gradients handed out."""
+        if self.handed_out:
+            assert self._grads is not None
+            self._grads.take_over()
+
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Scale the gradients handed out, whose norm is `norm`, to a norm of at most `max_norm`."""
         assert self._grads is not None
