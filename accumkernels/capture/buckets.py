@@ -40,7 +40,7 @@ class Buckets(Capture):
     """Takes each `.grad` as soon as backward has made it, and hands gradients over in buckets.
 
     Less than `bucket_bytes` is pending whenever a hook returns, so at most `bucket_bytes` and one gradient, the one
-    that fills the bucket, are alive at any moment.
+    that fills the bucket, are alive at any moment. A gradient for which others registered hooks later stays in `.grad`.
 
     Parameters keep the hooks, and hooks keep this object, so it must not keep the accumulator. Hooks find the caches
     cold, since a layer has just run: each Python call between a gradient and its op takes microseconds.
@@ -105,6 +105,8 @@ class Buckets(Capture):
             grad = local_grad(param) if sharded else param.grad
             if grad is None:  # another hook may have taken it
                 return
+            if len(param._post_accumulate_grad_hooks or ()) > 1 and _is_awaited(param):
+                return
             param.grad = None
             if on_gpu:
                 self._streams.see(grad.device)
@@ -119,7 +121,7 @@ class Buckets(Capture):
     def take_first(self, place: Place, param: Tensor) -> None:
         """Take a backward's first gradient (or any, if nobody knows that a backward has begun), if it takes any."""
         grad = local_grad(param) if self.takes else None
-        if grad is not None:
+        if grad is not None and not (len(param._post_accumulate_grad_hooks or ()) > 1 and _is_awaited(param)):
             param.grad = None
             self.collect(place, grad)
 
@@ -164,8 +166,8 @@ class Buckets(Capture):
         return self.handed_over or bool(self._items)
 
     def is_pending(self, place: Place) -> bool:
-        """Whether a segment's gradient was taken but not yet handed over."""
-        return any(pending == place for pending, _ in self._items)
+        """Whether a segment's gradient was not yet handed over: taken, or left in `.grad` to somebody else's hook."""
+        return any(pending == place for pending, _ in self._items) or place[0].params[place[1]].grad is not None
 
     def collect(self, place: Place, grad: Tensor) -> bool:
         """Take a segment's gradient in the backward that made it; False if that backward's gradients are not taken."""
@@ -284,6 +286,12 @@ def _buckets(items: list[_Item]) -> list[Bucket]:
             bucket.append((buffer, Captured(indices, list(grads.values()))))
         buckets.append(bucket)
     return buckets
+
+
+def _is_awaited(param: Tensor) -> bool:
+    """Whether hooks registered after ours are to find `.grad` yet; it is then added after backward."""
+    hooks = param._post_accumulate_grad_hooks or {}
+    return not hasattr(hooks[next(reversed(hooks))], "of_accumulator")
 
 
 def _in_compiled_autograd() -> bool:

@@ -540,3 +540,36 @@ def test_side_streams_on_a_gpu():
                 acc.backward(model(torch.full((64, 512), 1.0 + step, device=device), parallel))
             results.append([acc.main_grad(p).clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("form", ["step", "bare"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_others_find_their_gradients(when, form):
+    """Registered before or after the accumulator, and changing `.grad`; the rest still goes in buckets."""
+    model, twin = mlp().double(), mlp().double()
+    twin.load_state_dict(model.state_dict())
+    watched = model[0].weight
+
+    def shrink(param):
+        param.grad.mul_(0.1)
+
+    def register():
+        watched.register_post_accumulate_grad_hook(shrink)
+
+    if when == "before":
+        register()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    if when == "after":
+        register()
+    x, y = (t.double() for t in batch(6))
+    for rows in (slice(0, 3), slice(3, 6)):
+        loss = mse_loss(model(x[rows]), y[rows])
+        loss.backward() if form == "bare" else acc.backward(loss)
+        if form == "bare":
+            assert all(p is watched or p.grad is None for p in model.parameters())
+            acc.accumulate()
+    acc.finalize()
+    mse_loss(twin(x), y).backward()
+    twin[0].weight.grad.mul_(0.1)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)  # fp64 sums of two terms

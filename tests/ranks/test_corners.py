@@ -13,6 +13,7 @@ from tests.support.rank_corner_scenarios import (
     one_loss_two_accumulators,
     removed_from_a_static_graph,
     saved_averaged,
+    watched_by_others,
 )
 from tests.support.ranks import check, run
 
@@ -27,6 +28,7 @@ SCENARIOS = [
     marks_end_with_windows,
     removed_from_a_static_graph,
     saved_averaged,
+    watched_by_others,
 ]
 
 
@@ -51,6 +53,12 @@ def test_fused_and_in_grad(found):
     """Nothing is sent before the part in `.grad` is added: what is missing would be a tenth of the gradient."""
     for errors in of(found, fused_and_in_grad):
         assert max(errors) < 2e-6  # of fp32
+
+
+def test_watched_by_others(found):
+    """What is left in `.grad` to somebody's hook is not sent before it is added."""
+    for errors in of(found, watched_by_others):
+        assert max(errors) < 1e-14
 
 
 def test_one_loss_two_accumulators(found):

@@ -53,6 +53,36 @@ def fused_and_in_grad(rank, size):
     return found
 
 
+def _shrink(param):
+    param.grad.mul_(0.1)
+
+
+def watched_by_others(rank, size):
+    """The error where a later hook changes a gradient, once fused, that is added after the last backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    group = torch.distributed.group.WORLD
+    acc = ak.FusedAccumulator(
+        model, process_group=group, release="backward", bucket_bytes=1, fuse_weight_gradients=True
+    )
+    found = []
+    for window in range(6):
+        if window == 3:
+            model[1].weight.register_post_accumulate_grad_hook(_shrink)
+        twin = copy.deepcopy(model)
+        data = torch.randn(size, 2, 3, 4, generator=torch.Generator().manual_seed(window), dtype=torch.float64)
+        for x in data.flatten(0, 1):
+            (twin(x).square().mean() / (2 * size)).backward()
+        if window >= 3:
+            twin[1].weight.grad.mul_(0.1)
+        for x in acc.window(data[rank]):
+            acc.backward(model(x).square().mean())
+        acc.finalize(sgd(acc.parameters()))
+        found.append(relative_error(grads_of(acc), [p.grad for p in twin.parameters()]))
+        acc.zero_()
+    return found
+
+
 class _OfAllRanks(torch.autograd.Function):
     """As it is; its gradient is the sum of those of all ranks."""
 
