@@ -215,7 +215,7 @@ class FusedAccumulator:
         self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.is_uncounted)
         self._batches = BatchRunner(memory_of(self._store.device, memory_limit), list(self._store.states))
         self._ended = 0  # windows
-        self._patience = Patience()
+        self._patience = Patience(self)
         self._looked_for_stages = False
         self._splits_together = False  # whether a subclass knows that ranks wait for each other in `loss_fn`
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
@@ -226,6 +226,7 @@ class FusedAccumulator:
     @property
     def flat_buffers(self) -> list[Tensor]:
         """The flat buffers, fp32 (fp64 for fp64 parameters), one per device and dtype."""
+        self._excuse_reader()
         return [buffer.tensor for buffer in self._store.buffers if not buffer.released]
 
     def parameters(self) -> Iterator[Tensor]:
@@ -276,6 +277,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 "main_grad(): release_buffers() freed the buffers; the next accumulate() makes them anew"
             )
+        self._excuse_reader()
         return buffer.views[segment.index]
 
     def release_buffers(self) -> None:
@@ -933,6 +935,7 @@ class FusedAccumulator:
         self._runner.prepare_window()
         load(self._store, state)
         self._window.load_state_dict(state["window"])
+        self._patience.excuse()  # the run that saved it is over, too, and may have ended windows
         self._ended = self._window.number
         self._runner.resume(state["serial"])
         self._end.load_state_dict(state)
@@ -943,6 +946,7 @@ class FusedAccumulator:
 
     def remove(self) -> None:
         """Release the parameters, so that another accumulator may take them. Leaving `with` does this too."""
+        self._patience.excuse()
         self._runner.captures.remove_hooks()
         unfollow(self._misuse)
         if self._silence is not None:
@@ -966,6 +970,11 @@ class FusedAccumulator:
     def _named(self, params: Any) -> list[NamedParameter]:
         """Which parameters to accumulate; a trainer's adapter leaves out those that nobody steps."""
         return named_parameters(params)
+
+    def _excuse_reader(self) -> None:
+        """Whoever reads sums, such as a probe of gradients, may need no step."""
+        if self.micro_batches:
+            self._patience.excuse()
 
     def _drop_window(self) -> None:
         if self._window.phase is Phase.FINALIZED:

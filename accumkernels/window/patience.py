@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import weakref
 
 _log = logging.getLogger(__name__)
 
@@ -20,14 +21,20 @@ class Patience:
     """How long the windows of one accumulator may become before something is said.
 
     A long window may be meant, so this only warns, once while it is open, and once when the process ends, if it ends
-    without an exception. It keeps no accumulator alive.
+    without an exception. An accumulator that is gone counts, too, since a loop in a function is over by then; not if
+    another one ends a window later: then it was a probe, and the program trains.
+
+    Args:
+        owner: The accumulator, held weakly.
 
     Attributes:
         limit: The number of micro-batches at which the open window calls `see`.
         longest: How many the longest window had that ended; only a longer one calls `end`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._excused = False
         self.limit = FEW
         self.longest = 0
         self._dropped = 0  # micro-batches of dropped windows, before the first that ended
@@ -36,7 +43,7 @@ class Patience:
 
     def see(self, count: int) -> None:
         """Look at an open window that has reached the limit with `count` micro-batches."""
-        if self.longest == 0:
+        if self.longest == 0 and not self._excused:
             _never_ended.add(self)
         if count < MANY:
             self.limit = MANY
@@ -57,16 +64,22 @@ class Patience:
         """See a window of `count` micro-batches end, or be dropped if it was not `used`."""
         if used:
             _never_ended.discard(self)
+            _never_ended.difference_update([other for other in _never_ended if other.is_gone()])
             self.longest = count
         elif self.longest == 0:
             self._dropped += count
-            if self._dropped >= FEW:
+            if self._dropped >= FEW and not self._excused:
                 _never_ended.add(self)
         self.limit = max(MANY, LONGER * self.longest) if self.longest or self in _never_ended else FEW
 
     def excuse(self) -> None:
-        """Say nothing when the process ends: what was accumulated was saved."""
+        """Say nothing when the process ends: the sums were read, saved or loaded, or are not wanted any more."""
+        self._excused = True
         _never_ended.discard(self)
+
+    def is_gone(self) -> bool:
+        """Whether its accumulator is."""
+        return self._owner is not None and self._owner() is None
 
     def is_of_this_process(self) -> bool:
         """Whether this process made it; a fork has copies."""

@@ -104,12 +104,56 @@ def saved(loop):
     loop.acc.state_dict()
 
 
+def read(loop):
+    """A probe of gradients."""
+    loop.acc.main_grad(loop.model[0].weight)
+    loop.accumulate(patience.FEW)
+    loop.acc.zero_()
+    loop.accumulate(patience.FEW)
+
+
+def read_flat(loop):
+    """All of them."""
+    assert loop.acc.flat_buffers
+
+
+def read_and_dropped(loop):
+    """As with Fisher information, in short windows."""
+    loop.acc.zero_()
+    for _ in range(patience.FEW):
+        loop.accumulate(1)
+        loop.acc.main_grad(loop.model[0].weight)
+        loop.acc.zero_()
+
+
+def removed(loop):
+    """It was for a while only."""
+    loop.acc.remove()
+
+
+def loaded(loop):
+    """A run that goes on from elsewhere, and is cut off."""
+    loop.acc.load_state_dict(loop.acc.state_dict())
+    loop.accumulate(patience.FEW)
+
+
+def probed(loop):
+    """It is gone, and another one trains."""
+    del loop.acc
+    stepping = Half()
+    stepping.accumulate(1)
+    stepping.acc.step(stepping.optimizer)
+
+
 def failed(loop):
     """An exception has ended the process, and is what matters."""
     sys.last_value = ValueError()
 
 
-@pytest.mark.parametrize("end", [stepped, finalized, saved, failed])
+ENDS = [stepped, finalized, saved, read, read_flat, read_and_dropped, removed, loaded, probed, failed]
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_ends_that_say_nothing(caplog, end):
     """See the functions."""
     loop = Half()
