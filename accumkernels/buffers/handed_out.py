@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Sequence
 from sys import getrefcount
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .layout import Segment
 
+_log = logging.getLogger(__name__)
 use_count = torch._C._storage_Use_Count
 
 
@@ -39,6 +40,7 @@ class HandedOut:
         self.views = [self._view(segment) for segment in segments]
         self.unkept = list(map(getrefcount, self.views))
         self.storage = tensor.untyped_storage()
+        self._searches = True
 
     def _view(self, segment: Segment) -> Tensor:
         # Detached, it shares memory and version but is no view for torch, which refuses detach_() on views (fastai's
@@ -63,32 +65,55 @@ class HandedOut:
             if count > unkept:
                 _move(self.views[index])
                 self.views[index] = self._view(self._segments[index])
-        if use_count(self.storage._cdata) > uses:
+        if self._searches and use_count(self.storage._cdata) > uses:
             self._move_aliases(uses)
 
     def _move_aliases(self, uses: int) -> None:
         """Move aliases of views until only `uses` of the storage are left: new objects first, which are few.
 
-        An alias that only a graph holds is not found; its backward raises torch's error for tensors that have changed.
+        Some are not found: those of graphs (their backward raises torch's error for tensors that have changed), and
+        what `gc.freeze` hides. The search looks at every object, so one in vain is the last.
         """
         ours = {id(tensor) for tensor in (self._tensor, *self.views)}
+        moved, of_main_grad = False, -len(self.views)  # without the buffer's own
         for generation in range(3):
-            for found in gc.get_objects(generation=generation):
-                if type(found) in (Tensor, Parameter) and id(found) not in ours and self._holds(found):
+            objects = gc.get_objects(generation=generation)
+            kinds = list(map(type, objects))
+            wanted = {kind for kind in set(kinds) if _is_plain(kind)}
+            for found in [found for found, kind in zip(objects, kinds, strict=True) if kind in wanted]:
+                if id(found) in ours or not self._holds(found):
+                    continue
+                if found._base is self._tensor:
+                    of_main_grad += 1
+                else:
+                    moved = True
                     _move(found)
             if use_count(self.storage._cdata) <= uses:
                 return
+        if not moved and of_main_grad <= 0:
+            self._searches = False
+            _log.warning(
+                "something keeps the memory of a .grad over the end of a window, and no search finds it (gc.freeze(), "
+                "a graph): the next window overwrites it. Keep p.grad.clone() instead. From now "
+                "on, aliases such as p.grad.detach() are not looked for either"
+            )
 
     def _holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the buffer, and is no view of `main_grad`."""
+        """Whether a tensor lies in the buffer."""
         try:
-            storage = tensor.untyped_storage()
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse tensors have none
             return False
-        return storage._cdata == self.storage._cdata and tensor._base is not self._tensor
+        return storage._cdata == self.storage._cdata
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether these are tensors with memory of their own, which DTensors and fake tensors leave to a plain one."""
+    return Tensor in kind.__mro__ and kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def _move(tensor: Tensor) -> None:
     """Give a tensor memory of its own."""
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         tensor.data = tensor.detach().clone()
