@@ -155,7 +155,7 @@ class ByHand(Method):
 
     def accumulate(self, texts: list[bytes]) -> None:
         """Packed as `Budget` packs them."""
-        parts = Packer([*map(padded_length, texts)], padded=True).pack(range(len(texts)), CAPACITY)
+        parts = Packer([*map(padded_length, texts)], padded=True).pack(CAPACITY)
         self.in_parts([[texts[index] for index in part] for part in parts])
 
 
