@@ -55,6 +55,7 @@ BY_ANY = [
 ]
 BY_TWO = [
     accelerate_scenarios.accelerate_empty_rank,
+    accelerate_scenarios.accelerate_failed_backward,
     accelerate_scenarios.accelerate_overflow,
     accelerate_scenarios.accelerate_recipe,
     accelerate_scenarios.accelerate_refuses,
@@ -294,6 +295,17 @@ def test_tokens_of_all_ranks(ranks, request):
                 [p.detach() - a for p, a in zip(model.parameters(), start, strict=True)],
             ]
             assert relative_error(*way) < 5e-6  # through the model in fp32
+
+
+@pytest.mark.parametrize("optimizers", ["one", "two"])
+def test_a_backward_that_fails(found, optimizers):
+    """It leaves nothing, so that running it again gives what would have been without; and the same bits each time."""
+    check(found, "accelerate_failed_backward")
+    expected, _ = truth(2, uneven=False)
+    for result in found["accelerate_failed_backward"]:
+        once, again = (result[name][0] for name in (optimizers, "again" if optimizers == "one" else "two again"))
+        assert_close(once, expected, ROUNDING["fp32"])
+        assert all(torch.equal(once[name], again[name]) for name in once)
 
 
 @pytest.mark.parametrize("ranks", ["found", "four"])

@@ -314,6 +314,59 @@ def test_several_calls_are_one_window():
     assert sum(n * part.item() for n, part in zip((5, 1, 7), losses, strict=True)) / 13 == pytest.approx(loss)
 
 
+def test_masters():
+    """A bf16 model through fp32 masters: the sums are those of the same micro-batches by hand, to the bit."""
+    x, y = batch(12, torch.bfloat16)
+    found = []
+    for by_hand in (False, True):
+        model = mlp(torch.bfloat16)
+        acc = ak.FusedAccumulator(model, master_weights=True)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        if by_hand:
+            for start in range(0, 12, 4):
+                part = slice(start, start + 4)
+                acc.backward(mse_loss(model(x[part]), y[part]), weight=4)
+        else:
+            acc.backward_batch((x, y), simple(model), micro_batch=4)
+        acc.step(optimizer)
+        found.append([p.detach().clone() for p in acc.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_noise_scale():
+    """Micro-batches of unequal size are weighted as they are: McCandlish's estimate from their own gradients."""
+    model = mlp(torch.float64)
+    acc = ak.FusedAccumulator(model, noise_scale=True)
+    x, y = batch(11, torch.float64)
+    report = acc.backward_batch((x, y), simple(model), budget=3)
+    acc.finalize()
+    start, squares = 0, 0.0
+    _, mean = truth(model, lambda twin: mse_loss(twin(x), y))
+    norm = sum(float(g.square().sum()) for g in mean)
+    for size in report.sizes:
+        part = slice(start, start + size)
+        _, grads = truth(model, lambda twin, part=part: mse_loss(twin(x[part]), y[part]))
+        squares += size * sum(float(g.square().sum()) for g in grads)
+        start += size
+    trace = (squares - 11 * norm) / (len(report.sizes) - 1)
+    scale = acc.noise_scale()
+    assert float(scale.trace) == pytest.approx(trace, rel=1e-9)
+    assert float(scale.grad_squared_norm) == pytest.approx(norm - trace / 11, rel=1e-9)
+
+
+def test_compiled():
+    """Sizes are multiples, so that a compiled model sees two of them; the gradient is the big batch's."""
+    model = mlp(torch.float64)
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    acc = ak.FusedAccumulator(model)
+    x, y = batch(14, torch.float64)
+    report = acc.backward_batch((x, y), lambda part: mse_loss(compiled(part[0]), part[1]), micro_batch=5, multiple_of=4)
+    assert report.sizes == [4, 4, 4, 2]
+    acc.finalize()
+    _, grads = truth(model, lambda twin: mse_loss(twin(x), y))
+    assert relative_error(grads_of(acc), grads) < EXACT
+
+
 @pytest.mark.parametrize("options", [{"fuse_weight_gradients": True}, {"autocast_route": True}], ids=str)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])

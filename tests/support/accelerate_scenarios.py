@@ -100,6 +100,42 @@ def accelerate_overflow(rank, size):
     return {kind: accelerate_loop(rank, size, kind, bad={(size - 1, 1)}) for kind in ("fp32", "fp16")}
 
 
+def accelerate_failed_backward(rank, size):
+    """Each rank's second backward fails halfway and is run again; twice, with one optimizer and with two."""
+    environment(rank, size)
+    found = {}
+    for name, parts in (("one", 1), ("again", 1), ("two", 2), ("two again", 2)):
+        one = accelerator()
+        model = mlp()
+        halves = list(model.parameters())[:2], list(model.parameters())[2:]
+        groups = [list(model.parameters())] if parts == 1 else halves
+        model, *optimizers = one.prepare(model, *(sgd(group) for group in groups))
+        numbers = items(size, rank, uneven=False)
+        for index, (x, y) in enumerate(loader(numbers)):
+            for fails in (True, False) if index == 1 else (False,):
+                with contextlib.suppress(torch.OutOfMemoryError), ends(one, index + 1 == len(numbers)):
+                    with one.accumulate(model):
+                        loss = mse_loss(model(x), y)
+                        hook = halves[0][0].register_hook(_out_of_memory) if fails else None
+                        try:
+                            one.backward(loss, weight=len(x))
+                        finally:
+                            if hook is not None:
+                                hook.remove()
+                        for optimizer in optimizers:
+                            optimizer.step()
+                            optimizer.zero_grad()
+                if fails:
+                    one.step -= 1  # accelerate counts the block that is run again
+        found[name] = parameters(model), [], None
+        one.free_memory()
+    return found
+
+
+def _out_of_memory(grad):
+    raise torch.OutOfMemoryError("no memory left")
+
+
 def accelerate_empty_rank(rank, size):
     """Windows in which the last rank has no micro-batch, or none has; `.grad` left to the optimizer, and read."""
     environment(rank, size)
