@@ -25,7 +25,6 @@ KNOWN = {  # of accelerate's own, and by which release it was mended
 }
 
 
-@pytest.mark.starts
 @pytest.mark.parametrize("age", ["oldest", "newest"])
 def test_the_adapters(age: str) -> None:
     """All that tests/integrations says holds for both, but for what accelerate itself gets wrong."""
