@@ -35,6 +35,7 @@ def test_methods_train_the_same():
     found = []
     for make in whole_batch.METHODS.values():
         method = make()
+        method.prepare(texts)
         method.accumulate(texts)
         method.acc.finalize(method.optimizer)
         found.append(torch.cat([p.grad.flatten() for p in method.model.parameters()]).clone())
