@@ -133,7 +133,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):  # the last: of a lazy module
         return None
 
 

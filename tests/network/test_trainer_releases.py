@@ -14,7 +14,8 @@ import pytest
 from tests.support.environments import ROOT, Environment, clean_environ
 
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
-OLDEST = dict(re.findall(r'"(accelerate|lightning|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+TRAINERS = r'^(?:accelerate|lightning|transformers) = .*"(\w+)>=([\d.]+)"\]'  # extras of the adapters
+OLDEST = dict(re.findall(TRAINERS, (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 KNOWN = {  # of accelerate's own, and by which release it was mended
     "oldest": [
         "not test_the_notebook_launcher",  # 1.12: it asks for the kind of a GPU where there is none

@@ -209,8 +209,9 @@ def test_settled_batches_measure_nothing(monkeypatch):
 
 
 def test_counts_all_live_tensors():
-    """Also a `.grad`, but neither views twice nor fake tensors."""
+    """Also a `.grad`, but neither views twice nor fake tensors, nor what a lazy module has not made yet."""
     memory = memories.CountedMemory(torch.device("cpu"), 10_000)
+    lazy = nn.LazyLinear(3)
     before = memory.free()
     param = nn.Parameter(torch.zeros(100))
     param.sum().backward()
@@ -218,7 +219,7 @@ def test_counts_all_live_tensors():
     with torch._subclasses.FakeTensorMode():
         fake = torch.zeros(10_000)
     assert before - memory.free() == 800
-    assert len(views) == 10 and fake.numel() == 10_000
+    assert len(views) == 10 and fake.numel() == 10_000 and lazy.has_uninitialized_params()
 
 
 def test_warns_of_many_splits(caplog):
