@@ -52,7 +52,7 @@ def test_a_row_per_method(name, tmp_path):
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("name", list(trainers.TRAINERS))
+@pytest.mark.parametrize("name", ["lightning"])  # which routes; the others differ from it as on one rank
 def test_two_ranks(name, tmp_path):
     """The same rows, of both ranks' samples; the gradient bytes are those of a rank."""
     pytest.importorskip(name)

@@ -50,7 +50,6 @@ BY_ANY = [
     transformers_scenarios.transformers_ddp,
     transformers_scenarios.transformers_fsdp2,
     transformers_scenarios.transformers_tokens,
-    transformers_scenarios.transformers_means,
     trainer_bytes_scenarios.sent_in_backward,
 ]
 BY_TWO = [
@@ -62,6 +61,7 @@ BY_TWO = [
     lightning_scenarios.lightning_overflow,
     lightning_scenarios.lightning_resumed,
     lightning_scenarios.lightning_inside_a_window,
+    transformers_scenarios.transformers_means,
     transformers_scenarios.transformers_overflow,
     transformers_scenarios.transformers_resumed,
     trainer_bytes_scenarios.accelerate_bytes,
@@ -308,13 +308,11 @@ def test_a_backward_that_fails(found, optimizers):
         assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-@pytest.mark.parametrize("ranks", ["found", "four"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "overridden"])
-def test_means_of_all_ranks(ranks, kind, request):
+def test_means_of_all_ranks(found, kind):
     """Of a loss that drops `num_items_in_batch`: not added up, and the labels of all ranks count the same."""
-    results = request.getfixturevalue(ranks)
-    check(results, "transformers_means")
-    size = len(results["transformers_means"])
+    check(found, "transformers_means")
+    size = len(found["transformers_means"])
     data = Samples((STEPS + 2) * size, masked=1)
     twin = transformers_scenarios.Dropping().double()
     start = copy.deepcopy(dict(twin.named_parameters()))
@@ -326,13 +324,13 @@ def test_means_of_all_ranks(ranks, kind, request):
         losses.append(loss.item())
         for p in twin.parameters():
             p.data -= LR * p.grad
-    for result in results["transformers_means"]:
+    for result in found["transformers_means"]:
         values, logged = result[kind]
         way = [
             [v[name].detach() - start[name].detach() for name in start] for v in (values, dict(twin.named_parameters()))
         ]
         assert relative_error(*way) < ROUNDING["fp32"]
-    assert results["transformers_means"][0][kind][1] == pytest.approx(losses, rel=1e-6)
+    assert found["transformers_means"][0][kind][1] == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("trainer", ["lightning", "transformers"])

@@ -92,7 +92,7 @@ OPTIONS = st.fixed_dictionaries(
     st.sampled_from(["given", "returned"]),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_equals_the_big_batch(tree, count, split, options, at, error, weights, scaled):
     """Random trees, splits, weights and options, with memory that runs out in any op; and nothing is left of that."""
     make, take = TREES[tree]
@@ -164,7 +164,7 @@ def token_loss(model, x, mask):
     st.sets(st.integers(1, 150), max_size=4),
     st.sampled_from(ERRORS),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_lists_with_collate(count, budget, options, at, error):
     """Each micro-batch is padded to its own longest; memory may run out in collate, too."""
     model = mlp(torch.float64)
@@ -213,7 +213,7 @@ def numbers():
 
 
 @given(st.sets(st.integers(1, 150), max_size=4), OPTIONS, st.integers(2, 12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_random_numbers(at, options, micro_batch):
     """Dropout's masks, and Python's and numpy's numbers, are those of a run that was split so from the start."""
     model = nn.Sequential(nn.Linear(5, 9), nn.Dropout(0.5), nn.Linear(9, 3)).double()

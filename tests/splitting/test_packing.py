@@ -36,7 +36,7 @@ def first_fit(costs, padded, most, budget):
 @given(COSTS, st.booleans(), st.none() | st.integers(1, 9), st.floats(0.1, 100), st.integers(1, 5), st.integers(1, 4))
 @example([0.1, 0.1, 0.1], False, None, 0.3, 1, 1)  # whose sum rounds
 @example([100, 1, 1, 1], False, None, 100.0, 3, 1)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_packs(costs, padded, most, budget, at_least, multiple_of):
     """What holds for all costs and limits."""
     packer = Packer(costs, padded=padded, most=most, multiple_of=multiple_of)
