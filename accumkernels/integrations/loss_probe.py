@@ -38,6 +38,8 @@ from .loss_questions import (
 ISSUE = "https://github.com/huggingface/transformers/issues/47688"
 _MEAN = 0.1  # parts of a loss that is divided below which it is a mean: noise may look like a small part
 
+_HALVED = 4  # micro-batches at the most; those whose rows weigh the same give no answer
+
 _log = logging.getLogger(__name__)
 
 
@@ -173,7 +175,7 @@ class LossProbe:
         weighs = functools.partial(
             weighs_otherwise, weight=self._weight(shifts), tolerance=SMALL if precise else COUPLED
         )
-        if trainer.counts_labels and self._agreed(weighs, alike, items) == 1:
+        if trainer.counts_labels and self._agreed(weighs, alike, items, _HALVED) == 1:
             self.warn(
                 "the loss of %s is not the mean over what micro_batch_weight counts, since the means of two halves of "
                 "a micro-batch do not add up to it: override micro_batch_weight, to count what the loss averages",
@@ -194,10 +196,12 @@ class LossProbe:
 
         return weight
 
-    def _agreed(self, ask: Callable[[Compute, Inputs, Any], float], alike: list[Inputs], items: Any) -> float:
-        """The answer for the first micro-batch that has one on any rank."""
-        answer = math.nan
-        for index in range(self._trainer.args.gradient_accumulation_steps):  # as often on all ranks
+    def _agreed(
+        self, ask: Callable[[Compute, Inputs, Any], float], alike: list[Inputs], items: Any, most: int | None = None
+    ) -> float:
+        """The answer for the first micro-batch that has one on any rank, of as many of them as `most`."""
+        answer, steps = math.nan, self._trainer.args.gradient_accumulation_steps
+        for index in range(steps if most is None else min(most, steps)):  # as often on all ranks
             own = float(ask(self._compute, alike[index % len(alike)], items))
             all_ranks = self._trainer.accelerator.gather(torch.tensor([own], device=self._trainer.args.device))
             answers = [a for a in all_ranks.tolist() if not math.isnan(a)]

@@ -62,21 +62,39 @@ def is_oom_error(exception: BaseException) -> bool:
     return False
 
 
+def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:
+    """Clear the local variables of every frame of an exception, and of the exceptions that it is chained to.
+
+    Args:
+        error: The exception.
+        outer: One that was being handled before: its frames are its owner's.
+    """
+    for link in _chain(error, outer):
+        traceback.clear_frames(link.__traceback__)
+
+
 def let_go(error: BaseException, outer: BaseException | None) -> str:
     """Free what an error's frames hold, and those of the errors behind it; return its message.
 
     Args:
         error: Nobody will see its traceback.
-        outer: The exception that was being handled before, which is its owner's.
+        outer: See `clear_frames`.
     """
-    seen = {id(outer)}
+    clear_frames(error, outer)
+    for link in _chain(error, outer):
+        link.__traceback__ = None
+    return str(error)
+
+
+def _chain(error: BaseException, outer: BaseException | None) -> list[BaseException]:
+    """The error and those that it is chained to, up to `outer`."""
+    seen: set[int] = {id(outer)}
+    found: list[BaseException] = []
     links: list[BaseException | None] = [error]
     while links:
         link = links.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-        links += [link.__cause__, link.__context__]
-    return str(error)
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            found.append(link)
+            links += [link.__cause__, link.__context__]
+    return found

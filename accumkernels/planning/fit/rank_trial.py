@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...accumulator import FusedAccumulator
-from ...splitting.oom import is_oom_error
+from ...splitting.oom import clear_frames, is_oom_error
 from ..snapshot import Snapshot
 from .agreement import Agreement
 from .averaging import Averaging
-from .trial import Training, clear_frames
+from .trial import Training
 
 _SECONDS = 0.5  # per trial, if time allows: building an accumulator over ranks takes about as long
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...accumulator import FusedAccumulator
 from ...splitting.live_bytes import format_bytes
-from ...splitting.oom import is_oom_error
+from ...splitting.oom import clear_frames, is_oom_error
 from ..batches import Source, training_loss
 from ..snapshot import Snapshot, interrupts_later
 from .meters import Meter
@@ -211,16 +210,3 @@ class Training:
 def first_line(error: BaseException) -> str:
     """Return the first line of its message, or its class if there is none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of every frame of an exception, and of the exceptions that it is chained to."""
-    queue: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while queue:
-        link = queue.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        traceback.clear_frames(link.__traceback__)
-        queue += [link.__cause__, link.__context__]
