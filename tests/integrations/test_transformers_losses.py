@@ -525,3 +525,58 @@ def test_one_micro_batch_to_a_window(tmp_path, kind, caplog):
         ours = fit(Trainer, tmp_path, model, data, **arguments)
     assert same(ours.model, fit(STOCK, tmp_path, model, data, **arguments).model)
     assert own_warnings(caplog) == []
+
+
+def test_a_part_divided_by_the_number_of_micro_batches(tmp_path, caplog):
+    """As TRL divides a router's loss: right in the Trainer, so that its bits stay and nothing is said."""
+
+    class Divides:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+            return loss + 0.1 * out["logits"].square().mean() / self.current_gradient_accumulation_steps
+
+    trainers = [
+        fit(type("Divided", (Divides, cls), {}), tmp_path, gpt2(), Samples(SAMPLES, masked=1))
+        for cls in (Trainer, STOCK)
+    ]
+    assert same(trainers[0].model, trainers[1].model)
+    assert own_warnings(caplog) == []
+
+
+def test_random_losses_are_not_asked_about_rows(tmp_path, caplog):
+    """Other rows get other random numbers in evaluation too, as in diffusion: that says nothing about weights."""
+
+    class Noisy(Preferences):
+        def forward(self, chosen, rejected):
+            noise = 3 * torch.randn(len(chosen))
+            return {"loss": -nn.functional.logsigmoid(self.score(chosen) - self.score(rejected) + noise).mean()}
+
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        fit(Trainer, tmp_path, Noisy(), Pairs(SAMPLES), remove_unused_columns=False)
+    (line,) = own_warnings(caplog)
+    assert line.startswith("micro-batches without labels count by their rows")
+
+
+def test_nothing_is_compiled_for_questions(tmp_path):
+    """A compiled model is asked as it is, and compiled for training alone."""
+    graphs = []
+
+    def counting(graph, example_inputs):
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    model = Causal()
+    model.head.forward = torch.compile(model.head.forward, backend=counting)
+    trainer = build(Trainer, tmp_path, 1, model)
+    trainer.train_dataset = Samples(8)
+    trainer.train()
+    assert graphs == [True]
+
+
+def test_labels_that_segmentation_ignores(tmp_path):
+    """By the model's configuration, beside -100."""
+    trainer = build(Trainer, tmp_path, 1)
+    labels = torch.tensor([[[0, 1], [255, 3]], [[255, 255], [-100, 0]]])
+    assert trainer.micro_batch_weight({"labels": labels}) == 7
+    trainer.model.config.semantic_loss_ignore_index = 255
+    assert trainer.micro_batch_weight({"labels": labels}) == 4
