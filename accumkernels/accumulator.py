@@ -622,8 +622,10 @@ class FusedAccumulator:
 
     def _agreement(self, automatic: bool) -> Callable[[Sequence[int]], list[int]] | None:
         """The largest of such numbers on all ranks, if they wait for each other in forward or backward; else None."""
-        waits = self._splits_together or synchronised_batchnorm(self._module) is not None
-        if not (self._ranks.sharded or (self._ranks.ends_together and waits)):
+        together = self._ranks.sharded
+        if not together and self._ranks.ends_together:  # else nobody waits, and modules need no look
+            together = self._splits_together or synchronised_batchnorm(self._module) is not None
+        if not together:
             return None
         if automatic:
             raise ValueError(
