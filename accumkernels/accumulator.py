@@ -631,7 +631,7 @@ class FusedAccumulator:
             raise ValueError(
                 "micro_batch='auto' where ranks communicate in forward or backward (FSDP2, SyncBatchNorm): one that "
                 "runs out of memory would leave the others waiting. Pass micro_batch or budget; "
-                "accumkernels.memory_report says how many samples fit"
+                "accumkernels.memory_report of the model before fully_shard says how many samples fit"
             )
 
         def agree(numbers: Sequence[int]) -> list[int]:

@@ -123,6 +123,17 @@ def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
 
 
+def check_unsharded(model: nn.Module) -> None:
+    """A trial copies and restores the model, and what other ranks hold of it is not there.
+
+    Raises:
+        ValueError: a parameter is a DTensor.
+    """
+    for name, param in model.named_parameters():
+        if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
+            raise ValueError(f"model: parameter {name!r} is sharded (DTensor): the trials cannot run without its ranks")
+
+
 def no_accumulator(model: nn.Module, caller: str) -> None:
     """Check that a model to be trained on trial has no FusedAccumulator.
 

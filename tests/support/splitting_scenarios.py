@@ -90,7 +90,9 @@ def fsdp2_agrees(rank, size):
         for sharded, p in zip(model.parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(sharded.full_tensor(), p, rtol=1e-11, atol=1e-13)
     kind, text = message(acc.backward_batch, data(4, 0), loss_fn)
-    assert kind == "ValueError" and "accumkernels.memory_report says how many samples fit" in text
+    assert kind == "ValueError" and "accumkernels.memory_report of the model before fully_shard says" in text
+    kind, text = message(ak.memory_report, model, optimizer, lambda n: data(n, 0), 2, loss_fn=mse_loss, fake=True)
+    assert kind == "ValueError" and "is sharded (DTensor)" in text
     kind, text = message(acc.backward_batch, data(4 * rank, 0), loss_fn, micro_batch=2)
     assert kind == "ValueError" and "a rank's batch has no samples" in text
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..batches import Source, dummy_batches, loaded_batches, made_batches
-from ..checks import amp_dtype_or_none, as_device, fraction, is_callable, is_module, positive_int
+from ..checks import amp_dtype_or_none, as_device, check_unsharded, fraction, is_callable, is_module, positive_int
 from .meters import meter_for
 from .trial import GcGuard, Training
 
@@ -25,8 +25,7 @@ def check_trainable(model: Any) -> None:
         if nn.parameter.is_lazy(param) or param.is_meta:
             kind = "on the meta device" if param.is_meta else "lazy: run the model once first"
             raise ValueError(f"model: parameter {name!r} is {kind}")
-        if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
-            raise ValueError(f"model: parameter {name!r} is sharded (DTensor): the trials cannot run without its ranks")
+    check_unsharded(model)
     if not any(param.requires_grad for _, param in params):
         raise ValueError("model has no trainable parameter")
 

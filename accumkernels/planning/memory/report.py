@@ -16,7 +16,7 @@ from ...batch_statistics import uses_batch_statistics
 from ...errors import expect_iterable, wrong_type
 from ...splitting.live_bytes import CUDA_BLOCK, LiveBytes, LiveCudaBytes, format_bytes
 from ..batches import made_batches, training_loss
-from ..checks import amp_dtype_or_none, as_device, is_callable, is_module, no_accumulator, positive_int
+from ..checks import amp_dtype_or_none, as_device, check_unsharded, is_callable, is_module, no_accumulator, positive_int
 from ..snapshot import Snapshot
 from .fakes import FakeDevice, LiveFakeBytes
 
@@ -193,13 +193,14 @@ def memory_report(
         fake: Predict instead of measuring.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or `device` is not the model's and `fake` is not set.
+        TypeError, ValueError: an argument is wrong, the model is sharded (call it before `fully_shard`), or `device` is
+            not the model's and `fake` is not set.
         RuntimeError: the model has a FusedAccumulator, and `fake` is not set.
         torch.OutOfMemoryError: the run does not fit.
     """
     size = positive_int(batch_size, "batch_size")
     steps = None if accumulate is None else positive_int(accumulate, "accumulate")
-    is_module(model)
+    check_unsharded(is_module(model))
     if not isinstance(optimizer, Optimizer):
         raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
     is_callable(make_batch, "make_batch")
