@@ -34,10 +34,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="for the files (default: ./demo)")
-    demo.add_argument(
-        "--steps", type=_positive, help="windows to train (default: 80, fewer and smaller ones on a slow machine)"
-    )
+    demo.add_argument("--steps", type=_positive, help="windows to train (default: as many as a minute allows)")
     demo.add_argument("--seed", type=int, default=0, help="of weights and order of the data (default: 0)")
+    demo.add_argument(
+        "--amp",
+        choices=("bf16", "fp16", "none"),
+        help="autocast; fp16 with a GradScaler (default: bf16 where there is it)",
+    )
     plan_command.add_parser(commands)
     fit_command.add_parser(commands)
     return parser
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 2
         from .demo.command import run
 
-        return run(arguments.device, arguments.out, arguments.steps, arguments.seed)
+        return run(arguments.device, arguments.out, arguments.steps, arguments.seed, arguments.amp)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -15,19 +15,14 @@ from accumkernels import __version__, ops
 from ..demo import measure, picture, report
 from .data import Corpus
 from .display import Display
-from .methods import ACCUMULATION_STEPS, INIT_SCALE, MAX_NORM, METHODS, Method
+from .methods import ACCUMULATION_STEPS, MAX_NORM, METHODS, BigBatch, Method
 from .model import GPT
-from .train import MICRO_BATCH_SIZES, choose_size, seconds_per_sample, train
+from .train import SEEDS, SHAPES, Shape, choose_size, seconds_per_window, train
 
-# fp16 is too slow on the CPU: a product of 2048x128 and 128x512 takes 13 ms in fp16, 0.3 ms in bf16 (torch 2.13, two
-# Zen 5 cores with AVX-512 BF16). bf16 needs no loss scale, but goes through the GradScaler like fp16.
-AMP_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
-# The model is too small for many threads: a window three ways takes 0.5 s with two threads, 0.8 s with one (two Zen 5
-# cores). When other programs use the cores too, two threads take 8 to 30 s, since they wait for each other in every op,
-# and one takes 1.5 s.
-THREADS = 1
-# At a width of 128 there are 0.4 M gradients, whose handling is bound by calls rather than bytes; here there are 3.7 M.
-WIDTH, HEADS = 384, 6
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}
+# A micro-batch is one line of text, as on a card that is full: its gradients then cost as much as its layers. Lines are
+# unequal, as samples are.
+CONTEXT = 64
 
 
 class DemoError(Exception):
@@ -46,7 +41,7 @@ def choose_device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise DemoError(f"--device {name}: no such device; use cpu or cuda") from None
-    if device.type not in AMP_DTYPES:
+    if device.type not in ("cpu", "cuda"):
         raise DemoError(f"--device {name}: the demo runs on cpu and cuda")
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -57,29 +52,38 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def timed_windows(steps: int) -> int:
-    """The number of windows whose gradient handling is timed: 7, or fewer in a short run."""
-    return min(7, steps)
+def choose_amp(name: str | None, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast, as a user would choose it: bf16; fp16 on a GPU, none on a CPU, that has no bf16."""
+    if name is not None:
+        return AMP_DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    # A CPU with AVX2 alone takes up to 50 times as long as in fp32; nothing in torch says so.
+    return None if _seconds_of_product(torch.bfloat16) > 2 * _seconds_of_product(torch.float32) else torch.bfloat16
 
 
-def _measure(runs: list[report.Run], methods: list[Method], corpus: Corpus, steps: int, display: Display) -> None:
-    """Fill in the numbers of `runs` that training does not give."""
-    model = methods[0].model  # the big batch's
-    amp_dtype = methods[0].amp_dtype
-    full, last = corpus.window(steps), corpus.window(steps + 1, partial=True)  # not trained on
-    timed = [corpus.window(steps + index) for index in range(timed_windows(steps))]
-    display.begin_measuring(3 + len(runs))
-    for key, window in (("full", full), ("last", last)):
-        errors = measure.gradient_errors(METHODS, model, window, (amp_dtype, None))
+def _seconds_of_product(dtype: torch.dtype) -> float:
+    a, b = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _measure(runs: list[report.Run], big: Method, corpus: Corpus, steps: int, display: Display) -> None:
+    """Fill in the numbers of `runs` that training does not give, at the weights of the big batch."""
+    windows = {"full": corpus.window(steps), "short": corpus.window(steps + 1, partial=True)}  # not trained on
+    display.begin_measuring(len(windows) + len(runs))
+    for key, window in windows.items():
+        errors = measure.gradient_errors(METHODS, big.model, window, (big.amp_dtype, None))
         for run, (with_autocast, without) in zip(runs, errors, strict=True):
             run.gradient_errors[key] = with_autocast
             run.gradient_errors_without_autocast[key] = without
         display.measured()
-    for run, seconds in zip(runs, measure.gradient_seconds(methods, timed), strict=True):
-        run.gradient_seconds = seconds
-    display.measured()
     for run, cls in zip(runs, METHODS, strict=True):
-        run.peak_bytes = measure.peak_bytes(cls, model, full, amp_dtype)
+        run.peak_bytes = measure.peak_bytes(cls, big.model, windows["full"], big.amp_dtype)
         display.measured()
 
 
@@ -94,56 +98,70 @@ def _versions(device: torch.device) -> dict[str, str]:
     }
 
 
-def _demo(device: torch.device, out: Path, steps: int | None, seed: int, display: Display) -> None:
+def _demo(
+    device: torch.device, amp_dtype: torch.dtype | None, out: Path, steps: int | None, seed: int, display: Display
+) -> None:
     console = display.console
-    amp_dtype = AMP_DTYPES[device.type]
-    torch.manual_seed(seed)
-    model = GPT(width=WIDTH, heads=HEADS).to(device)
+
+    def build(shape: Shape, number: int) -> GPT:
+        torch.manual_seed(number)
+        return shape.build(CONTEXT).to(device)
+
+    corpus = Corpus(1, ACCUMULATION_STEPS, device, seed, longest=CONTEXT, separator=b"\n")
+    shape, fitting = choose_size(seconds_per_window(build(SHAPES[-1], seed), corpus, amp_dtype))
+    steps = steps or fitting
+    model = build(shape, seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    sample = Corpus(MICRO_BATCH_SIZES[0], ACCUMULATION_STEPS, device, seed).window(0).micro_batches[0]
-    size = choose_size(seconds_per_sample(model, sample, amp_dtype))
-    steps = steps or size.steps
-    corpus = Corpus(size.micro_batch_size, ACCUMULATION_STEPS, device, seed)
-    amp = str(amp_dtype).removeprefix("torch.")
+    amp = "float32" if amp_dtype is None else str(amp_dtype).removeprefix("torch.")
     versions = _versions(device)
     console.print(
-        f"A byte-level GPT of {parameters:,} parameters on Python's standard library: {steps} windows of "
-        f"{ACCUMULATION_STEPS} x {size.micro_batch_size} samples, {amp} autocast, on {versions['device']}; "
-        f"FusedAccumulator's backend: {versions['backend']}.",
+        f"A byte-level GPT of {parameters / 1e6:.0f} M parameters on Python's standard library: {steps} windows of "
+        f"{ACCUMULATION_STEPS} micro-batches of one line, up to {CONTEXT} bytes, {amp}, on {versions['device']}, "
+        f"{torch.get_num_threads()} threads; FusedAccumulator's backend: {versions['backend']}.",
         highlight=False,
     )
     methods = [cls(model, amp_dtype) for cls in METHODS]
     with display:
         display.begin_training([method.name for method in methods], steps)
         runs = train(methods, corpus, steps, display.trained)
-        _measure(runs, methods, corpus, steps, display)
+        _measure(runs, methods[0], corpus, steps, display)
+        del methods  # before there are more
+        seeds = runs[:1]
+        for number in range(1, SEEDS):
+            name = f"{BigBatch.name}, seed {seed + number}"
+            display.begin_training([name], steps)
+            again = train([BigBatch(build(shape, seed + number), amp_dtype, name)], corpus, steps, display.trained)
+            seeds += again
     display.stage = "while writing the files"
+    ends = [run.final_loss for run in seeds]
     report.print_table(
         console,
         runs,
         full=ACCUMULATION_STEPS,
-        last=len(corpus.window(0, partial=True).micro_batches),
+        short=len(corpus.window(0, partial=True).micro_batches),
         amp=amp,
-        timed=timed_windows(steps),
+        seeds=SEEDS,
+        lowest=min(ends),
+        highest=max(ends),
         memory="memory in torch's CUDA allocator" if device.type == "cuda" else "tensors alive at a time",
     )
+    report.print_conclusion(console, runs[1], runs[2], amp)
     settings = {
         "steps": steps,
         "seed": seed,
         "parameters": parameters,
-        "micro_batch_size": size.micro_batch_size,
+        "context": CONTEXT,
         "accumulation_steps": ACCUMULATION_STEPS,
         "autocast": amp,
-        "init_scale": INIT_SCALE,
         "max_norm": MAX_NORM,
         "threads": torch.get_num_threads(),
     }
-    report.write_json(out / "demo.json", runs, settings=settings, versions=versions)
-    about = ", ".join(f"{key} {value}" for key, value in versions.items())
-    picture.draw(out / "demo.png", runs, f"GPT, {parameters:,} parameters, {amp} autocast; {about}")
+    report.write_json(out / "demo.json", runs, seeds, settings=settings, versions=versions)
+    about = ", ".join(f"{key} {value}" for key, value in versions.items() if key != "python")
+    picture.draw(out / "demo.png", runs, seeds, f"GPT, {parameters / 1e6:.0f} M parameters, {amp}; {about}")
 
 
-def run(device: str | None, out: Path, steps: int | None, seed: int) -> int:
+def run(device: str | None, out: Path, steps: int | None, seed: int, amp: str | None = None) -> int:
     """Run the demo, and return the exit status.
 
     Args:
@@ -151,6 +169,7 @@ def run(device: str | None, out: Path, steps: int | None, seed: int) -> int:
         out: Directory for `demo.png` and `demo.json`; created if it does not exist.
         steps: Windows to train; None for as many as fit into the time.
         seed: Of the weights and the order of the samples.
+        amp: A key of `AMP_DTYPES`; by default as in `choose_amp`.
     """
     console = Console()
     display = Display(console)
@@ -158,8 +177,7 @@ def run(device: str | None, out: Path, steps: int | None, seed: int) -> int:
     try:
         chosen = choose_device(device)
         out.mkdir(parents=True, exist_ok=True)
-        torch.set_num_threads(THREADS)
-        _demo(chosen, out, steps, seed, display)
+        _demo(chosen, choose_amp(amp, chosen), out, steps, seed, display)
     except KeyboardInterrupt:
         print(f"demo interrupted {display.stage}; no results were written", file=sys.stderr)
         return 130

@@ -15,6 +15,7 @@ CONTEXT = 128  # bytes of the longest sample
 SHORTEST = 8  # bytes; shorter paragraphs are left out
 PADDING_STEP = 16  # padded lengths are multiples of this, so that few distinct shapes occur
 IGNORE = -100  # target of padding, `ignore_index` of the loss
+VALIDATION_SAMPLES = 128
 START = 0  # the byte before a sample's first
 
 # In every CPython from 3.10 on. A file that is missing is left out.
@@ -80,13 +81,16 @@ class BatchWindow:
         return [Batch.collate(piece, self.device) for piece in pieces]
 
 
-def read_samples(files: Sequence[str], root: Path | None = None, longest: int = CONTEXT) -> list[bytes]:
-    """Cut source files into samples: paragraphs (text between blank lines), long ones into pieces.
+def read_samples(
+    files: Sequence[str], root: Path | None = None, longest: int = CONTEXT, separator: bytes = b"\n\n"
+) -> list[bytes]:
+    """Cut source files into samples, long ones into pieces.
 
     Args:
         files: Paths relative to `root`; paths that do not exist are left out.
         root: Default: the directory of Python's standard library.
         longest: Bytes of a piece.
+        separator: What samples end with. Default: paragraphs, which are the text between blank lines.
 
     Raises:
         FileNotFoundError: None of `files` exists.
@@ -95,7 +99,7 @@ def read_samples(files: Sequence[str], root: Path | None = None, longest: int = 
     texts = [path.read_bytes() for path in (root / name for name in files) if path.is_file()]
     if not texts:
         raise FileNotFoundError(f"no source of Python's standard library in {root}")
-    paragraphs = (paragraph.strip(b"\n") for text in texts for paragraph in text.replace(b"\r", b"").split(b"\n\n"))
+    paragraphs = (paragraph.strip(b"\n") for text in texts for paragraph in text.replace(b"\r", b"").split(separator))
     return [
         paragraph[start : start + longest]
         for paragraph in paragraphs
@@ -112,7 +116,7 @@ class Corpus:
         accumulation_steps: Micro-batches of a full window.
         device: The device of the batches.
         seed: Determines the order of the samples.
-        root: As in `read_samples`.
+        root, longest, separator: As in `read_samples`.
     """
 
     def __init__(
@@ -122,12 +126,16 @@ class Corpus:
         device: torch.device,
         seed: int = 0,
         root: Path | None = None,
+        longest: int = CONTEXT,
+        separator: bytes = b"\n\n",
     ) -> None:
         self.micro_batch_size = micro_batch_size
         self.window_size = micro_batch_size * accumulation_steps
         self.device = device
-        self._training = self._shuffled(read_samples(TRAINING_FILES, root), seed)
-        self._validation = self._shuffled(read_samples(VALIDATION_FILES, root), seed)[:256]
+        self._training = self._shuffled(read_samples(TRAINING_FILES, root, longest, separator), seed)
+        self._validation = self._shuffled(read_samples(VALIDATION_FILES, root, longest, separator), seed)[
+            :VALIDATION_SAMPLES
+        ]
 
     @staticmethod
     def _shuffled(samples: list[bytes], seed: int) -> list[bytes]:
@@ -142,7 +150,7 @@ class Corpus:
         return BatchWindow(samples, self.micro_batch_size, self.device)
 
     def validation_batches(self) -> Iterator[Batch]:
-        """256 held-out samples, in batches of a window's size."""
+        """Held-out samples, in batches of a window's size."""
         samples = sorted(self._validation, key=len)
         for start in range(0, len(samples), self.window_size):
             yield Batch.collate(samples[start : start + self.window_size], self.device)

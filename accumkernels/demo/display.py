@@ -46,6 +46,7 @@ class Display:
     def begin_training(self, names: Sequence[str], steps: int) -> None:
         """Announce `steps` windows for each of `names`."""
         self._steps = steps
+        self._done = 0
         self._begin = time.perf_counter()
         self.stage = f"after 0 of {steps} windows"
         self._tasks = {name: self._bars.add_task(name, total=steps, note="") for name in names}
@@ -67,7 +68,7 @@ class Display:
         self.stage = "while measuring"
         self._measuring = self._bars.add_task("measurements", total=total, note="")
         if not self.console.is_terminal:
-            self.console.print("measuring gradient errors, gradient time and memory")
+            self.console.print("measuring gradient errors and memory")
 
     def measured(self) -> None:
         """Count one measurement."""

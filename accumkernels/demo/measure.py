@@ -1,13 +1,9 @@
-"""Measures what training itself does not show: gradient errors, time in gradient handling, peak memory."""
+"""Measures what training itself does not show: gradient errors and peak memory."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,50 +40,6 @@ def gradient_errors(
         return float((_gradient(method.model) - exact).norm() / exact.norm())
 
     return [[error(cls, amp_dtype) for amp_dtype in amp_dtypes] for cls in methods]
-
-
-@contextmanager
-def _clock_running(method: Method) -> Iterator[None]:
-    """Let `method.clock` run, except in the optimizer."""
-    clock = method.clock
-    optimizer = method.optimizer
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def step_outside(*args: Any, **kwargs: Any) -> Any:
-        clock.__exit__()
-        try:
-            return step(*args, **kwargs)
-        finally:
-            clock.__enter__()
-
-    # Hooks of the optimizer would not do: FusedAccumulator averages before them, as they may look at gradients.
-    optimizer.step = step_outside  # type: ignore[method-assign]
-    clock.running = True
-    try:
-        yield
-    finally:
-        clock.running = False
-        del optimizer.step
-
-
-def gradient_seconds(methods: Sequence[Method], windows: Sequence[BatchWindow]) -> list[float]:
-    """Median seconds per window that each method spends on gradients; the methods take turns.
-
-    This counts everything that happens to gradients once the layers' backward has computed them: autocast's casts to
-    fp32 or the route around them, autograd's AccumulateGrad nodes, the work of backward after autograd, and everything
-    after a window's last backward (average, unscale, check, clip, zero) except `optimizer.step` itself.
-    """
-    seconds: list[list[float]] = [[] for _ in methods]
-    with ExitStack() as stack:
-        for method in methods:
-            stack.enter_context(_clock_running(method))
-        for window in windows:
-            for method, found in zip(methods, seconds, strict=True):
-                method.clock.seconds = 0.0
-                method.train(window, learning_rate=0.0)
-                found.append(method.clock.seconds)
-    return [statistics.median(found) for found in seconds]
 
 
 def peak_bytes(cls: type[Method], model: nn.Module, window: BatchWindow, amp_dtype: torch.dtype | None) -> int:

@@ -10,33 +10,34 @@ from torch import Tensor, nn
 
 import accumkernels as ak
 
-from .clock import Clock
 from .data import Batch, BatchWindow
 
 ACCUMULATION_STEPS = 8
 MAX_NORM = 1.0
-# GradScaler starts at 2**16 by default and may skip steps until its scale has settled, and not the same ones for
-# `loss / K` as for the plain loss. From 2**12 fp16 does not overflow here, so the three loops take the same steps.
+# Only fp16 needs a loss scale. GradScaler starts at 2**16 by default and may skip steps until its scale has settled,
+# and not the same ones for `loss / K` as for the plain loss. From 2**12 fp16 does not overflow here, so the three loops
+# take the same steps.
 INIT_SCALE = 2.0**12
 
 
 class Method(abc.ABC):
-    """A copy of the model with optimizer and GradScaler; subclasses define how a window becomes one step.
+    """A copy of the model with its optimizer; subclasses define how a window becomes one step.
 
     Args:
         model: Copied; the copy stays on its device.
-        amp_dtype: The dtype of autocast; None disables it.
+        amp_dtype: The dtype of autocast; None disables it. float16 comes with a GradScaler.
+        name: Instead of the class's.
     """
 
     name: str
 
-    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None, name: str | None = None) -> None:
+        self.name = name or type(self).name
         self.model = copy.deepcopy(model)
         self.device = next(self.model.parameters()).device
         self.amp_dtype = amp_dtype
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=INIT_SCALE)
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=INIT_SCALE, enabled=amp_dtype is torch.float16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.clock = Clock(self.device)
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of a batch under autocast."""
@@ -53,12 +54,11 @@ class Method(abc.ABC):
 
     def step(self) -> None:
         """Clip, step the optimizer and drop the gradients."""
-        with self.clock:
-            self.unscale()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
+        self.unscale()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
 
     def train(self, window: BatchWindow, learning_rate: float) -> Tensor:
         """Take one optimizer step; returns the same as `backward`."""
@@ -77,8 +77,7 @@ class BigBatch(Method):
     def backward(self, window: BatchWindow) -> Tensor:
         """One pass."""
         loss = self.loss(window.big_batch)
-        with self.clock.during_backward(loss):
-            self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()
         return loss.detach()
 
 
@@ -96,8 +95,7 @@ class StockAccumulation(Method):
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
             loss = self.loss(batch)
-            with self.clock.during_backward(loss):
-                self.scaler.scale(loss / ACCUMULATION_STEPS).backward()
+            self.scaler.scale(loss / ACCUMULATION_STEPS).backward()
             total += loss.detach() * batch.tokens
         return total / sum(batch.tokens for batch in window.micro_batches)
 
@@ -107,8 +105,8 @@ class Fused(Method):
 
     name = "FusedAccumulator"
 
-    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None) -> None:
-        super().__init__(model, amp_dtype)
+    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None, name: str | None = None) -> None:
+        super().__init__(model, amp_dtype, name)
         self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler)
 
     def backward(self, window: BatchWindow) -> Tensor:
@@ -116,8 +114,7 @@ class Fused(Method):
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
             loss = self.loss(batch)
-            with self.clock.during_backward(loss):
-                self.accumulator.backward(loss, weight=batch.tokens)
+            self.accumulator.backward(loss, weight=batch.tokens)
             total += loss.detach() * batch.tokens
         return total / sum(batch.tokens for batch in window.micro_batches)
 
@@ -127,8 +124,7 @@ class Fused(Method):
 
     def step(self) -> None:
         """Average, clip, step and open the next window, in one call."""
-        with self.clock:
-            self.accumulator.step(self.optimizer, max_norm=MAX_NORM)
+        self.accumulator.step(self.optimizer, max_norm=MAX_NORM)
 
 
 METHODS: tuple[type[Method], ...] = (BigBatch, StockAccumulation, Fused)

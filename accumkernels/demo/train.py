@@ -1,4 +1,4 @@
-"""Trains all methods, window by window in turn, so that a slowdown of the machine affects all of them."""
+"""Trains the methods, window by window in turn, so that a slowdown of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .data import Batch, Corpus
-from .methods import ACCUMULATION_STEPS, METHODS, BigBatch, Method
+from .data import Corpus
+from .methods import BigBatch, Method, StockAccumulation
+from .model import GPT
 from .report import Run
 
-LEARNING_RATE = 1e-3  # at 2e-3 bf16 rounding alone makes two equal runs differ by 0.4 %
-MICRO_BATCH_SIZES = (4, 2)
-MAX_STEPS = 80
-ENOUGH_STEPS = 30
-# For forward and backward passes. 58 windows of 8 x 4 samples take 65 s on one core of a Xeon with AMX. Without AMX and
-# AVX-512 BF16, matrix products are up to 50 times slower, and smaller windows keep the demo under three minutes.
-SECONDS = 75.0
+LEARNING_RATE = 5e-4
+MAX_STEPS = 100
+ENOUGH_STEPS = 24
+FEWEST_STEPS = 12
+SEEDS = 3  # of initial weights, with which the big batch is trained: what differs between them is chance
+# For training. With set-up and measurements the demo then takes a minute and a half.
+SECONDS = 60.0
+
+
+class Shape(NamedTuple):
+    """Of a GPT."""
+
+    width: int
+    depth: int
+    heads: int
+
+    def build(self, context: int) -> GPT:
+        """A model with random weights."""
+        return GPT(width=self.width, depth=self.depth, heads=self.heads, context=context)
+
+    @property
+    def cost(self) -> int:
+        """Proportional to the parameters of the layers."""
+        return self.width * self.width * self.depth
+
+
+SHAPES = (Shape(768, 6, 12), Shape(768, 4, 12), Shape(512, 8, 8))  # 43, 29 and 25 M parameters
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -33,13 +54,6 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-class Size(NamedTuple):
-    """How much to train: samples per micro-batch, and windows."""
-
-    micro_batch_size: int
-    steps: int
-
-
 def _timed(device: torch.device, call: Callable[[], Tensor]) -> tuple[Tensor, float]:
     """The result of `call`, and the seconds it took."""
     begin = time.perf_counter()
@@ -49,31 +63,28 @@ def _timed(device: torch.device, call: Callable[[], Tensor]) -> tuple[Tensor, fl
     return result, time.perf_counter() - begin
 
 
-def seconds_per_sample(model: nn.Module, batch: Batch, amp_dtype: torch.dtype | None) -> float:
-    """Time of a forward and a backward pass, on a copy of `model`."""
-    method = BigBatch(model, amp_dtype)
+def seconds_per_window(model: nn.Module, corpus: Corpus, amp_dtype: torch.dtype | None) -> float:
+    """Time of a window of all that is trained, measured on copies of `model`; stock's counts for accumkernels too."""
+    window = corpus.window(0)
 
-    def both() -> Tensor:
-        loss = method.loss(batch)
-        loss.backward()
-        return loss
+    def fastest(cls: type[Method]) -> float:
+        method = cls(model, amp_dtype)
+        return min(_timed(method.device, partial(method.train, window, 0.0))[1] for _ in range(3))
 
-    times = [_timed(method.device, both)[1] for _ in range(4)]
-    return min(times[1:]) / len(batch.inputs)  # the first warms up
+    return 2 * fastest(StockAccumulation) + SEEDS * fastest(BigBatch)
 
 
-def choose_size(seconds: float) -> Size:
-    """The size that trains all methods in about `SECONDS`: `MAX_STEPS` large windows, else fewer, else smaller ones.
+def choose_size(seconds: float) -> tuple[Shape, int]:
+    """The largest model that `ENOUGH_STEPS` windows can be trained with in `SECONDS`, and how many can be.
 
     Args:
-        seconds: The result of `seconds_per_sample`.
+        seconds: Of a window of all that is trained, with the smallest of `SHAPES`.
     """
-    for micro_batch_size in MICRO_BATCH_SIZES:
-        per_window = len(METHODS) * ACCUMULATION_STEPS * micro_batch_size * seconds
-        steps = int(SECONDS / per_window)
+    for shape in SHAPES:
+        steps = int(SECONDS / (seconds * shape.cost / SHAPES[-1].cost))
         if steps >= ENOUGH_STEPS:
             break
-    return Size(micro_batch_size, max(ENOUGH_STEPS, min(MAX_STEPS, steps)))
+    return shape, max(FEWEST_STEPS, min(MAX_STEPS, steps))
 
 
 def train(
@@ -88,18 +99,20 @@ def train(
         on_step: Called after each window with the methods' losses by name.
 
     Returns:
-        For each method, its losses, seconds per window, and validation loss.
+        For each method, its losses, seconds and tokens per window, and validation loss.
     """
     runs = [Run(method.name) for method in methods]
     for step in range(steps):
         window = corpus.window(step, partial=step == steps - 1)
         rate = learning_rate(step, steps)
-        _ = window.big_batch, window.micro_batches  # cached: create them here, so that no method pays for it
+        tokens = window.big_batch.tokens
+        _ = window.micro_batches  # cached, as the big batch: create them here, so that no method pays for it
         for turn in range(len(methods)):
             index = (step + turn) % len(methods)  # no method always goes first
             loss, seconds = _timed(methods[index].device, partial(methods[index].train, window, rate))
             runs[index].losses.append(float(loss))
             runs[index].step_seconds.append(seconds)
+            runs[index].tokens.append(tokens)
         on_step({run.name: run.losses[-1] for run in runs})
     for method, run in zip(methods, runs, strict=True):
         run.final_loss = validation_loss(method, corpus)

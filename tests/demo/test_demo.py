@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -20,7 +22,7 @@ from rich.console import Console
 
 import accumkernels
 from accumkernels.__main__ import main
-from accumkernels.demo import clock, command, measure, methods, train
+from accumkernels.demo import command, measure, methods, report, train
 from accumkernels.demo.data import (
     CONTEXT,
     IGNORE,
@@ -54,23 +56,18 @@ def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """As the demo itself: models this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(command.THREADS)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory):
-    """Three windows from the command line: the directory, and standard output."""
+    """Three windows of a model that takes no time, from the command line: the directory, and standard output."""
     directory = tmp_path_factory.mktemp("demo")
-    process = start("--steps", 3, "--device", "cpu", cwd=directory)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return directory, out
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setenv("COLUMNS", "80")
+        patch.setattr(command, "_seconds_of_product", lambda dtype: 1.0)
+        patch.setattr(command, "SHAPES", (train.Shape(128, 2, 4),))
+        patch.setattr(train, "SHAPES", command.SHAPES)
+        assert main(["demo", "--steps", "3", "--device", "cpu", "--out", str(directory / "demo")]) == 0
+    return directory, out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -89,39 +86,39 @@ def model():
 class TestCommand:
     """The whole demo, run from the command line."""
 
-    @pytest.mark.starts
     def test_json(self, short_run):
         """`demo.json` has the three runs with their names, times and losses, one loss per window."""
         found = json.loads((short_run[0] / "demo" / "demo.json").read_text())
         assert [run["name"] for run in found["runs"]] == NAMES
         for run in found["runs"]:
             assert run["seconds"] > 0
-            assert len(run["losses"]) == 3
+            assert run["tokens_per_second"] > 0
+            assert len(run["losses"]) == len(run["tokens"]) == 3
             assert all(0 < loss < 6 for loss in [run["final_loss"], *run["losses"]])  # log(256) = 5.5 knows nothing
         assert found["settings"]["steps"] == 3
+        assert found["settings"]["autocast"] == "bfloat16"
+        assert [len(losses) for losses in found["seeds"]] == [3, 3, 3]
+        assert found["seeds"][0] == found["runs"][0]["losses"] != found["seeds"][1]
 
-    @pytest.mark.starts
     def test_fused_ends_like_the_big_batch(self, short_run):
         """The final losses differ by less than 2 %, the window losses by less than bf16's rounding, 1 %."""
         big, _, fused = json.loads((short_run[0] / "demo" / "demo.json").read_text())["runs"]
         assert fused["final_loss"] == pytest.approx(big["final_loss"], rel=0.02)
         assert fused["losses"] == pytest.approx(big["losses"], rel=0.01)
 
-    @pytest.mark.starts
     def test_measurements(self, short_run):
-        """Stock is off by its unequal micro-batches, FusedAccumulator is not; the big batch takes the most memory."""
+        """Stock is off by its unequal micro-batches, FusedAccumulator is not."""
         runs = json.loads((short_run[0] / "demo" / "demo.json").read_text())["runs"]
         big, stock, fused = runs
-        for window in ("full", "last"):
+        for window in ("full", "short"):
             assert fused["gradient_errors_without_autocast"][window] < FP32_ERROR
             assert big["gradient_errors_without_autocast"][window] < FP32_ERROR
             assert stock["gradient_errors_without_autocast"][window] > 100 * FP32_ERROR
-        assert stock["gradient_errors"]["last"] > 0.4  # 3 of 8 micro-batches, divided by 8
-        assert fused["gradient_errors"]["last"] < 0.05  # rounding to bf16's 8 bits
-        assert big["peak_bytes"] > 1.3 * max(stock["peak_bytes"], fused["peak_bytes"])  # of which weights are the most
-        assert all(0 < run["gradient_seconds_per_window"] < run["seconds"] for run in runs)
+        assert stock["gradient_errors"]["short"] > 0.4  # 2 of 8 micro-batches, divided by 8
+        assert fused["gradient_errors"]["short"] < 0.05  # rounding to bf16's 8 bits
+        parameters = json.loads((short_run[0] / "demo" / "demo.json").read_text())["settings"]["parameters"]
+        assert all(run["peak_bytes"] > 16 * parameters for run in runs)  # weight, gradient, two moments in fp32
 
-    @pytest.mark.starts
     def test_picture(self, short_run):
         """`demo.png` is a PNG of at least 400 x 250 pixels."""
         head = (short_run[0] / "demo" / "demo.png").read_bytes()[:24]
@@ -130,7 +127,6 @@ class TestCommand:
         assert width >= 400
         assert height >= 250
 
-    @pytest.mark.starts
     def test_table(self, short_run):
         """The output names every method and every measure, and is plain text in a log."""
         out = short_run[1]
@@ -138,20 +134,31 @@ class TestCommand:
         for name in NAMES:
             assert any(row.startswith(name) for row in rows)
         for measure_name in (
-            "final validation loss",
+            "tokens per second",
             "gradient error against the big batch in float64",
-            "time in gradient handling",
-            "step time",
+            "validation loss",
             "peak memory",
         ):
             assert measure_name in out
         assert "\x1b" not in out
         assert "window 3/3" in out
+        assert all(len(line) <= 80 for line in rows if not line.startswith(("window ", str(short_run[0]))))
+
+    def test_conclusion(self, short_run):
+        """The end says what was seen on this machine, and the three lines to change."""
+        end = short_run[1][short_run[1].index("On this machine") :]
+        assert re.search(r"trained \d\.\d\d times as many tokens per second\s+as\s+stock", end)
+        for line in (
+            "FusedAccumulator(model)",
+            "acc.backward(loss, weight=tokens)",
+            "acc.step(optimizer, max_norm=1.0)",
+        ):
+            assert line in end
 
     @pytest.mark.starts
     def test_ctrl_c(self, tmp_path):
         """SIGINT ends it with one line, status 130 and no file."""
-        process = start("--steps", 500, "--device", "cpu", "--out", "here", cwd=tmp_path)
+        process = start("--steps", 500, "--amp", "none", "--device", "cpu", "--out", "here", cwd=tmp_path)
         assert process.stdout.readline().startswith("A byte-level GPT")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
@@ -298,70 +305,78 @@ class TestTraining:
         assert min(rates) > 0
 
     @pytest.mark.parametrize(
-        ("seconds", "size"),
-        [
-            (1e-5, (4, 80)),
-            (train.SECONDS / 96 / 50, (4, 50)),  # a window three ways is 96 samples
-            (train.SECONDS / 96 / 20, (2, 40)),
-            (1.0, (2, 30)),
-        ],
+        ("windows", "shape", "steps"),
+        [(1000, 0, 100), (50, 0, 50), (24, 0, 24), (18, 1, 27), (12, 2, 20), (1, 2, 12)],
     )
-    def test_choose_size(self, seconds, size):
-        """As many windows as fit into the time; where these are few, smaller ones; within bounds."""
-        assert train.choose_size(seconds * 0.999) == size
+    def test_choose_size(self, windows, shape, steps):
+        """The largest model that can be trained with enough windows in the time; within bounds."""
+        per_window = train.SECONDS / windows * 0.999  # of the largest
+        assert train.choose_size(per_window * train.SHAPES[2].cost / train.SHAPES[0].cost) == (
+            train.SHAPES[shape],
+            steps,
+        )
 
-    def test_seconds_per_sample(self, model, corpus):
-        """It is measured on a copy: the model gets no gradients."""
-        assert train.seconds_per_sample(model, corpus.window(0).micro_batches[0], torch.bfloat16) > 0
+    def test_sizes(self):
+        """25 to 50 million parameters, so that gradients matter; the largest first."""
+        sizes = []
+        for shape in train.SHAPES:
+            with torch.device("meta"):
+                sizes.append(sum(parameter.numel() for parameter in shape.build(command.CONTEXT).parameters()))
+        assert sizes == sorted(sizes, reverse=True)
+        assert 25e6 <= sizes[-1] < sizes[0] <= 50e6
+
+    def test_seconds_per_window(self, model, corpus):
+        """It is measured on copies: the model gets no gradients."""
+        assert train.seconds_per_window(model, corpus, torch.bfloat16) > 0
         assert all(parameter.grad is None for parameter in model.parameters())
 
+    def test_only_fp16_has_a_scaler(self, model, corpus):
+        """As in a loop that people have; it steps with it, too."""
+        assert not methods.Fused(model, torch.bfloat16).scaler.is_enabled()
+        method = methods.Fused(model, torch.float16)
+        before = next(method.model.parameters()).clone()
+        method.train(corpus.window(0), 1e-3)
+        assert method.scaler.get_scale() == methods.INIT_SCALE
+        assert not torch.equal(before, next(method.model.parameters()))
 
-class TestMeasures:
-    """The instruments, on cases whose answer is known."""
 
-    def test_clock(self, monkeypatch):
-        """It adds up what is inside, only while it runs."""
-        ticks = itertools.count()
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
-        watch = clock.Clock(CPU)
-        with watch:
-            pass
-        assert watch.seconds == 0
-        watch.running = True
-        for _ in range(3):
-            with watch:
-                pass
-        assert watch.seconds == 3
+class TestReport:
+    """What runs turn into, on numbers whose answer is known."""
 
-    def test_gradient_time_leaves_out_forward_and_optimizer(self, model, corpus, monkeypatch):
-        """With a clock that counts its readings: one interval per parameter, and one at the end of a backward."""
-        ticks = itertools.count()
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
-        window = corpus.window(0)
-        found = measure.gradient_seconds([cls(model, None) for cls in methods.METHODS], [window])
-        parameters = len(list(model.parameters()))
-        # Before and after the optimizer's step the end of a window is one interval each.
-        assert found == [parameters + 1 + 2, 8 * (parameters + 1) + 2, 8 * (parameters + 1) + 2]
+    @staticmethod
+    def runs():
+        """Stock takes 2 s for each of three windows, we 1, 1.25 and, in the short one, 9."""
+        stock = report.Run("stock", tokens=[100, 300, 10], step_seconds=[2.0, 2.0, 2.0])
+        fused = report.Run("fused", tokens=[100, 300, 10], step_seconds=[1.0, 1.25, 9.0])
+        return stock, fused
 
-    def test_gradient_time_counts_casts(self, model, corpus, monkeypatch):
-        """Under autocast it has an interval for the cast of each linear parameter, and for what replaces casts."""
-        trained = [cls(model, torch.bfloat16) for cls in methods.METHODS]
-        for method in trained:
-            method.train(corpus.window(0), 0.0)  # in which the accumulator finds out what autocast casts
-        ticks = itertools.count()
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(ticks)))
-        found = measure.gradient_seconds(trained, [corpus.window(1)])
-        parameters, casts = len(list(model.parameters())), 2 * 2 * 4 + 1  # weight and bias of 4 layers, and the head's
-        stock = parameters + casts + 1
-        assert found == [stock + 2, 8 * stock + 2, 8 * (parameters + 1 + 1) + 2]
+    def test_rates(self):
+        """Medians over the full windows; speeds are compared window by window."""
+        stock, fused = self.runs()
+        assert stock.tokens_per_second == 100  # of 50 and 150
+        assert report.speedup(fused, stock) == pytest.approx((2 + 1.6) / 2)
+        one = report.Run("one", tokens=[100], step_seconds=[4.0])
+        assert one.tokens_per_second == 25
 
-    def test_measuring_trains_nothing(self, model, corpus):
-        """Timed windows leave the weights, and take their hooks off."""
-        method = methods.Fused(model, None)
-        measure.gradient_seconds([method], [corpus.window(0)])
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), method.model.parameters(), strict=True))
-        assert not method.clock.running
-        assert not method.optimizer._optimizer_step_pre_hooks
+    @pytest.mark.parametrize(
+        ("error", "text"), [(1.234, "123 %"), (0.456, "46 %"), (0.0042, "0.42 %"), (3e-7, "3e-05 %")]
+    )
+    def test_percent(self, error, text):
+        """Short, and no power of ten where it is large."""
+        assert report.percent(error) == text
+
+    @pytest.mark.parametrize(
+        ("amp", "line"), [("bfloat16", "for (loss / K)"), ("float16", "for scaler.scale(loss / K)")]
+    )
+    def test_conclusion(self, amp, line):
+        """It has this run's numbers, and a scaler where there was one."""
+        stock, fused = self.runs()
+        stock.gradient_errors, fused.gradient_errors = {"full": 0.2, "short": 0.75}, {"full": 0.004, "short": 0.003}
+        text = io.StringIO()
+        report.print_conclusion(Console(file=text, width=200), stock, fused, amp)
+        for part in ("1.80 times", "0.4 %", "20 %", "0.3 %", "75 %", line):
+            assert part in text.getvalue()
+        assert ("scaler=scaler" in text.getvalue()) == (amp == "float16")
 
 
 class TestDisplay:
@@ -400,18 +415,37 @@ def test_default_device():
     assert command.choose_device("cpu") == CPU
 
 
-def test_picture_shows_the_error_in_the_last_window(tmp_path, monkeypatch):
-    """One bar per method, in percent, as in the table."""
+def test_picture_shows_rates_and_errors(tmp_path, monkeypatch):
+    """The bars are the table's numbers; the band is the seeds' extremes."""
     from matplotlib.figure import Figure
 
     from accumkernels.demo import picture
-    from accumkernels.demo.report import Run
 
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
     runs = [
-        Run(name, [1.0, 0.5], gradient_errors={"last": e}) for name, e in zip(NAMES, (0.004, 0.61, 0.005), strict=True)
+        report.Run(name, [3.0, 1.0], [100, 100], [seconds] * 2, gradient_errors={"full": error / 10, "short": error})
+        for name, seconds, error in zip(NAMES, (1.0, 4.0, 2.0), (0.004, 0.61, 0.005), strict=True)
     ]
-    picture.draw(tmp_path / "picture.png", runs, "title")
-    (panel,) = [axes for axes in figures[0].axes if "short last window" in axes.get_title()]
-    assert [bar.get_height() for bar in panel.patches] == pytest.approx([0.4, 61.0, 0.5])
+    seeds = [runs[0], report.Run("seed", [4.0, 2.0]), report.Run("seed", [2.0, 1.5])]
+    picture.draw(tmp_path / "picture.png", runs, seeds, "title")
+    panels = {axes.get_title(): axes for axes in figures[0].axes}
+    assert [bar.get_height() for bar in panels["Tokens per second"].patches] == [100, 25, 50]
+    heights = [bar.get_height() for bar in panels["Gradient error"].patches]
+    assert heights == pytest.approx([0.04, 0.4, 6.1, 61, 0.05, 0.5])
+    (band,) = panels["Training loss"].collections
+    corners = {tuple(map(float, corner)) for corner in band.get_paths()[0].vertices}
+    assert {(0.1, 2.0), (0.1, 4.0), (0.2, 1.75), (0.2, 3.0)} <= corners  # the last two are means of two windows
+
+
+@pytest.mark.parametrize(
+    ("name", "has_bf16", "found"),
+    [(None, True, torch.bfloat16), (None, False, torch.float16), ("fp16", True, torch.float16), ("none", True, None)],
+)
+def test_default_autocast(name, has_bf16, found, monkeypatch):
+    """bf16, but where a device is without it."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert command.choose_amp(name, torch.device("cuda")) == found
+    seconds = {torch.float32: 1.0, torch.bfloat16: 0.5 if has_bf16 else 30.0}
+    monkeypatch.setattr(command, "_seconds_of_product", seconds.get)
+    assert command.choose_amp(None, CPU) == (torch.bfloat16 if has_bf16 else None)
