@@ -215,7 +215,15 @@ class MicroBatchRunner:
 
     @profiled
     def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Add a micro-batch's gradients, and count it."""
+        """Add a micro-batch's gradients, and count it; if that fails, drop those of a backward that `backward` ran."""
+        try:
+            self._accumulate(micro_batch)
+        except BaseException:
+            if micro_batch.ran_backward:  # or the next micro-batch would add what this one has left in `.grad`
+                self.discard()
+            raise
+
+    def _accumulate(self, micro_batch: MicroBatch) -> None:
         window, captures = self._window, self.captures
         if window.micro_batches == 0:
             self.prepare_window()

@@ -95,6 +95,31 @@ def test_an_exception_in_backward(discards, release, autocast):
     assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < (0.02 if autocast else 1e-6)
 
 
+@pytest.mark.parametrize("release", ["auto", "microbatch"])
+@pytest.mark.parametrize("first", [False, True])
+def test_an_exception_after_backward(first, release, monkeypatch):
+    """Where flat buffers are allocated or the op runs: `acc.backward` takes away what its backward has left."""
+    model = mlp()
+    x, y = batch(6)
+    acc = ak.FusedAccumulator(model, release=release)
+    if not first:
+        acc.backward(mse_loss(model(x[:3]), y[:3]))
+    with monkeypatch.context() as patch:
+
+        def fail(*args, **kwargs):
+            raise torch.OutOfMemoryError("no memory left")
+
+        patch.setattr(acc._store if first else acc._runner._sums, "allocate" if first else "add", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            acc.backward(mse_loss(model(x), y))
+    assert all(p.grad is None for p in model.parameters())
+    if first:
+        acc.backward(mse_loss(model(x[:3]), y[:3]))
+    acc.backward(mse_loss(model(x[3:]), y[3:]))
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6
+
+
 @pytest.mark.parametrize("overflow", ["window", "microbatch", "raise"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_in_another_memory_order(backend, overflow):
