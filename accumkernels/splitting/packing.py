@@ -83,7 +83,9 @@ class Packer:
             return []
         order = _Sorted(range(len(self)), self._costs, self._padded)
         bounds = self._cut(order, budget)
-        parts = order.runs(self._even(order, bounds) if self._multiple_of == 1 else bounds)
+        if self._multiple_of == 1 and order.costs[0] <= budget:  # else it would give free samples to one that is alone
+            bounds = self._even(order, bounds)
+        parts = order.runs(bounds)
         while len(parts) < min(at_least, len(self)):
             dearest = max(range(len(parts)), key=lambda number: (len(parts[number]) > 1, self.cost(parts[number])))
             parts[dearest : dearest + 1] = self.split(parts[dearest])
@@ -93,7 +95,8 @@ class Packer:
         """Split a micro-batch of two or more samples in two that cost about the same."""
         order = list(indices)
         sums = list(itertools.accumulate(self._costs[index] for index in order))
-        cut = min(bisect.bisect_left(sums, sums[-1] / 2) + 1, len(order) - 1)
+        half = bisect.bisect_left(sums, sums[-1] / 2) + 1 if sums[-1] else len(order) // 2
+        cut = min(half, len(order) - 1)
         if cut > self._multiple_of:
             cut -= cut % self._multiple_of
         return [order[:cut], order[cut:]]

@@ -36,6 +36,7 @@ def first_fit(costs, padded, most, budget):
 @given(COSTS, st.booleans(), st.none() | st.integers(1, 9), st.floats(0.1, 100), st.integers(1, 5), st.integers(1, 4))
 @example([0.1, 0.1, 0.1], False, None, 0.3, 1, 1)  # whose sum rounds
 @example([100, 1, 1, 1], False, None, 100.0, 3, 1)
+@example([0.0, 0.0, 2.0], False, None, 1.0, 1, 1)
 @settings(max_examples=100, deadline=None)
 def test_packs(costs, padded, most, budget, at_least, multiple_of):
     """What holds for all costs and limits."""
@@ -80,6 +81,11 @@ def test_split(costs, padded, multiple_of):
     assert first + second == list(range(len(costs)))
     if len(set(costs)) == 1 and costs[0] and multiple_of == 1:
         assert abs(len(first) - len(second)) <= 1
+
+
+def test_split_without_costs():
+    """Samples that cost nothing are halved, or each would be a try of its own that runs out of memory."""
+    assert [len(part) for part in Packer([0.0] * 64).split(range(64))] == [32, 32]
 
 
 def test_about_as_dear():
