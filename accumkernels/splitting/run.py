@@ -201,9 +201,9 @@ class BatchRunner:
     def _too_dear(self, cost: float, message: str) -> str:
         limit = self._memory.limit
         expected = self.learned.expect(cost)
-        bytes_ = "" if expected is None else f", which is expected to take {format_bytes(expected)}"
+        bytes_ = "" if expected is None else f", which is expected to take {format_bytes(expected)},"
         of = "" if limit is None else f" of {format_bytes(limit)}"
-        return f"backward_batch(): one sample of cost {cost:g}{bytes_}, does not fit in memory{of}: {message}"
+        return f"backward_batch(): one sample of cost {cost:g}{bytes_} does not fit in memory{of}: {message}"
 
     def _warn_of_splits(self) -> None:
         learned = self.learned

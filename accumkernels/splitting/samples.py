@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -90,10 +92,10 @@ class TreeSamples:
         return [1.0] * len(self)
 
     def part(self, indices: Sequence[int]) -> Any:
-        """See `Samples`; views, if they are in a row."""
+        """See `Samples`; views, if they are in a row. Containers are new: a loss may take its labels out of them."""
         start, stop = indices[0], indices[-1] + 1
         if list(indices) == list(range(start, stop)):
-            return self._batch if len(indices) == len(self) else self._take(lambda leaf: leaf[start:stop])
+            return self._take(lambda leaf: leaf[start:stop] if len(indices) < len(leaf) else leaf)
         chosen = torch.tensor(indices)
         return self._take(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)))
 
@@ -124,8 +126,9 @@ class ListSamples:
         return [_length(sample) for sample in self._batch]
 
     def part(self, indices: Sequence[int]) -> Any:
-        """See `Samples`."""
-        return self._collate([self._batch[index] for index in indices])
+        """See `Samples`; dicts are copied, since `collate` may take labels out of them."""
+        samples = (self._batch[index] for index in indices)
+        return self._collate([copy.copy(s) if isinstance(s, dict | UserDict) else s for s in samples])
 
 
 def _length(sample: Any) -> float:

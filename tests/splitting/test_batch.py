@@ -445,6 +445,9 @@ def test_one_sample_that_does_not_fit():
         acc.backward_batch((x, y), loss_fn, cost=cost, micro_batch=1)
     assert acc.micro_batches == 1 and acc.weight.item() == 1
     acc.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    acc.remove()
+    with pytest.raises(torch.OutOfMemoryError, match="one sample of cost 1 does not fit in memory: of the allocator"):
+        ak.FusedAccumulator(model).backward_batch((x[3:], y[3:]), loss_fn)
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt(), RuntimeError("CUDA error: illegal access")])

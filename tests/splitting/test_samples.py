@@ -100,6 +100,18 @@ def test_rows_in_order_are_views():
     assert samples.part([2, 4])[0].untyped_storage().data_ptr() != storage
 
 
+def test_what_is_taken_out_of_a_part_is_there_for_the_next_try():
+    """A loss pops its labels, or collate those of its samples; the batch may run out of memory and be split."""
+    for batch, collate in (({"x": X, "y": Y}, None), ([{"y": 1}, Encoding({"y": 2}, [])], lambda part: part)):
+        samples = samples_of(batch, collate)
+        for _ in range(2):
+            part = samples.part(range(len(samples)))
+            for popped in [part] if collate is None else part:
+                popped.pop("y")
+        assert all("y" in held for held in ([batch] if collate is None else batch))
+    assert TreeSamples((X, Y)).part(range(6))[0] is X
+
+
 def test_batches_without_one_size():
     """The tensors are named."""
     with pytest.raises(ValueError, match=r"batch\['y'\] has 5 samples .*, batch\['x'\] has 6"):
