@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -37,7 +39,7 @@ def format_bytes(nbytes: float) -> str:
 class LiveBytes(TorchDispatchMode):
     """Counts the storages of the tensors that ops return, once each, for as long as they live.
 
-    It does not see what an op allocates and frees inside, nor what compiled code allocates. It works with fake tensors.
+    It does not see what an op allocates and frees inside. Compiled models run eagerly. It works with fake tensors.
 
     Args:
         limit: Bytes of the device; exceeding them raises `torch.OutOfMemoryError`. None: no limit.
@@ -50,6 +52,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, limit: int | None = None, granularity: int = 1) -> None:
         super().__init__()
         self._live = 0
+        self._eager: Any = contextlib.nullcontext()
         self.peak = 0
         self._limit = limit
         self._granularity = granularity
@@ -109,6 +112,18 @@ class LiveBytes(TorchDispatchMode):
                 f"out of the memory limit: {format_bytes(self._live)} of tensors alive, "
                 f"limit {format_bytes(self._limit)}"
             )
+
+    def __enter__(self) -> LiveBytes:
+        # Under a mode torch.compile gives up on the functions that it meets, for good. So they run eagerly here, where
+        # their ops are seen, and are compiled later.
+        compiles = "torch._dynamo" in sys.modules  # importing it takes a second
+        self._eager = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+        self._eager.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._eager.__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.call(func, args, kwargs or {})

@@ -367,6 +367,25 @@ def test_compiled():
     assert relative_error(grads_of(acc), grads) < EXACT
 
 
+def test_counting_bytes_does_not_keep_a_model_from_being_compiled():
+    """What a memory limit measures runs eagerly; what has run once is compiled."""
+    model, graphs = mlp(), []
+
+    def backend(graph, inputs):
+        graphs.append(len(inputs))
+        return graph
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    acc = ak.FusedAccumulator(model, memory_limit=2**30)
+    peaks = []
+    for window in range(3):
+        assert len(graphs) == (window == 2)
+        report = acc.backward_batch(batch(8), lambda part: mse_loss(compiled(part[0]), part[1]))
+        peaks.append(report.peak_bytes is not None)
+        acc.zero_()
+    assert peaks == [True, False, False]
+
+
 @pytest.mark.parametrize("options", [{"fuse_weight_gradients": True}, {"autocast_route": True}], ids=str)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
