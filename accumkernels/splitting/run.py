@@ -159,9 +159,9 @@ class BatchRunner:
             else:
                 raise RuntimeError(
                     f"backward_batch(): memory ran out in a micro-batch of cost {cost:g}, which had fitted before, "
-                    "after some of its gradients were added, and the window has other micro-batches: drop it with "
-                    "acc.zero_(), or acc.discard() with several ranks, and run its batches again, or pass "
-                    f"release='microbatch' ({message})"
+                    "after some of its gradients were added, and the window has other micro-batches, or parts of it "
+                    "were sent to other ranks: drop it with acc.zero_(), or acc.discard() with several ranks, and run "
+                    f"its batches again, or pass release='microbatch' ({message})"
                 )
         learned.end_batch(split=tries > 0)
         self._settled = 0 if new or tries else self._settled + 1
