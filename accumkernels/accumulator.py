@@ -117,7 +117,7 @@ class FusedAccumulator:
         autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them, which moves
             10 bytes per element and micro-batch instead of 24 and gives the same bits. `params` must be a module.
             "auto" (default) does so inside `acc.backward`, where no code can miss a `.grad`, for modules with a
-            parameter of at least 2**16 elements, and leaves fp32 `.grad`s as torch does elsewhere. True does so in
+            parameter of at least 2**17 elements, and leaves fp32 `.grad`s as torch does elsewhere. True does so in
             every backward, for all modules. False never does so. After `param.data.copy_` in mid-window, which torch's
             version counters do not notice either, old values are used until the window ends.
         fuse_weight_gradients: Let the backward of `nn.Linear` and `nn.Embedding` add the weight's gradient to the flat

@@ -16,8 +16,9 @@ from .compiled import split
 # Backwards between two looks at the graph. Looking at a node takes 0.3 microseconds, running it 10 or more.
 EVERY = 32
 # Elements. A module with only smaller parameters is left to autocast unless the user asks for the route: its hooks take
-# longer than the bytes that they save (MLPs of square layers on a CPU: 1.12 times the window at 16, 0.99 at 256).
-SMALLEST = 2**16
+# longer than the bytes that they save. On a CPU (benchmarks.defaults, micro-batches of 32 tokens) the route made the
+# window of a GPT with 2**16 in its largest layers 3 to 8 % longer; 1.1 * 2**17 made no difference, 2**18 a third less.
+SMALLEST = 2**17
 
 
 def may_route(module: nn.Module, asked: str | bool) -> bool:

