@@ -114,7 +114,8 @@ class _Run:
         batches = made_batches(self.make_batch)(size, self.device)
         if self.accumulate is None:
             return self._steps(batches, live, parameters, None)
-        with FusedAccumulator(self.model, overflow=None, process_group=False) as acc:
+        # Gradients are counted in full; and weights made of fake tensors cannot be put into slots, as fused ones are.
+        with FusedAccumulator(self.model, overflow=None, process_group=False, fuse_weight_gradients=False) as acc:
             return self._steps(batches, live, parameters, acc)
 
     def _steps(self, batches: Any, live: LiveBytes, parameters: int, acc: Any) -> _Peaks:

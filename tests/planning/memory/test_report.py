@@ -111,6 +111,26 @@ def test_against_the_profiler(case, size, accumulate, optimizer_fn):
         assert (report.accumulators >= parameters) == (accumulate is not None)
 
 
+def test_weights_that_training_would_fuse():
+    """Are predicted as they are measured: two of 512 x 512 are large enough for the default to fuse them."""
+    model = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    measured, predicted = (
+        ak.memory_report(
+            model,
+            optimizer,
+            lambda n: (torch.randn(n, 16), torch.randn(n, 512)),
+            64,
+            loss_fn=nn.functional.mse_loss,
+            accumulate=2,
+            fake=fake,
+        )
+        for fake in (False, True)
+    )
+    assert predicted.total == pytest.approx(measured.total, rel=TOLERANCE)
+    assert predicted.gradients == measured.gradients == sum(p.nbytes for p in model.parameters())
+
+
 @pytest.mark.parametrize("fake", [False, True])
 def test_slope(fake):
     """What one size and its slope predict for others is what a report on those says."""
