@@ -92,7 +92,7 @@ build: $(READY)  ## accumkernels/_native.so
 	$(PY) setup.py -q build_ext --inplace
 
 clean:  ## what was built; the environment stays
-	rm -rf build dist *.egg-info accumkernels/_native.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist wheelhouse *.egg-info accumkernels/_native.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find accumkernels benchmarks tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml tools/bootstrap.py

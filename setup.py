@@ -2,7 +2,7 @@
 
 The library uses torch's stable ABI and no Python C-API, so that one file serves every Python, every torch from 2.10 on,
 with and without CUDA. Knobs in the environment: CUDA_HOME, ACCUMKERNELS_BUILD_CUDA (auto | 0 | 1), MAX_JOBS, CXX,
-ACCUMKERNELS_CUDA_ARCHS ("8.0;9.0+PTX"), ACCUMKERNELS_VERSION_SUFFIX ("+cu130").
+ACCUMKERNELS_CUDA_ARCHS ("8.0;9.0+PTX"), ACCUMKERNELS_VERSION_SUFFIX ("+cu130"), ACCUMKERNELS_SOURCE_URL (of a release).
 """
 
 from __future__ import annotations
@@ -180,6 +180,27 @@ def write_ninja(cuda: Cuda | None) -> None:
     write_if_changed(f"{BUILD}/build.ninja", "\n".join(lines) + "\n")
 
 
+def describe(source_url: str) -> dict[str, object]:
+    """Return what a package index shows: README, and the project's addresses.
+
+    Only whoever publishes knows where the sources are: ACCUMKERNELS_SOURCE_URL is the address under which a release's
+    files are shown, as "https://HOST/OWNER/accumkernels/blob/v1.0". README's relative links then lead there.
+    """
+
+    def point(match: re.Match[str]) -> str:
+        before, path = match.groups()
+        url = source_url.replace("/blob/", "/raw/") if path.endswith((".png", ".svg")) else source_url
+        return f"{before}{url}/{path}" if Path(path).exists() else match[0]
+
+    readme = Path("README.md").read_text(encoding="utf-8")
+    pages = {"Source": "README.md", "Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
+    return {
+        "long_description": re.sub(r'(\]\(|src="|href=")([^)"\s#]+)', point, readme) if source_url else readme,
+        "long_description_content_type": "text/markdown",
+        "project_urls": {name: f"{source_url}/{path}" for name, path in pages.items() if source_url},
+    }
+
+
 class NativeBuildExt(build_ext):
     """Has ninja build the one library; setuptools copies it into the wheel or, in place, beside the sources."""
 
@@ -218,6 +239,7 @@ class AnyPythonWheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
+        **describe(os.environ.get("ACCUMKERNELS_SOURCE_URL", "").rstrip("/")),
         ext_modules=[Extension("accumkernels._native", sources=[])],
         cmdclass={"build": FreshBuild, "build_ext": NativeBuildExt, "bdist_wheel": AnyPythonWheel},
         options={"egg_info": {"tag_build": os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")}},

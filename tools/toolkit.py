@@ -34,6 +34,8 @@ def main() -> None:
         wanted = [f"{name}=={cccl if name.endswith('cccl') else args.release}.*" for name in PACKAGES]
         if subprocess.run([*pip, "--target", args.folder, *wanted]).returncode:
             raise SystemExit(f"toolkit: CUDA {args.release} could not be installed; pip's message stands above")
+    if not (home / "lib64").exists():  # where the nvcc of some releases, as 13.0, looks for the libraries in lib
+        (home / "lib64").symlink_to("lib")
     print(home)
 
 

@@ -154,3 +154,35 @@ def test_a_copy_without_history_takes_the_commit_it_is_given(project: Project) -
     project.build(ACCUMKERNELS_COMMIT="abc1234")
     header = (project.root / "build" / "native" / "build_info.h").read_text()
     assert json.loads(json.loads(header.partition("ACCUMKERNELS_BUILD_INFO ")[2]))["commit"] == "abc1234"
+
+
+def test_a_release_says_where_its_sources_are(project: Project) -> None:
+    """README's relative links, which an index cannot follow, lead to the address given; so do the project's."""
+    url = "https://host.example/owner/accumkernels/blob/v1.0"
+    (project.root / "docs").mkdir()
+    for name in ("index.md", "picture.png"):
+        (project.root / "docs" / name).touch()
+    links = (
+        "[docs](docs/index.md#part) ![drawn](docs/picture.png) [![alt](docs/picture.png)](docs/index.md) "
+        '<img alt="" src="docs/picture.png"> [elsewhere](https://other.example/a) [below](#below) `fns[0](x)`'
+    )
+    (project.root / "README.md").write_text(f"{links}\n")
+    (project.root / "CHANGELOG.md").touch()
+    done = project.setup("egg_info", ACCUMKERNELS_SOURCE_URL=f"{url}/")
+    assert done.returncode == 0, done.stderr
+    said = (project.root / "accumkernels.egg-info" / "PKG-INFO").read_text()
+    raw = url.replace("blob", "raw") + "/docs/picture.png"
+    assert (
+        f"[docs]({url}/docs/index.md#part) ![drawn]({raw}) [![alt]({raw})]({url}/docs/index.md) "
+        f'<img alt="" src="{raw}"> [elsewhere](https://other.example/a) [below](#below) `fns[0](x)`'
+    ) in said
+    addresses = dict(line.split(", ") for line in re.findall(r"^Project-URL: (.+)$", said, re.MULTILINE))
+    assert addresses == {
+        "Source": f"{url}/README.md",
+        "Documentation": f"{url}/docs/index.md",
+        "Changelog": f"{url}/CHANGELOG.md",
+    }
+    assert project.setup("egg_info").returncode == 0
+    said = (project.root / "accumkernels.egg-info" / "PKG-INFO").read_text()
+    assert links in said
+    assert "Project-URL" not in said

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import email
 import fnmatch
 import os
 import re
 import shutil
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from readme_renderer import markdown
 
 import accumkernels
 from tests.support.environments import ROOT, Environment, build_wheel, run
@@ -75,20 +78,62 @@ def test_passes_the_doctor_and_trains_a_window(environment: Environment) -> None
     assert (report["library"]["cuda"] is not None) == (wanted == "1" or (wanted == "auto" and has_toolkit))
 
 
-def test_sdist_holds_everything_and_nothing_generated(tmp_path: Path) -> None:
-    """What the sources consist of gets in, what builds and tests leave lying about does not."""
-    project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """(a copy of the sources with an sdist in dist/ and much that was left lying about before, what is source)."""
+    project = shutil.copytree(ROOT, tmp_path_factory.mktemp("sdist") / "project", ignore=ignored)
     expected = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
     for name in LEFT_BEHIND:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).touch()
     run(sys.executable, "-W", "ignore", "setup.py", "-q", "sdist", cwd=project)
-    (sdist,) = (project / "dist").glob("*.tar.gz")
+    return project, expected
+
+
+def test_sdist_holds_everything_and_nothing_generated(project: tuple[Path, set[str]]) -> None:
+    """What the sources consist of gets in, what builds and tests leave lying about does not."""
+    folder, expected = project
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
     assert {"PKG-INFO", "setup.cfg"} <= names  # setuptools' own; where the tests run in an sdist, sources as well
     generated = {name for name in names | expected if re.match(r"PKG-INFO|setup\.cfg|accumkernels\.egg-info/", name)}
     assert names - generated == expected - generated
+
+
+def test_metadata_is_complete(wheel: Path) -> None:
+    """What an index and pip show of it: every extra, the Pythons, README; and no host, which only a publisher knows."""
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"accumkernels-{accumkernels.__version__}.dist-info"
+        assert f"{folder}/licenses/LICENSE" in archive.namelist()
+        metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("accumkernels", accumkernels.__version__)
+    assert (metadata["Requires-Python"], metadata["License-Expression"]) == (">=3.10", "Apache-2.0")
+    assert metadata["Summary"]
+    assert metadata["Author"]
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_all("Project-URL") is None
+    classifiers = metadata.get_all("Classifier", [])
+    assert {"Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.10", "Typing :: Typed"} <= {
+        *classifiers
+    }
+    assert not any(line.startswith("License") for line in classifiers)  # an index refuses them beside an expression
+    needed = metadata.get_all("Requires-Dist", [])
+    assert [line for line in needed if "extra ==" not in line] == ["torch>=2.10"]
+    project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = {name.replace("_", "-") for name in re.findall(r"^(\w+) = \[", project, re.MULTILINE)}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
+
+
+def test_an_index_would_take_it(wheel: Path, project: tuple[Path, set[str]]) -> None:
+    """Wheel and sdist have valid metadata, and README is shown as people see it elsewhere, without hidden comments."""
+    (sdist,) = (project[0] / "dist").glob("*.tar.gz")
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=wheel.parent)
+    html = markdown.render((ROOT / "README.md").read_text())  # an index renders Markdown with it; twine does not
+    assert html is not None
+    assert html.count("<pre") == len(re.findall(r"^```\w", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert "!-- " not in html
 
 
 def test_make_wheel_leaves_exactly_one(tmp_path: Path) -> None:

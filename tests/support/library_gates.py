@@ -93,7 +93,8 @@ def wheel_gate(wheel: Path, version: str) -> list[str]:
         wrong.append(f"WHEEL says {metadata!r}")
     package = (path for path in (ROOT / "accumkernels").rglob("*") if path.suffix in {".py", ".typed"})
     expected = {path.relative_to(ROOT).as_posix() for path in package} | {"accumkernels/_native.so"}
-    found = {name for name in names if not name.startswith(f"accumkernels-{version}.dist-info/")}
+    # auditwheel's wheels name their folders, too.
+    found = {name for name in names if not name.startswith(f"accumkernels-{version}.dist-info/") and name[-1] != "/"}
     wrong += [f"missing: {missing}" for missing in sorted(expected - found)]
     wrong += [f"extra: {extra}" for extra in sorted(found - expected)]
     return wrong
