@@ -1,10 +1,11 @@
 """For mkdocs: pages may link to files of the repository outside docs/, as they can where GitHub shows them.
 
-Each file that is linked becomes a page of the site with its text, under source/.
+Each file that is linked becomes a page of the site with its text, under source/; a notebook with what its cells show.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -34,6 +35,27 @@ def _page_of(path: str) -> str:
     return f"source/{path}.md"
 
 
+def _notebook(text: str) -> str:
+    """A notebook as a page: its texts, its code, and the outputs that it is committed with."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream":
+                parts.append(f"```text\n{''.join(output['text'])}```")
+            elif picture := output.get("data", {}).get("image/png"):
+                parts.append(
+                    f'<img alt="{output["data"]["text/plain"][0]}" src="data:image/png;base64,{picture.strip()}">'
+                )
+    return "\n\n".join(parts)
+
+
+def _listing(path: str, text: str) -> str:
+    language = _LANGUAGES.get(Path(path).suffix, "text")
+    return f"# {path}\n\n``````{language}\n{text}\n``````"
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add a page for every file that is linked."""
     for page in list(files.documentation_pages()):
@@ -42,8 +64,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             if path is None or files.get_file_from_path(_page_of(path)):
                 continue
             text = Path(config.config_file_path).parent.joinpath(path).read_text()
-            language = _LANGUAGES.get(Path(path).suffix, "text")
-            content = f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n``````{language}\n{text}\n``````\n"
+            body = _notebook(text) if path.endswith(".ipynb") else _listing(path, text)
+            content = f"---\nsearch: {{exclude: true}}\n---\n{body}\n"
             files.append(File.generated(config, _page_of(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
