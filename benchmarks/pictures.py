@@ -4,12 +4,14 @@
 
 Of a file of benchmarks.kernels: `NAME-accumulate.png` and `NAME-window.png` with a bar per method, `NAME-size.png` with
 GB/s against size and the limit, where the file has several sizes of equal tensors. Of one of benchmarks.training:
-`NAME.png`, tokens per second and peak memory. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window.
+`NAME.png`, tokens per second and peak memory. Of one of benchmarks.demo: `NAME.png`, tokens per second and gradient
+error, which is README's. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -189,12 +191,42 @@ def timeline(rows: Rows, path: Path, machine: str) -> Path:
     return path
 
 
+def demo(rows: Rows, out: Path) -> Path:
+    """A bar per method: its tokens per second in the median run, with its gradient error beside it."""
+    names = [name for (name,) in _distinct(rows, "method")]
+    labels = {"big batch": "one big batch", "stock accumulation": "stock: loss / K", "FusedAccumulator": "accumkernels"}
+    figure = Figure(figsize=(8, 2.3), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for place, name in enumerate(names):
+        runs = _matching(rows, ["method"], [name])
+        rates = [float(row["tokens_per_second"]) for row in runs]
+        rate, error = statistics.median(rates), max(float(row["error_full_percent"]) for row in runs)
+        colour = LIMIT_COLOUR if name == names[0] else _colour(name)
+        axes.barh(place, rate, color=colour, height=0.7)
+        text = f" {rate:,.0f} tokens/s\n gradient error {error:.2g} %"
+        axes.annotate(text, (rate, place), va="center", fontsize=11, fontweight="bold", color="#222222")
+    axes.set_yticks(range(len(names)), [labels.get(name, name) for name in names], fontsize=12)
+    axes.invert_yaxis()
+    axes.margins(x=0.35)
+    axes.set_xlim(left=0)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    first = rows[0]
+    what = f"GPT of {int(first['parameters']) / 1e6:.0f} M parameters, windows of 8 short samples, {first['autocast']}"
+    where = f"{first['threads']} threads of {first['device']}, torch {first['torch']}"
+    axes.set_title(f"{what}\n{where}", fontsize=8, color="#555555")
+    figure.savefig(out)
+    return out
+
+
 def draw(csv: Path, out: Path) -> list[Path]:
     """Draw what a file has; the answer is the pictures."""
     rows = read_csv(csv)
     out.mkdir(parents=True, exist_ok=True)
     if rows and "point" in rows[0]:
         drawn: list[Path | None] = [timeline(rows, out / f"{csv.stem}.png", _machine(rows[0]))]
+    elif rows and "error_full_percent" in rows[0]:
+        drawn = [demo(rows, out / f"{csv.stem}.png")]
     elif rows and "tokens_per_second" in rows[0]:
         drawn = [training(rows, out / f"{csv.stem}.png")]
     else:

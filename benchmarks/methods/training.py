@@ -30,18 +30,20 @@ class Size(NamedTuple):
 
 SIZES = {
     "gpt2": Size(50257, 768, 12, 12, 1024, 8),
-    "medium": Size(256, 384, 6, 6, 128, 4),  # 11M parameters
-    "small": Size(256, 128, 2, 4, 128, 8),
+    "large": Size(256, 768, 4, 12, 64, 1),  # 29M parameters
+    "medium": Size(256, 384, 6, 6, 128, 4),  # 11M
+    "little": Size(256, 384, 2, 6, 128, 4),  # 3.7M
+    "small": Size(256, 128, 2, 4, 128, 8),  # 0.4M
     "tiny": Size(64, 32, 1, 2, 16, 2),
 }
 
 
 class Loop(abc.ABC):
-    """A model with its optimizer, trained in bf16 or fp16 under autocast; fp16 with a GradScaler.
+    """A model with its optimizer, trained in bf16 or fp16 under autocast, or in fp32; fp16 with a GradScaler.
 
     Args:
         model: fp32, becomes the loop's own.
-        dtype: Of autocast.
+        dtype: Of autocast; fp32: none.
         low_precision: Keep the model's parameters in `dtype`.
         scale_loss: Use a GradScaler; None: for fp16, since bf16 has the range of fp32.
     """
@@ -59,7 +61,7 @@ class Loop(abc.ABC):
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of a micro-batch."""
-        with torch.autocast(self.device.type, dtype=self.dtype):
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             return self.model(*batch)
 
     @abc.abstractmethod
