@@ -3,12 +3,13 @@
     python -m benchmarks.compile_report [--json FILE]
 
 Compiles every Triton kernel as a launch would, and reads the SASS of the CUDA kernels in the built library. Standard
-output is a JSON list of {kernel, backend, arch, regs, spills, vector_loads, vector_stores, loops}: registers per
-thread, bytes of stack and local memory per thread (0: nothing is spilled), and how many instructions of the kernel load
-from or store to global memory 128 bits or more at a time. CUDA kernels read the dtype of gradients at run time: one
-kernel has the code for all of them. For each innermost loop, `loops` says how many loads and stores of how many bits a
-thread makes in one turn (4 x 64 of 16-bit gradients and 4 x 128 of an fp32 buffer, say), and how much of that is in
-flight on a multiprocessor before its threads wait. Triton's kernels have no loops over elements.
+output is a JSON list of {kernel, backend, arch, regs, spills, vector_loads, vector_stores, loops, shared}: registers
+per thread, bytes of stack and local memory per thread (0: nothing is spilled), how many instructions of the kernel load
+from or store to global memory 128 bits or more at a time, and bytes of shared memory per block. CUDA kernels read the
+dtype of gradients at run time: one kernel has the code for all of them. For each innermost loop, `loops` says how many
+loads and stores of how many bits a thread makes in one turn (4 x 64 of 16-bit gradients and 4 x 128 of an fp32 buffer,
+say), and how much of that is in flight on a multiprocessor before its threads wait. Triton's kernels have no loops over
+elements. They are compiled for AMD's GPUs too, by the backend in Triton's own wheel.
 
 Left out unless --details is given: Triton's forms for tensors that are not 16-byte aligned, which cannot have wide
 accesses (a CUDA kernel holds both forms), and counts of what would round otherwise than the reference does.
@@ -28,10 +29,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .harness import sass
+from .harness import assembly, sass
 
 CAPABILITIES = (80, 90, 100)  # that Triton's kernels are compiled for
-_WIDE_IN_PTX = r"\.global[\w.:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"  # disassembling each would take half a second
+AMD = ("gfx90a", "gfx942", "gfx1100")  # and these: MI200, MI300, RX 7900
 _WIDE_LOAD = re.compile(r"\bLDG?\.[\w.]*(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG?\.[\w.]*(?:128|256)\b")
 # The capacity of the table in a kernel's arguments: kShortTable and kLongTable of csrc/cuda/table.h.
@@ -49,7 +50,7 @@ _TYPES = {"f": "fp32", "d": "fp64", "6__half": "fp16", "13__nv_bfloat16": "bf16"
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kernel for one architecture; `fused` and what follows only of Triton's, counted in its PTX."""
+    """One kernel for one architecture; what is in DETAILS only of Triton's, counted in its assembly."""
 
     kernel: str
     backend: str
@@ -59,6 +60,8 @@ class Code:
     vector_loads: int
     vector_stores: int
     loops: Sequence[sass.Loop] = ()  # only of CUDA kernels
+    shared: int = 0
+    half_loads: int = 0  # of 64 bits, as of four 16-bit gradients
     fused: int = 0  # multiply-adds, which round once instead of twice
     flushed: int = 0  # instructions that take subnormal numbers for zero
     approximate: int = 0  # divisions
@@ -77,7 +80,7 @@ class Code:
         return f"{loop}; {loop.in_flight * sass.BLOCK * blocks // 1024} KB in flight"
 
 
-DETAILS = ("fused", "flushed", "approximate", "late_loads")
+DETAILS = ("half_loads", "fused", "flushed", "approximate", "late_loads")
 
 
 def cuobjdump() -> Path:
@@ -100,43 +103,36 @@ def readable(mangled: str) -> str:
     return f"{name}[{shown}]" if shown else name
 
 
-def _usages(text: str) -> dict[str, tuple[int, int]]:
-    """Registers and spilled bytes by function, from what cuobjdump says."""
-    found = re.findall(r"^ Function (\S+?):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text, re.MULTILINE)
-    return {name: (int(regs), int(stack) + int(local)) for name, regs, stack, local in found}
+def _usages(text: str) -> dict[str, tuple[int, int, int]]:
+    """Registers, spilled and shared bytes by function, from what cuobjdump says."""
+    found = re.findall(r"^ Function (\S+?):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text, re.MULTILINE)
+    return {name: (int(regs), int(stack) + int(local), int(shared)) for name, regs, stack, shared, local in found}
 
 
 def _cuobjdump(*arguments: str) -> str:
     return subprocess.run([str(cuobjdump()), *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled bytes of the one kernel in `cubin`."""
+def _usage(cubin: bytes) -> dict[str, int]:
+    """Registers and spilled bytes of the one kernel in `cubin`; disassembling it too would take half a second."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        (usage,) = _usages(_cuobjdump("-res-usage", file.name)).values()
-    return usage
+        ((regs, spills, _),) = _usages(_cuobjdump("-res-usage", file.name)).values()
+    return {"regs": regs, "spills": spills}
 
 
-def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int, list[sass.Loop]]]:
-    """Registers, spilled bytes, wide loads, wide stores and loops of each kernel in a library."""
+def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int, list[sass.Loop], int]]:
+    """Registers, spilled bytes, wide loads, wide stores, loops and shared bytes of each kernel in a library."""
     text = _cuobjdump("-sass", "-res-usage", "-arch", arch, str(path))
     usage = _usages(text)
     found = {}
     for part in re.split(r"^\s*Function : ", text, flags=re.MULTILINE)[1:]:
         name, _, code = part.partition("\n")
+        regs, spills, shared = usage[name.strip()]
         wide = (len(_WIDE_LOAD.findall(code)), len(_WIDE_STORE.findall(code)))
-        found[name.strip()] = (*usage[name.strip()], *wide, sass.loops(code))
+        found[name.strip()] = (regs, spills, *wide, sass.loops(code), shared)
     return found
-
-
-def _late_loads(ptx: str) -> int:
-    """Wide loads of other basic blocks than the first that has any, and those in it behind a product."""
-    blocks = re.split(r"^\$L__BB\w+:", ptx, flags=re.MULTILINE)
-    first = next((block for block in blocks if re.search("ld" + _WIDE_IN_PTX, block)), "")
-    in_time = re.split(r"\bmul\.(?:rn\.)?f(?:32|64)\b", first, maxsplit=1)[0]
-    return len(re.findall("ld" + _WIDE_IN_PTX, ptx)) - len(re.findall("ld" + _WIDE_IN_PTX, in_time))
 
 
 def triton_code(details: bool = False) -> Iterator[Code]:
@@ -148,15 +144,12 @@ def triton_code(details: bool = False) -> Iterator[Code]:
             continue
         for capability in CAPABILITIES:
             compiled = triton_compile.compile_variant(variant, capability)
-            ptx = compiled.asm["ptx"]
-            wide = (len(re.findall("ld" + _WIDE_IN_PTX, ptx)), len(re.findall("st" + _WIDE_IN_PTX, ptx)))
-            counts = (
-                len(re.findall(r"\bfma\.rn\.f32", ptx)),
-                ptx.count(".ftz"),
-                len(re.findall(r"\bdiv\.(?:full|approx)", ptx)),
-                _late_loads(ptx),
-            )
-            yield Code(variant.name, "triton", f"sm_{capability}", *_usage(compiled.asm["cubin"]), *wide, (), *counts)
+            counts = {**_usage(compiled.asm["cubin"]), **assembly.ptx(compiled.asm["ptx"])}
+            yield Code(variant.name, "triton", f"sm_{capability}", shared=compiled.metadata.shared, **counts)
+        for arch in AMD:
+            compiled = triton_compile.compile_variant(variant, arch)
+            counts = assembly.amdgcn(compiled.asm["amdgcn"])
+            yield Code(variant.name, "triton", arch, shared=compiled.metadata.shared, **counts)
 
 
 def cuda_code(library: Path, archs: Sequence[str]) -> list[Code]:

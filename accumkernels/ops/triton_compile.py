@@ -72,12 +72,21 @@ def variants() -> Iterator[Variant]:
         yield variant("scaled_copy_kernel", form, scaled, OUTPUT=output, INPUT=input)
 
 
-def compile_variant(variant: Variant, capability: int) -> Any:
-    """Compile for a compute capability such as 90; `asm["ptx"]` and `asm["cubin"]` of the result are the code."""
+def threads_per_warp(arch: int | str) -> int:
+    """As launched by Triton: 64 on AMD's data center GPUs, 32 on all others."""
+    return 64 if str(arch).startswith("gfx9") else 32
+
+
+def compile_variant(variant: Variant, arch: int | str) -> Any:
+    """Compile for a compute capability such as 90, or an architecture of AMD's such as "gfx942".
+
+    `asm` of the result has the code: "ptx" and "cubin", or "amdgcn" and "hsaco".
+    """
     arguments = list(inspect.signature(variant.kernel.fn).parameters)
     signature = {name: variant.types.get(name, "constexpr") for name in arguments}
     constants = {name: variant.constants.get(name) for name, kind in signature.items() if kind == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(arguments) if signature[name].startswith("*")}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("cuda" if isinstance(arch, int) else "hip", arch, threads_per_warp(arch))
+    return triton.compile(source, target=target, options=options)

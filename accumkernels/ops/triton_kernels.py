@@ -5,7 +5,7 @@ One program works on one block of `BLOCK` elements of one tensor. `blocks[progra
 those that do: n addresses, n second addresses (scaled_copy) or zeros, n overwrite flags, and the bits of the weight.
 
 All blocks of a tensor except its last are full and take a path without masks. With `ALIGNED`, the host guarantees
-16-byte alignment of every address, so that full blocks are read and written 128 bits at a time.
+16-byte alignment of every address, so that full blocks are written, and read where nothing is, 128 bits at a time.
 
 bfloat16 values are handled as int16 words: widening is a shift and rounding an addition, both in the compiled kernel
 and in Triton's interpreter (whose own conversions truncate and lose subnormal numbers).
@@ -66,14 +66,22 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def pointer_to(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to element `start` (a multiple of the block) of the tensor at `address`."""
+def pointer_to(address, start, DTYPE: tl.constexpr, STORED: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to element `start` (a multiple of the block) of the tensor at `address`.
+
+    With ALIGNED, a thread loads as many elements at a time as it stores of STORED in 128 bits, but at most 128 bits: 64
+    bits of 16-bit gradients for an fp32 buffer. If loads and stores disagreed, threads would exchange the sums through
+    8 KB of shared memory. STORED is DTYPE where nothing is stored.
+    """
     if DTYPE == tl.bfloat16:
         pointer = address.to(tl.pointer_type(tl.int16)) + start
     else:
         pointer = address.to(tl.pointer_type(DTYPE)) + start
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+        # Triton takes as many elements at a time as it is told are aligned; the addresses are multiples of 16 bytes.
+        loaded: tl.constexpr = DTYPE.primitive_bitwidth
+        stored: tl.constexpr = STORED.primitive_bitwidth
+        pointer = tl.multiple_of(pointer, 16 * loaded // stored if loaded < stored else 16)
     return pointer
 
 
@@ -184,7 +192,7 @@ def accumulate_kernel(
             zeros = tl.zeros((BLOCK,), buffer.dtype.element_ty)
             store_block(main_grad, zeros, left, BLOCK, True)
     else:
-        grad = pointer_to(address, start, DTYPE, ALIGNED)
+        grad = pointer_to(address, start, DTYPE, buffer.dtype.element_ty, ALIGNED)
         partial = partials
         if partials is not None:
             partial = partials + partial_base + tl.program_id(0)
@@ -250,7 +258,7 @@ def check_finite_kernel(
     table, blocks, rows, found_inf, flags, tag, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     index, row, start, left = locate(blocks, rows, BLOCK)
-    grad = pointer_to(tl.load(table + index), start, DTYPE, ALIGNED)
+    grad = pointer_to(tl.load(table + index), start, DTYPE, DTYPE, ALIGNED)
     if left >= BLOCK:
         bad = any_not_finite(widen_any(load_block(grad, left, BLOCK, False), DTYPE), left, BLOCK, False)
     else:
@@ -287,7 +295,7 @@ def norm_kernel(
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, INF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index, _, start, left = locate(blocks, rows, BLOCK)
-    pointer = pointer_to(tl.load(table + index), start, DTYPE, ALIGNED)
+    pointer = pointer_to(tl.load(table + index), start, DTYPE, DTYPE, ALIGNED)
     if left >= BLOCK:
         x = load_block(pointer, left, BLOCK, False)
     else:
@@ -351,8 +359,8 @@ def scaled_copy_kernel(
     if divisor is not None:
         d = tl.load(divisor)
     index, _, start, left = locate(blocks, rows, BLOCK)
-    input = pointer_to(tl.load(table + index), start, INPUT, ALIGNED)
-    output = pointer_to(tl.load(table + n + index), start, OUTPUT, ALIGNED)
+    input = pointer_to(tl.load(table + index), start, INPUT, OUTPUT, ALIGNED)
+    output = pointer_to(tl.load(table + n + index), start, OUTPUT, OUTPUT, ALIGNED)
     if left >= BLOCK:
         scaled_copy_block(output, input, left, d, found_inf, OUTPUT, INPUT, BLOCK, False)
     else:

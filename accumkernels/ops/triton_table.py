@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .keep_alive import keep_until_done
 
-# 16 elements per thread of 8 warps: two (16-bit) or four (fp32) 16-byte loads of each operand in flight.
+# 16 elements per thread of 8 warps of 32: four loads of each operand in flight, of 16 bytes of fp32 and 8 of 16 bit.
 BLOCK = 4096
 NUM_WARPS = 8
 
