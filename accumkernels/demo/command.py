@@ -45,7 +45,8 @@ def choose_device(name: str | None) -> torch.device:
         raise DemoError(f"--device {name}: the demo runs on cpu and cuda")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            reason = "torch finds no usable GPU" if torch.version.cuda else "this torch is built without CUDA"
+            built = torch.version.cuda or torch.version.hip
+            reason = "torch finds no usable GPU" if built else "this torch is built without CUDA"
             raise DemoError(f"--device {name}: {reason}")
         if (device.index or 0) >= torch.cuda.device_count():
             raise DemoError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")

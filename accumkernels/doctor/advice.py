@@ -31,6 +31,7 @@ _ADVICE = (
         r"driver supports|NVIDIA driver|driver version",
         "install the driver named there, or a wheel built with an older CUDA toolkit (make wheel CUDA_HOME=...)",
     ),
+    (r"for AMD GPUs", "none needed: they get the Triton kernels, which were compiled for AMD but not yet run there"),
     (r"no kernel image", "build for this GPU: ACCUMKERNELS_CUDA_ARCHS=X.Y pip install . in a clone"),
     (r"torch is built without CUDA", "install a CUDA build of torch"),
     (r"built without CUDA", "build with a CUDA toolkit: ACCUMKERNELS_BUILD_CUDA=1 pip install . in a clone"),
@@ -46,18 +47,19 @@ def advice(cause: str) -> str:
 
 
 def allocator_advice(environ: Mapping[str, str] | None = None, on_gpu: bool | None = None) -> list[str]:
-    """Lines of advice on the CUDA caching allocator's settings; none where there is no GPU, or nothing to advise.
+    """Lines of advice on the CUDA caching allocator's settings; none if there is nothing to advise or no NVIDIA GPU.
 
     The allocator carves tensors out of segments that it gets from the driver. Batches of varying size leave gaps
     between them that fit no other tensor, so that memory runs out though the gaps together would do. With expandable
-    segments one segment grows instead of many being cut up.
+    segments one segment grows instead of many being cut up. On AMD GPUs only newer torch has them, and they were
+    reported to hang (pytorch issue 192259).
 
     Args:
         environ: Default: the process's.
-        on_gpu: Whether there is a CUDA GPU; default: whether torch finds one.
+        on_gpu: Whether there is an NVIDIA GPU; default: whether torch finds one.
     """
     environ = os.environ if environ is None else environ
-    if not (torch.cuda.is_available() if on_gpu is None else on_gpu):
+    if not (torch.version.hip is None and torch.cuda.is_available() if on_gpu is None else on_gpu):
         return []
     advice = []
     name = NEW if NEW in environ else OLD

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import torch
@@ -17,17 +17,15 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def versions() -> dict[str, str | None]:
     """The versions of all packages that decide which backend works; None if one is not installed."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
+    packages = packages_distributions().get("triton")  # ROCm's and Intel's builds have names of their own
     return {
         "accumkernels": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "triton": triton,
+        "torch_rocm": torch.version.hip,
+        "triton": version(packages[0]) if packages else None,
         "driver": driver(),
     }
 
@@ -49,10 +47,12 @@ def devices() -> list[torch.device]:
 
 
 def describe(device: torch.device) -> str:
-    """The architecture of a CPU, or the name and compute capability of a GPU."""
+    """The architecture of a CPU, or the name of a GPU and its compute capability (AMD's: its architecture)."""
     if device.type == "cpu":
         return platform.machine()
     properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return f"{properties.name}, {properties.gcnArchName.partition(':')[0]}"
     return f"{properties.name}, sm_{properties.major}{properties.minor}"
 
 

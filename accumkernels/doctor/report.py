@@ -122,12 +122,14 @@ def render(found: dict[str, Any]) -> str:
     """The report for people."""
     versions, library = found["versions"], found["library"]
     cuda = f"built for CUDA {versions['torch_cuda']}" if versions["torch_cuda"] else "built without CUDA"
+    if versions["torch_rocm"]:
+        cuda = f"built for ROCm {versions['torch_rocm']}"
     lines = [
         f"accumkernels {versions['accumkernels']}",
         f"python {versions['python']} on {versions['platform']}",
         f"torch {versions['torch']}, {cuda}, {torch.get_num_threads()} threads",
         f"triton {versions['triton'] or 'not installed (serves GPUs where native kernels do not work)'}",
-        f"NVIDIA driver {versions['driver'] or 'not loaded'}",
+        *([] if versions["torch_rocm"] else [f"NVIDIA driver {versions['driver'] or 'not loaded'}"]),
         f"native library: {library['path']}",
     ]
     if library["loaded"]:

@@ -61,6 +61,8 @@ def unavailable(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"there are no native kernels for device type {device.type!r}"
+    if torch.version.hip is not None:  # AMD GPUs are "cuda" devices too, and the probe would ask for an NVIDIA GPU
+        return f"there are no native kernels for AMD GPUs (this torch uses ROCm {torch.version.hip})"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device"
     return _probe(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,5 +1,7 @@
 """The ops as Triton kernels, the GPU backend without the native library. `schema.py` says what they mean.
 
+GPUs are NVIDIA's, or AMD's where torch is built for ROCm, whose devices, streams and graphs torch calls CUDA's, too.
+
 Each op makes one launch over the whole list per kind of tensor (dtype and alignment). Accumulate and norm add a launch
 of a single program, which sums the partial results. `triton_kernels.py` has the kernels; `triton_table.py` explains how
 they find their tensors, and why CUDA graphs cannot capture these ops.
@@ -238,9 +240,10 @@ def _launching(op: str, device: torch.device, tensors: Sequence[Tensor]) -> Iter
         return
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
+            capturable = "native" if torch.version.hip is None else "reference"  # AMD GPUs have no native kernels
             raise RuntimeError(
                 f"{op}: the Triton backend copies a table from the host, which a CUDA graph cannot replay; the backend "
-                "to capture is 'native'"
+                f"to capture is {capturable!r}"
             )
         keep_until_done(tensors)
         yield

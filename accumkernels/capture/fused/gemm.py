@@ -48,7 +48,7 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
     if dtype not in (torch.bfloat16, torch.float16) or view.dtype != torch.float32:
         return None
     if view.device.type == "cuda":
-        return None if torch.version.hip else cuda
+        return None if torch.version.hip is not None else cuda  # not run on ROCm
     if view.device.type != "cpu":
         return None
     if dtype == torch.bfloat16 and _mkl_widens():
