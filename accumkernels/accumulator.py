@@ -30,7 +30,7 @@ from .splitting.packing import Packer
 from .splitting.run import BatchReport, BatchRunner
 from .splitting.run import Window as BatchWindow
 from .splitting.samples import Cost, costs_of, samples_of
-from .window.checkpoint import check, load, save, share
+from .window.checkpoint import check, load, save, saved_by_dcp, share
 from .window.coupled import CoupledLoss
 from .window.end import End
 from .window.grad_scaler import LossScaler
@@ -218,6 +218,8 @@ class FusedAccumulator:
         self._patience = Patience(self)
         self._looked_for_stages = False
         self._splits_together = False  # whether a subclass knows that ranks wait for each other in `loss_fn`
+        self._clipped = False  # whether a norm was computed since the window was finalized
+        self._iterated = False  # whether `window` was called since a window ended
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
         self._open()
 
@@ -677,6 +679,9 @@ class FusedAccumulator:
         The result is the same as without it; the last micro-batch gets `last=True` (see `backward`) if that is allowed
         and useful. The iterator reads one batch ahead of the current one.
 
+        Call it once per window: with a process group, a second call before `step` or `finalize` means that this rank
+        has missed the end of a window, which `step` then says on all ranks.
+
         Args:
             batches: All batches of this rank in the window, one for each `backward` or `accumulate`; there may be none.
 
@@ -684,6 +689,10 @@ class FusedAccumulator:
             The batches.
         """
         iterator = iter(expect_iterable(batches, "batches"))
+        if self._iterated and self._ranks.ends_together:  # nobody has ended the window that was iterated over before
+            self._window.miss_end()
+            self._ended = self._window.number
+        self._iterated = True
         try:
             batch = next(iterator)
         except StopIteration:
@@ -752,7 +761,7 @@ class FusedAccumulator:
         given = self._end.divisor(self._window, divisor)
         self._stop_taking()
         self._end.finalize(self._window, optimizers, given)
-        self._ended = self._window.number + 1
+        self._ended, self._iterated, self._clipped = self._window.number + 1, False, False
 
     @opaque
     @profiled
@@ -787,6 +796,7 @@ class FusedAccumulator:
                 "acc.clip_grad_norm_(max_norm), scaler.step(optimizer), scaler.update(), acc.zero_()"
             )
         self._window.take_over()
+        self._clipped = True
         norm = self._end.norm(order)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -839,7 +849,7 @@ class FusedAccumulator:
         else:
             self._stop_taking()
             norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
-        self._ended = self._window.number + 1
+        self._ended, self._iterated = self._window.number + 1, False
         self._drop_window()
         if parts is not None:
             return self._end.results(norms[: len(parts)])
@@ -852,7 +862,8 @@ class FusedAccumulator:
         With a process group only this rank's part is dropped; `discard(window=True)` drops it on all ranks.
 
         Raises:
-            RuntimeError: Parts of the window were sent to other ranks, which wait for the rest.
+            RuntimeError: Parts of the window were sent to other ranks, which wait for the rest; or other stages of a
+                pipeline clip a window that was finalized, which on stages is collective.
         """
         if self._ranks.sender.begun and self._window.phase not in (Phase.REDUCING, Phase.FINALIZED):
             raise RuntimeError(
@@ -865,6 +876,9 @@ class FusedAccumulator:
                 "will add them to those of its next reduction",
                 self._window.unsynced,
             )
+        if self._window.phase is Phase.FINALIZED and not self._clipped:
+            self._clipped = True  # said once
+            self._ranks.end_without_clipping(self._store.device)
         self._drop_window()
 
     # ---- checkpoints
@@ -889,8 +903,9 @@ class FusedAccumulator:
 
         Raises:
             RuntimeError: The window is broken; with `release="backward"`, a backward was not followed by its
-                `accumulate`; a micro-batch with `last=True` was not followed by `finalize`; or FSDP2 keeps gradients
-                that it has not reduced.
+                `accumulate`; a micro-batch with `last=True` was not followed by `finalize`; FSDP2 keeps gradients that
+                it has not reduced; or torch.distributed.checkpoint saves a window of data parallel ranks that is not
+                `reduced`.
         """
         if self._ranks.sender.begun and self._window.phase is not Phase.FINALIZED:
             raise RuntimeError(
@@ -905,6 +920,12 @@ class FusedAccumulator:
             self._refuse_unsynced("state_dict()")
         if reduced:
             self._make_room()  # as another rank may have
+        elif self._ranks.reduces_sums and self._window.phase is Phase.OPEN and self.micro_batches and saved_by_dcp():
+            raise RuntimeError(
+                f"state_dict() by torch.distributed.checkpoint after {self.micro_batches} micro-batches of a window: "
+                "it keeps one rank's values, and each rank has sums of its own. Save a state of all ranks, "
+                '{"acc": acc.state_dict(reduced=True)}, or save between windows'
+            )
         self._store.check_sums(self.micro_batches, self._overflow is not None)
         self._patience.excuse()
         saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
@@ -933,12 +954,13 @@ class FusedAccumulator:
         self._store.check_drift()
         self._make_room()
         state = share(self._ranks, check(self._store, self._ranks, state_dict))
+        self._clipped = True  # or other ranks would have to load now, too
         self.zero_()
         self._runner.prepare_window()
         load(self._store, state)
         self._window.load_state_dict(state["window"])
         self._patience.excuse()  # the run that saved it is over, too, and may have ended windows
-        self._ended = self._window.number
+        self._ended, self._iterated = self._window.number, False
         self._runner.resume(state["serial"])
         self._end.load_state_dict(state)
         self._window.loss.resume(state["loss"])

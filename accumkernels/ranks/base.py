@@ -28,6 +28,7 @@ class LocalStats(NamedTuple):
             already reduced over ranks.
         micro_batches: How many this rank ran.
         window: The window's number.
+        resumed: Whether the window was loaded inside: with micro-batches of the run that saved it.
         loss: Makes fp64 `[2]`, the weighted sum of losses and the sum of their weights; None if no loss is known.
         norms: How many norms the step clips by: 0, 1 for the norm of all parameters, 1 + n for a list of n parts.
         limit: fp64 0-d, the clipping norm, added up over parts; None without clipping.
@@ -42,6 +43,7 @@ class LocalStats(NamedTuple):
     weighed_after: bool = False
     micro_batches: int = 0
     window: int = 0
+    resumed: bool = False
     loss: Callable[[], Tensor | None] = lambda: None
     norms: int = 0
     limit: Tensor | None = None
@@ -270,6 +272,17 @@ class Ranks:
             return parts[0].sqrt_() if norm_type == 2.0 else parts[0]
         joined = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
         return joined.sum().sqrt_() if norm_type == 2.0 else joined.amax()
+
+    def norm_to_clip(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
+        """Compute `total_norm`, if no rank that takes part in it ends the window without it.
+
+        Raises:
+            RuntimeError: one does; on the CPU, where the host may look.
+        """
+        return self.total_norm(buffers, norm_type, device)
+
+    def end_without_clipping(self, device: torch.device) -> None:
+        """Note that a window that was finalized here ends without `norm_to_clip`; raises as that does."""
 
     # ---- checkpoints
 

@@ -18,7 +18,8 @@ from .data_parallel import DataParallel
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped, unwrapped
 from .fsdp2 import mesh_of
 from .group import Group
-from .pipeline import Pipeline, group_of_stages, is_group_of, stages_of
+from .pipeline import Pipeline
+from .stages import group_of_stages, is_group_of, stages_of
 from .weight_unit import backward_may_cross_ranks
 
 

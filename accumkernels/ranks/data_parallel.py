@@ -2,8 +2,9 @@
 
 A window's communication does not depend on the number of its micro-batches. At its end every rank
 
-* puts its sum of weights, flags and touched segments in one fp64 vector, which is summed
-  (`all_reduce_stats`): all ranks then divide by the same number, and all step or all skip;
+* puts its sum of weights, its flags and what must be alike in one fp64 vector, which is summed
+  (`all_reduce_stats`): all ranks then divide by the same number, and all step or all skip. Its size depends neither on
+  the number of ranks (packing.py) nor, in a settled layout, on that of parameters (touched.py);
 * sums the flat buffers, chunk by chunk, several in flight, so that inspecting one chunk (norm, overflow, division)
   overlaps with the communication of the next (`reduce`).
 
@@ -15,6 +16,7 @@ comes first, so that the divisor is there when the chunks are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,8 +26,9 @@ from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
 from .base import GlobalStats, LocalStats, Ranks
 from .group import Group
-from .packing import Packer, different_limits, different_windows
+from .packing import Packer, different_limits, different_windows, listed
 from .sender import ChunkSender
+from .touched import Fields, Touched
 
 
 class DataParallel(Ranks):
@@ -46,8 +49,7 @@ class DataParallel(Ranks):
         self.rank = group.rank
         self.sender = ChunkSender(group, early)
         self._group = group
-        self._parameters = parameters
-        self._placed = 0  # number of segments at the last agreement
+        self._touched = Touched(parameters, self.sender, self.rank == 0)
 
     def __str__(self) -> str:
         return str(self._group)
@@ -65,8 +67,8 @@ class DataParallel(Ranks):
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine all ranks' reports; collective.
 
-        The host reads the result if that needs no wait for a device (on the CPU), or if it must: a segment untouched
-        here may be touched on other ranks, or the layout grew.
+        The host reads the result if that needs no wait for a device (on the CPU), or if it must: other ranks may have
+        touched more segments, or the layout grew.
 
         Raises:
             RuntimeError: parameters were unfrozen on some ranks only.
@@ -74,11 +76,9 @@ class DataParallel(Ranks):
         self.sender.send_before_stats()
 
         # Sum one vector, which has the same length on every rank, whatever is frozen where.
-        device = report.state.device
-        placed = len(report.touched)
-        frozen = [0.0] * (self._parameters - placed)
-        came = self.sender.came() if self.rank == 0 else [0.0] * placed
-        packer = Packer(self.rank, self.size, device)
+        device, own = report.state.device, report.touched
+        looks = device.type == "cpu" or report.divisor is not None or not self._touched.knows(own)
+        packer = Packer(self.rank, self.size, device, looks)
         packer.add(
             state=report.state,
             squares=None if report.squares is None else report.squares[0],
@@ -87,24 +87,27 @@ class DataParallel(Ranks):
             measuring=report.squares is not None,
             marked=self.sender.marked,
             unmarked=not self.sender.marked and report.micro_batches > 0 and not report.dropped,
-            touched=[*report.touched, *frozen],
-            came=[*came, *frozen],
+            **self._touched.fields(own),
         )
-        packer.add_by_rank(
-            placed=placed, window=report.window, norms=report.norms, divisor=report.divisor, limit=report.limit
+        packer.add_alike(
+            window=report.window,
+            resumed=report.resumed,
+            placed=len(own),
+            divisor=report.divisor,
+            norms=report.norms,
+            limit=report.limit,
         )
         packed = packer.reduce(self._group.sum)
 
         # Without the host, the device concludes that a window dropped by any rank is empty, and that different windows,
         # norms, divisors or limits count as overflow.
-        differs = packed.differ("window", "norms", "divisor", "limit")
         state, loss = packed["state"], packed["loss"]
         flags = state[State.FOUND_INF :: State.POISONED - State.FOUND_INF]  # these two
-        flags.copy_((flags > 0) | differs)
+        flags.copy_((flags > 0) | packed.differ())
         dropped, measuring = packed["dropped"], packed["measuring"]
         agreement = GlobalStats(
             state=torch.where(dropped > 0, 0.0, state),
-            divisor=None if report.divisor is None else packed["divisor"][0, 0],
+            divisor=report.divisor,
             squares=None
             if report.squares is None
             else torch.where(measuring[0] == self.size, packed["squares"][0], torch.nan),
@@ -112,23 +115,25 @@ class DataParallel(Ranks):
         )
 
         # The host concludes the rest, where it may look.
-        grown, self._placed = placed != self._placed, placed
-        learning = self.sender.learns()
-        if device.type != "cpu" and all(report.touched) and not grown and not learning and report.divisor is None:
+        if not looks:
+            self.sender.agree(())
             return agreement
-        found = packed.on_host()
-        if len(set(found["placed"])) > 1:
-            raise RuntimeError(
-                "parameters were unfrozen on some ranks only: by rank, "
-                f"{[int(n) for n in found['placed']]} are accumulated"
-            )
-        self.sender.agree(found["came"][:placed])
+        sums, differs = packed.on_host()
+        if "placed" in differs:  # even the sums of ranks that hold others have no common layout
+            raise RuntimeError(packed.explain(differs, _disagreement))
+        touched = self._touched.agree(own, sums, functools.partial(self._sum, device))
         return agreement._replace(
-            touched=[count > 0 for count in found["touched"][:placed]],
-            dropped=found["dropped"][0] > 0,
-            weight=found["state"][State.WEIGHT],
-            error=_disagreement(found),
+            touched=None if touched == own else touched,
+            dropped=sums["dropped"][0] > 0,
+            weight=sums["state"][State.WEIGHT],
+            error=packed.explain(differs, _disagreement) or _different_marks(*sums["marked"], *sums["unmarked"]),
         )
+
+    def _sum(self, device: torch.device, fields: Fields) -> dict[str, list[float]]:
+        """Sum fields over ranks, for the host; collective."""
+        packer = Packer(self.rank, self.size, device)
+        packer.add(**fields)
+        return packer.reduce(self._group.sum).on_host().sums
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """See `Ranks`; `look` inspects chunks while the next are being sent. Then module buffers are shared."""
@@ -145,14 +150,26 @@ class DataParallel(Ranks):
 
 def _disagreement(found: dict[str, list[float]]) -> str | None:
     """Describe what ranks disagree about."""
-    if differ := different_windows(found["window"]):
+    if differ := different_windows(found):
         return differ
-    if len(set(found["divisor"])) > 1:
-        return f"divisor must be that of the whole window, over all ranks; by rank it is {found['divisor']} (0.0: none)"
-    (marked,), (unmarked,) = found["marked"], found["unmarked"]
-    if marked and unmarked:
+    if len(set(found["placed"])) > 1:
         return (
-            f"the last micro-batch was marked (last=True, acc.window) on {int(marked)} ranks, and not on "
-            f"{int(unmarked)} others that ran micro-batches: mark it on all of them, or on none"
+            "parameters were unfrozen on some ranks only: by rank, "
+            f"{listed([int(n) for n in found['placed']])} are accumulated"
+        )
+    if len(set(found["divisor"])) > 1:
+        return (
+            f"divisor must be that of the whole window, over all ranks; by rank it is {listed(found['divisor'])} "
+            "(0.0: none)"
         )
     return different_limits(found["norms"], found["limit"])
+
+
+def _different_marks(marked: float, unmarked: float) -> str | None:
+    """Say that some ranks have marked their last micro-batch and others not."""
+    if not (marked and unmarked):
+        return None
+    return (
+        f"the last micro-batch was marked (last=True, acc.window) on {int(marked)} ranks, and not on "
+        f"{int(unmarked)} others that ran micro-batches: mark it on all of them, or on none"
+    )

@@ -26,7 +26,7 @@ from ..ops.schema import State
 from .base import GlobalStats, LocalStats, Ranks
 from .divide_factor import DivideFactor
 from .own_group import own_group
-from .packing import Packer, different_limits, different_windows
+from .packing import Packer, different_limits, different_windows, listed
 
 
 class Sharded(Ranks):
@@ -123,25 +123,29 @@ class Sharded(Ranks):
                 f"{over_mean} times as large: remove that call, and pass losses that are means with their weights"
             )
 
-        # Sum one vector of flags and, for every rank, its weight and what must be alike.
+        # Sum one vector of weights, flags, and what must be alike.
         device = report.state.device
+        looks = (
+            device.type == "cpu" or self._compared != report.norms or report.divisor is not None or report.weighed_after
+        )
         state = torch.zeros_like(report.state) if report.dropped else report.state
-        packer = Packer(self.rank, self.size, device)
+        packer = Packer(self.rank, self.size, device, looks)
         packer.add(state=state, loss=report.loss_sums, dropped=report.dropped, after=report.weighed_after)
-        packer.add_by_rank(
-            weight=state[State.WEIGHT],
-            divisor=report.divisor,
+        packer.add_alike(
             window=report.window,
+            resumed=report.resumed,
             norms=report.norms,
             limit=report.limit,
+            divisor=report.divisor,
+            weight=state[State.WEIGHT],
         )
         packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
 
         # The device concludes this without the host.
         wrong = packed.differ("divisor") | ((packed["after"][0] > 0) & packed.differ("weight"))
-        wrong = wrong & (packed["dropped"][0] == 0) | packed.differ("window", "norms", "limit")
+        wrong = wrong & (packed["dropped"][0] == 0) | packed.differ("window", "resumed", "norms", "limit")
         together = state.clone()
-        together[State.WEIGHT] = packed["weight"].mean() * over_mean
+        together[State.WEIGHT] = packed["state"][State.WEIGHT] / self.size * over_mean
         for flag in (State.FOUND_INF, State.POISONED):
             together[flag] = ((packed["state"][flag] > 0) | wrong).double()
         agreement = GlobalStats(
@@ -152,16 +156,20 @@ class Sharded(Ranks):
         )
 
         # The host concludes the rest, where it may look.
-        same = self._compared == report.norms
-        if device.type != "cpu" and same and report.divisor is None and not report.weighed_after:
+        if not looks:
             return agreement
         self._compared = report.norms
-        found = packed.on_host()
-        (dropped,), (after,) = found["dropped"], found["after"]
-        error = different_windows(found["window"]) or different_limits(found["norms"], found["limit"])
-        if error is None and not dropped and not found["state"][State.POISONED]:
-            error = _disagreement(found["weight"], found["divisor"], after > 0)
-        return agreement._replace(dropped=dropped > 0, weight=sum(found["weight"]) / self.size * over_mean, error=error)
+        sums, differs = packed.on_host()
+        may_differ = set()
+        if sums["dropped"][0] or sums["state"][State.POISONED]:
+            may_differ = {"divisor", "weight"}
+        elif not sums["after"][0]:
+            may_differ = {"weight"}
+        return agreement._replace(
+            dropped=sums["dropped"][0] > 0,
+            weight=sums["state"][State.WEIGHT] / self.size * over_mean,
+            error=packed.explain([name for name in differs if name not in may_differ], _disagreement),
+        )
 
     # ---- sums over shards
 
@@ -288,19 +296,19 @@ def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> tuple
     )
 
 
-def _disagreement(weights: list[float], divisors: list[float], weighed_after: bool) -> str | None:
-    """Describe what ranks disagree about."""
-    if len(set(divisors)) > 1:
+def _disagreement(found: dict[str, list[float]]) -> str | None:
+    """Describe what ranks disagree about; weights, if it is nothing else."""
+    if differ := different_windows(found) or different_limits(found["norms"], found["limit"]):
+        return differ
+    if len(set(found["divisor"])) > 1:
         return (
-            f"the divisors of this window are, by rank, {divisors} (0.0: none), and must be equal: the sum of weights "
-            "of all ranks, divided by their number, as FSDP2 has averaged over ranks (docs/fsdp2.md)"
+            f"the divisors of this window are, by rank, {listed(found['divisor'])} (0.0: none), and must be equal: the "
+            "sum of weights of all ranks, divided by their number, as FSDP2 has averaged over ranks (docs/fsdp2.md)"
         )
-    if weighed_after and len(set(weights)) > 1:
-        return (
-            f"the weights of this window sum, by rank, to {weights}, and were given to accumulate(): that is after "
-            "FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md)"
-        )
-    return None
+    return (
+        f"the weights of this window sum, by rank, to {listed(found['weight'])}, and were given to accumulate(): that "
+        "is after FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md)"
+    )
 
 
 def _stack(scalars: list[Tensor], device: torch.device) -> Tensor:

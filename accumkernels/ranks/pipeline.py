@@ -9,23 +9,21 @@ themselves, as without a pipeline, and then each of them with the ranks of the o
 from __future__ import annotations
 
 import functools
-import gc
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from ..ops.schema import State
 from .base import GlobalStats, LocalStats, Ranks
-from .packing import Packer, different_limits, different_windows
+from .packing import Packed, Packer, different_limits, different_windows, listed
 from .sender import Sender
+from .stages import stages_of
 
 
 class _AfterSchedules(Sender):
@@ -98,49 +96,83 @@ class Pipeline(Ranks):
         """
         agreement = self._replicas.all_reduce_stats(report)
         device = report.state.device
-
-        # One row for each stage.
-        packer = Packer(self.stage, self._group.size(), device)
-        packer.add_by_rank(
+        looks = device.type == "cpu" or self._compared != report.norms or report.divisor is not None
+        weight = agreement.state[State.WEIGHT]
+        cell, shifted_cell = _cells(weight)
+        packer = Packer(self.stage, self._group.size(), device, looks)
+        packer.add(
             state=agreement.state,
+            empty=(weight == 0).double(),
             loss=report.loss_sums if agreement.loss is None else agreement.loss,
             squares=agreement.squares,
-            divisor=agreement.divisor,
-            limit=report.limit,
-            window=report.window,
-            norms=report.norms,
-            micro_batches=report.micro_batches,
             dropped=report.dropped or bool(agreement.dropped),
             error=agreement.error is not None,
+        )
+        packer.add_alike(
+            window=report.window,
+            resumed=report.resumed,
+            norms=report.norms,
+            limit=report.limit,
+            micro_batches=report.micro_batches,
+            divisor=agreement.divisor,
+            cell=cell,
+            shifted_cell=shifted_cell,
         )
         packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
 
         # Without the host, the device concludes: differing stages overflow, and a window empty for one is empty.
-        states = packed["state"]
-        weights = states[:, State.WEIGHT]
-        empty = (weights == 0).any()
-        differs = ~_alike(weights) | packed.differ("divisor", "micro_batches")
-        differs = differs & ~empty | packed.differ("limit", "window", "norms") | (packed["error"] > 0).any()
+        empty = packed["empty"][0] > 0
+        differs = packed.differ("divisor", "micro_batches") | (packed.differ("cell") & packed.differ("shifted_cell"))
+        always = packed.differ(*_ALWAYS_ALIKE) | (packed["error"][0] > 0)
+        differs = differs & ~empty | always
         state = torch.where(empty, 0.0, agreement.state)
         for flag in (State.FOUND_INF, State.POISONED):
-            state[flag] = ((states[:, flag] > 0).any() | differs).double()
+            state[flag] = ((packed["state"][flag] > 0) | differs).double()
         agreement = agreement._replace(
             state=state,
-            squares=None if agreement.squares is None else packed["squares"].sum(),
-            loss=torch.where(empty, 0.0, packed["loss"].sum(0)),
+            squares=None if agreement.squares is None else packed["squares"][0],
+            loss=torch.where(empty, 0.0, packed["loss"]),
         )
 
         # The host concludes the rest, where it may look.
-        if device.type != "cpu" and self._compared == report.norms and report.divisor is None:
+        if not looks:
             return agreement._replace(dropped=None, weight=None)
         self._compared = report.norms
-        found = packed.on_host()
-        weight_by_stage = found["state"]  # its first column: State.WEIGHT
+        sums, differ = packed.on_host()
+        error = _disagreement(packed, sums, differ, weight)
         return agreement._replace(
-            dropped=any(found["dropped"]),
-            weight=0.0 if 0 in weight_by_stage else weight_by_stage[self.stage],
-            error=agreement.error or _disagreement(found),
+            dropped=sums["dropped"][0] > 0,
+            weight=0.0 if sums["empty"][0] else float(weight),
+            error=agreement.error or error,
         )
+
+    def norm_to_clip(self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device) -> Tensor:
+        """See `Ranks`; raises if other stages are at `end_without_clipping`."""
+        _check_order(norm_type)
+        norm = self._replicas.norm_to_clip(buffers, norm_type, device)
+        largest = math.isinf(norm_type)
+        packed = self._sum_of_order(norm_type, None if largest else norm.pow(norm_type), device)
+        if largest:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+        else:
+            norm = packed["power"][0].pow(1 / norm_type)
+        return torch.where(packed.differ(), torch.nan, norm)
+
+    def end_without_clipping(self, device: torch.device) -> None:
+        """See `Ranks`: the next schedule would wait for stages that wait here for the others' norms."""
+        self._replicas.end_without_clipping(device)
+        self._sum_of_order(0.0, None, device)
+
+    def _sum_of_order(self, order: float, power: Tensor | None, device: torch.device) -> Packed:
+        """Add up powers of norms, if all stages want a norm of the same order; 0: none. Collective."""
+        looks = device.type == "cpu"
+        packer = Packer(self.stage, self._group.size(), device, looks)
+        packer.add(power=power)
+        packer.add_alike(order=order)
+        packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
+        if looks and (error := packed.explain(packed.on_host().differs, _different_orders)) is not None:
+            raise RuntimeError(error)
+        return packed
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """See `Ranks`; collective."""
@@ -158,8 +190,7 @@ class Pipeline(Ranks):
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
         """See `Ranks`; refuses orders of 0 and less, which torch defines by whole tensors."""
-        if norm_type <= 0:
-            raise ValueError(f"norm_type must be positive over the stages of a pipeline, got {norm_type}")
+        _check_order(norm_type)
         norm = self._replicas.total_norm(buffers, norm_type, device, only)
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
@@ -199,110 +230,59 @@ class Pipeline(Ranks):
         return self._replicas.gather_rows(row)
 
 
-def _alike(weights: Tensor) -> Tensor:
-    """Whether weights are equal up to the order in which replicas added them; 0-d bool."""
-    return ((weights - weights[0]).abs() <= 1e-12 * weights[0].abs()).all()
+_ALWAYS_ALIKE = ("window", "resumed", "norms", "limit")
 
 
-def _disagreement(found: dict[str, list[float]]) -> str | None:
-    """Describe what stages disagree about."""
-    if differ := different_windows(found["window"]):
-        return differ
-    if any(found["error"]):
+def _different_orders(found: dict[str, list[float]]) -> str:
+    return (
+        f"clip_grad_norm_() on some stages of this pipeline only; by stage rank the order is {listed(found['order'])} "
+        "(0.0: not called). The norm is that of all stages: call it on every rank with the same norm_type, or pass "
+        "max_norm to acc.step()"
+    )
+
+
+def _check_order(norm_type: float) -> None:
+    if norm_type <= 0:
+        raise ValueError(f"norm_type must be positive over the stages of a pipeline, got {norm_type}")
+
+
+def _cells(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where a weight lies in two grids of 2**40 cells per power of two, shifted by half a cell.
+
+    Weights that differ by the order in which replicas added them share a cell of at least one grid.
+    """
+    bits = weight.view(torch.int64)
+    return (bits >> 12).double(), ((bits + 2**11) >> 12).double()
+
+
+def _disagreement(packed: Packed, sums: dict[str, list[float]], differs: list[str], weight: Tensor) -> str | None:
+    """Describe what stages disagree about, by what the host has read; collective if there is anything."""
+    if "cell" not in differs or "shifted_cell" not in differs:  # equal up to the order in which replicas added them
+        differs = [name for name in differs if name not in ("cell", "shifted_cell")]
+    if sums["dropped"][0]:
+        differs = [name for name in differs if name in _ALWAYS_ALIKE]
+    if sums["error"][0] and not {"window", "resumed"}.intersection(differs):
         return "ranks that share another stage of this pipeline disagree about this window: their error says in what"
-    if differ := different_limits(
-        found["norms"], found["limit"], "stage rank"
-    ):  # even if nothing is clipped, since some ranks would wait for the others' norms
+    return packed.explain(differs, _describe, weight=weight)
+
+
+def _describe(found: dict[str, list[float]]) -> str:
+    """Describe what stages disagree about; weights, if it is nothing else."""
+    # Norms even if nothing is clipped, since some ranks would wait for the others'.
+    if differ := different_windows(found) or different_limits(found["norms"], found["limit"], "stage rank"):
         return differ
-    if any(found["dropped"]):
-        return None
-    done, divisors, weights = found["micro_batches"], found["divisor"], found["state"]
+    done, divisors = found["micro_batches"], found["divisor"]
     if len(set(done)) > 1:
         return (
             f"the stages of this pipeline counted different numbers of micro-batches, by stage rank "
-            f"{[int(n) for n in done]}: call acc.accumulate() on every rank after each schedule.step()"
+            f"{listed([int(n) for n in done])}: call acc.accumulate() on every rank after each schedule.step()"
         )
     if len(set(divisors)) > 1:
-        return f"divisor must be the same on all stages; by stage rank it is {divisors} (0.0: none)"
-    if not _alike(torch.tensor(weights, dtype=torch.float64, device="cpu")):
-        return (
-            f"the weights of this window sum, by stage rank, to {weights}: give accumulate() the same weight "
-            "on every stage"
-        )
-    return None
-
-
-# ---- which parameters belong to stages
-
-
-def stages_of(named: Iterable[NamedParameter]) -> list[Any]:
-    """List the existing pipeline stages that any of these parameters belongs to."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None or not dist.is_initialized():  # stages need both, and torch keeps no list of them
-        return []
-    ours = {id(entry.param) for entry in named}
-    return [
-        candidate
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), module._PipelineStageBase)
-        and any(id(p) in ours for p in candidate.submod.parameters())
-    ]
-
-
-def group_of_stages(stages: Sequence[Any], release: str, autocast_route: Any, process_group: Any) -> Any:
-    """Return the group of the ranks that have the stages of this pipeline.
-
-    Args:
-        stages: See `stages_of`; at least one.
-        release: FusedAccumulator's argument.
-        autocast_route: FusedAccumulator's argument.
-        process_group: FusedAccumulator's argument, or DistributedDataParallel's group.
-
-    Raises:
-        ValueError: names the argument that does not work with pipeline stages, and what to use instead.
-    """
-    group = _group(stages[0])
-    if release == "backward":
-        raise ValueError(
-            "release='backward' with a PipelineStage: its schedule divides .grad after all backwards, when they are "
-            "gone; use release='auto' or 'microbatch', and call acc.accumulate() after each schedule.step()"
-        )
-    if autocast_route is True:
-        raise ValueError(
-            "autocast_route=True is not for a PipelineStage, whose schedule divides .grad after all backwards; use "
-            "'auto' or False"
-        )
-    if any(isinstance(stage.submod, DistributedDataParallel) for stage in stages):
-        raise ValueError(
-            "a PipelineStage of a DistributedDataParallel module, which its schedule makes reduce in every step: build "
-            "the stage from the module inside, and pass that with process_group= the group of the stage's replicas"
-        )
-    ours = set(dist.get_process_group_ranks(group))
-    if any(set(dist.get_process_group_ranks(_group(stage))) != ours for stage in stages):
-        raise ValueError("params: they belong to stages of different pipelines; build an accumulator for each")
-    if process_group is False and len(ours) > 1:
-        raise ValueError(
-            "process_group=False with a PipelineStage: all stages must skip a step together, follow one loss scale and "
-            "be clipped by one norm; use process_group= the group that the stages were built with"
-        )
-    if process_group and not is_group_of(group, process_group):
-        shared = ours & set(dist.get_process_group_ranks(process_group))
-        if len(shared) > 1:
-            raise ValueError(
-                f"process_group has ranks {sorted(shared)}, which have different stages of a pipeline: use "
-                "process_group= the group that the stages were built with, or that of the ranks that have replicas of "
-                "this rank's stages"
-            )
-    return group
-
-
-def _group(stage: Any) -> Any:
-    return dist.group.WORLD if stage.group is None else stage.group
-
-
-def is_group_of(group: Any, other: Any) -> bool:
-    """Whether two groups have the same ranks."""
-    return set(dist.get_process_group_ranks(group)) == set(dist.get_process_group_ranks(other))
+        return f"divisor must be the same on all stages; by stage rank it is {listed(divisors)} (0.0: none)"
+    return (
+        f"the weights of this window sum, by stage rank, to {listed(found['weight'])}: give accumulate() the same "
+        "weight on every stage"
+    )
 
 
 def refuse_late_stages(named: Iterable[NamedParameter], ranks: Ranks) -> None:

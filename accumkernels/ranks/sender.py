@@ -144,7 +144,7 @@ class ChunkSender(Sender):
         if not self._group.own:
             return frozenset()
         self._list_chunks()
-        return None if not self._came and self._agreements < _LEARNING else self._last
+        return None if not self._came and self.learning else self._last
 
     # ---- at the end of a window
 
@@ -155,18 +155,19 @@ class ChunkSender(Sender):
         else:
             self._clear_untouched()
 
+    @property
+    def learning(self) -> bool:
+        """Whether the next agreement of ranks teaches the order of gradients."""
+        return self._agreements < _LEARNING
+
     def came(self) -> list[float]:
         """For each segment, in the order of buffers, return when its gradient came; 0 if none did or that is known."""
-        learns = self._agreements < _LEARNING
+        learns = self.learning
         return [self._complete.get((b, s.index), 0) if learns else 0 for b in self._buffers for s in b.segments]
 
-    def learns(self) -> bool:
-        """Count an agreement of ranks; return whether it still teaches the order of gradients."""
-        self._agreements += 1
-        return self._agreements <= _LEARNING
-
     def agree(self, came: Sequence[float]) -> None:
-        """Note that all ranks have the same layout, and know when gradients came on rank 0."""
+        """Note that all ranks have the same layout, and know when gradients came on rank 0; empty if nobody asked."""
+        self._agreements += 1
         self._known, self._agreed = len(self._buffers), len(self._chunks)
         if self._agreements <= _LEARNING and any(came) and not self._came:
             self._came = came

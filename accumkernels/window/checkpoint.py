@@ -8,6 +8,7 @@ data parallel ranks sum their buffers for the dict. Any other state belongs to o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -46,6 +47,16 @@ _FORM: dict[str, Any] = {
     "last_norm": (*_NUMBER, type(None)),
     "noise_scale": {"on": bool, "measuring": bool, "averages": (list, type(None)), "squares": (list, type(None))},
 }  # fmt: skip
+
+
+def saved_by_dcp() -> bool:
+    """Whether `torch.distributed.checkpoint` calls, to save what it then takes from one rank."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bool) -> dict[str, Any]:

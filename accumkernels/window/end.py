@@ -110,7 +110,7 @@ class End:
 
     def norm(self, norm_type: float) -> Tensor:
         """Compute the norm of the undivided sums, fp64 0-d."""
-        return self._ranks.total_norm(self._store.buffers, norm_type, self._store.device)
+        return self._ranks.norm_to_clip(self._store.buffers, norm_type, self._store.device)
 
     def result(self, norm: Tensor) -> Tensor:
         """Convert a norm to what the user gets."""
@@ -201,6 +201,7 @@ class End:
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,
             window=window.number,
+            resumed=window.resumed,
             loss=window.loss.sums,
             norms=1 + len(parts) if parts else int(max_norm is not None),
             limit=self.limit(sum(part.max_norm for part in parts)) if parts else max_norm,

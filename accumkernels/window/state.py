@@ -134,6 +134,7 @@ class Window:
         host_weight: Sum of the weights that were numbers.
         weighed_after: Whether a user's own loop left a weight other than 1 to the accumulate pass.
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
+        resumed: Whether it was loaded with micro-batches of the run that saved it.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
         verdict: Its verdict, once it is finalized.
         handed_out: Whether optimizers have got `.grad`s.
@@ -149,6 +150,7 @@ class Window:
     host_weight: float = 0.0
     weighed_after: bool = False
     found_nothing: int = 0
+    resumed: bool = field(default=False, init=False)
     dropped: bool = field(default=False, init=False)
     verdict: Verdict | None = field(default=None, init=False)
     handed_out: bool = field(default=False, init=False)
@@ -195,6 +197,10 @@ class Window:
             self.dropped = True
             if self.phase is Phase.BROKEN:
                 self.phase = Phase.OPEN
+
+    def miss_end(self) -> None:
+        """Note that the loop has gone on to the next window without ending this one, as other ranks have."""
+        self.number += 1
 
     # ---- the end of a window
 
@@ -296,5 +302,6 @@ class Window:
         """Load what `state_dict` returned into this empty window."""
         self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
         self.number, self.micro_batches = state["number"], state["micro_batches"]
+        self.resumed = state["micro_batches"] > 0
         self.host_weight = state["host_weight"]
         self._decided_on_device, self.dropped = state["decided_on_device"], state["dropped"]

@@ -346,6 +346,32 @@ def stages_that_disagree(rank, size):
     pipeline.check()
 
 
+def clipped_on_some_stages(rank, size):
+    """Every stage hears, when it ends the window, that only one has called clip_grad_norm_, or by another order."""
+    for clips in range(size):
+        pipeline = Pipeline()
+        acc = ak.FusedAccumulator(pipeline.parts, process_group=dist.group.WORLD)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for orders in ([2.0 if stage == clips else 0.0 for stage in range(size)], [2.0, math.inf]):
+            pipeline.run(0, 0)
+            acc.accumulate()
+            acc.finalize(optimizer)
+            order = orders[rank]
+            kind, text = message(*((acc.clip_grad_norm_, 1.0, order) if order else (acc.zero_,)))
+            assert kind == "RuntimeError"
+            assert f"by stage rank the order is {orders}" in text
+            acc.zero_()
+        for clip in (True, False):  # alike, and no error
+            pipeline.run(0, 0)
+            acc.accumulate()
+            acc.finalize(optimizer)
+            if clip:
+                expected = pipeline.expect([(1, 0, 0, 0)])
+                assert acc.clip_grad_norm_(math.inf).item() == pytest.approx(expected, rel=1e-12)
+            acc.zero_()
+        acc.remove()
+
+
 # ---- two stages on two replicas each
 
 
@@ -434,6 +460,7 @@ TWO_RANKS = [
     loss_and_noise,
     states_of_stages,
     stages_that_disagree,
+    clipped_on_some_stages,
     refused,
 ]
 FOUR_RANKS = [replicated_stages, sharded_stages]

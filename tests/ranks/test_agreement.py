@@ -1,0 +1,53 @@
+"""Ranks that do not end the same window are told so, all of them, on two gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import rank_agreement_scenarios as scenarios
+from tests.support.ranks import check, run
+
+pytestmark = pytest.mark.starts
+
+EXACT = 1e-13  # of fp64
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Per scenario, what each of two ranks found."""
+    return run(2, tmp_path_factory.mktemp("agreement"), scenarios.SCENARIOS)
+
+
+def of(found, scenario):
+    """A scenario's results by rank."""
+    check(found, scenario.__name__)
+    return found[scenario.__name__]
+
+
+def test_missed_end(found):
+    """At the next end, before anything is stepped; whether the loop has dropped its part or not."""
+    for results in of(found, scenarios.missed_end):
+        for (kind, text), same in results:
+            assert kind == "RuntimeError"
+            assert "ranks are in different windows, by rank [1, 2]" in text
+            assert same
+
+
+def test_iterated_in_parts(found):
+    """What is alike on all ranks is no error."""
+    assert max(of(found, scenarios.iterated_in_parts)) < EXACT
+
+
+def test_resumed_beside_empty(found):
+    """The sums of a rank that was saved would be counted twice, or not at all."""
+    for results in of(found, scenarios.resumed_beside_empty):
+        for (kind, text), same in results:
+            assert kind == "RuntimeError"
+            assert "resumed this window inside and others have not, by rank [True, False]" in text
+            assert same
+
+
+def test_static_graph_later(found):
+    """Silent from the first backward on."""
+    for errors in of(found, scenarios.static_graph_later):
+        assert max(errors) < EXACT

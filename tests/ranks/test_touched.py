@@ -1,0 +1,116 @@
+"""Which segments any rank has touched: right in any sequence of windows, with one collective once they repeat."""
+
+from __future__ import annotations
+
+import random
+
+from accumkernels.ranks.touched import Touched
+
+PARAMETERS = 6
+
+
+class Sender:
+    """As long as ranks learn the order of gradients."""
+
+    def __init__(self):
+        self.agreements = 0
+        self.segments = PARAMETERS
+
+    @property
+    def learning(self):
+        """In the first two windows."""
+        return self.agreements < 2
+
+    def came(self):
+        """Nothing came."""
+        return [0.0] * self.segments
+
+    def agree(self, came):
+        """Count it."""
+        self.agreements += 1
+
+
+class Ranks:
+    """Ranks that end windows; counts collectives."""
+
+    def __init__(self, size):
+        self.all = [Touched(PARAMETERS, Sender(), rank == 0) for rank in range(size)]
+        self.numbers = []  # by collective
+
+    def end(self, windows):
+        """What each rank concludes of a window in which ranks have touched these segments."""
+        for ranks, own in zip(self.all, windows, strict=True):
+            ranks._sender.segments = len(own)
+        sums = self._sum([t.fields(own) for t, own in zip(self.all, windows, strict=True)])
+        counted = [t._counted(own) for t, own in zip(self.all, windows, strict=True)]
+        asked = []
+
+        def ask(fields):
+            asked.append(fields)
+            return {name: [sum(n) for n in zip(*(f[name] for f in counted), strict=True)] for name in fields}
+
+        found = [t.agree(own, sums, ask) for t, own in zip(self.all, windows, strict=True)]
+        assert len(asked) in (0, len(windows))  # all ranks, or none
+        if asked:
+            self.numbers.append(2 * PARAMETERS)
+        return found
+
+    def _sum(self, fields):
+        lists = [{n: v if isinstance(v, list) else [v] for n, v in f.items()} for f in fields]
+        assert len({tuple((n, len(v)) for n, v in f.items()) for f in lists}) == 1
+        self.numbers.append(sum(map(len, lists[0].values())))
+        return {name: [sum(n) for n in zip(*(f[name] for f in lists), strict=True)] for name in lists[0]}
+
+
+def union(windows):
+    """By the definition."""
+    return bytes(max(column) for column in zip(*windows, strict=True))
+
+
+def test_any_sequence_of_windows():
+    """Ranks that touch the same as ever, nothing, or anything, in turns that last for some windows."""
+    chosen = random.Random(0)
+    for size in (1, 2, 5):
+        ranks = Ranks(size)
+        owns = [bytes(PARAMETERS)] * size
+        for _ in range(600):
+            for rank in range(size):
+                if chosen.random() < 0.2:
+                    owns[rank] = bytes(chosen.randrange(2) for _ in range(PARAMETERS))
+                    kind = chosen.random()
+                    if kind < 0.6:
+                        owns[rank] = bytes([kind < 0.4] * PARAMETERS)
+            assert ranks.end(owns) == [union(owns)] * size
+
+
+def test_a_settled_layout_sends_three_numbers():
+    """Also with an empty rank in some windows, and where ranks touch different parts."""
+    whole, nothing, part, rest = b"\1" * 6, bytes(6), b"\1\1\0\0\0\0", b"\0\0\1\1\1\1"
+    ranks = Ranks(3)
+    for _ in range(4):
+        ranks.end([whole] * 3)
+    for empty in ([whole, nothing, whole], [nothing, nothing, whole], [whole] * 3):
+        assert ranks.end(empty) == [whole] * 3
+    assert ranks.numbers == [12, 12] + [3] * 5
+    ranks = Ranks(2)
+    for _ in range(5):
+        assert ranks.end([part, rest]) == [whole] * 2
+    assert ranks.numbers == [12, 12, 3, 3, 3]
+
+
+def test_a_change_is_asked_for_once():
+    """Then counts go with the vector until nothing changes: never more than one collective after the first."""
+    whole, part = b"\1" * 6, b"\1\1\0\0\0\0"
+    ranks = Ranks(2)
+    for owns in ([whole] * 2,) * 3 + ([part] * 2,) + ([whole] * 2, [part] * 2) * 2 + ([part] * 2,) * 2:
+        assert ranks.end(owns) == [union(owns)] * 2
+    assert ranks.numbers == [12, 12, 3, 3, 12, 12, 12, 12, 12, 12, 3]
+
+
+def test_growth_is_beyond_what_was_touched():
+    """A segment that is new changes the layout, whether it was touched or not."""
+    ranks = Ranks(2)
+    for _ in range(3):
+        ranks.end([b"\1\1\1\1"] * 2)
+    assert ranks.end([b"\1\1\1\1\0\0"] * 2) == [b"\1\1\1\1\0\0"] * 2
+    assert ranks.numbers == [12, 12, 3, 3, 12]
