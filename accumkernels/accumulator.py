@@ -350,6 +350,8 @@ class FusedAccumulator:
         """
         if not self._noise.on:
             self._noise.turn_on(now=self.micro_batches == 0)
+            if self._noise.measuring:
+                self._runner.keep_whole()
         return self._noise.read()
 
     def metrics(self) -> dict[str, float | Tensor]:

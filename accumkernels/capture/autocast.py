@@ -439,6 +439,10 @@ class AutocastRoute(Capture):
         for shadow in self._shadows.values():
             shadow.holds = None
 
+    def keep_whole(self) -> None:
+        """Let no gradient of the open window come in several parts."""
+        self.keeps_whole = True
+
     def forget(self) -> None:
         """See `Capture`; from now on, use what was learned in the micro-batch."""
         self.is_ready()

@@ -90,6 +90,12 @@ class MicroBatchRunner:
             capture.forget()
             capture.set_listening(True)
 
+    def keep_whole(self) -> None:
+        """Take no gradient of the open window in several parts, since their squares are measured."""
+        presence = self.captures.presence
+        if presence is not None and presence.route is not None:
+            presence.route.keep_whole()
+
     def listen(self, listening: bool) -> None:
         """Take gradients from backward, or leave them to torch."""
         for capture in self.captures:

@@ -261,7 +261,8 @@ class Window:
             raise RuntimeError(
                 f"accumulate(weight={given}) after {self.unsynced} micro-batches that were multiplied by {before}, "
                 "whose gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
-                "acc.backward(loss, weight), which puts weights into losses (docs/fsdp2.md)"
+                "acc.backward(loss, weight), which puts weights into losses; if that was another accumulator's, whose "
+                "loss reaches these parameters, build one over the parameters of both (docs/fsdp2.md)"
             )
 
     def add_unsynced(self, micro_batch: MicroBatch) -> None:
