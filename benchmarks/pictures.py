@@ -5,7 +5,8 @@
 Of a file of benchmarks.kernels: `NAME-accumulate.png` and `NAME-window.png` with a bar per method, `NAME-size.png` with
 GB/s against size and the limit, where the file has several sizes of equal tensors. Of one of benchmarks.training:
 `NAME.png`, tokens per second and peak memory. Of one of benchmarks.demo: `NAME.png`, tokens per second and gradient
-error, which is README's. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window.
+error, which is README's. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window. Of benchmarks.ranks
+--simulate: `NAME.png`, the modelled time on the link and the host's, against the number of ranks.
 """
 
 from __future__ import annotations
@@ -219,6 +220,43 @@ def demo(rows: Rows, out: Path) -> Path:
     return out
 
 
+def simulated(rows: Rows, path: Path) -> Path:
+    """Against the number of ranks: the link's time by its model, of two sizes, and the host's at a window's end."""
+    rows = [row for row in rows if row["micro_batches"] == rows[-1]["micro_batches"]]
+    first = rows[0]
+    figure = Figure(figsize=(15, 4.2), dpi=110, layout="constrained")
+    figure.suptitle(
+        f"SIMULATED ranks (fake process group, one process), a window of {first['micro_batches']} micro-batches; link "
+        f"modelled: {first['alpha_us']} us per hop of a tree, {first['rate_GB_per_s']} GB/s, nothing overlapped; "
+        f"{_machine({**first, 'threads': '1'})}",
+        fontsize=9,
+    )
+    panels = (
+        ("link_ms_1e9", "link, ms per window, of 1e9 parameters (model)"),
+        ("link_ms", f"link, ms per window, of {int(first['parameters']):,} parameters (model)"),
+        ("end_host_ms", "end of a window on the host, ms of process time (measured)"),
+    )
+    methods = _distinct(rows, "method")
+    for index, (column, title) in enumerate(panels):
+        axes = figure.add_subplot(1, 3, index + 1)
+        for number, (method,) in enumerate(methods):
+            points: dict[int, float] = {}
+            for row in _matching(rows, ["method"], [method]):
+                if row[column]:
+                    points[int(row["ranks"])] = points.get(int(row["ranks"]), 0.0) + float(row[column])
+            colour = OURS_COLOUR if number == 0 else LINES[number % len(LINES)]
+            if points:
+                axes.plot(list(points), list(points.values()), color=colour, marker="o", markersize=3, label=method)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=8)
+        axes.set_xlabel("ranks", fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    figure.savefig(path, format="png")
+    return path
+
+
 def draw(csv: Path, out: Path) -> list[Path]:
     """Draw what a file has; the answer is the pictures."""
     rows = read_csv(csv)
@@ -227,6 +265,8 @@ def draw(csv: Path, out: Path) -> list[Path]:
         drawn: list[Path | None] = [timeline(rows, out / f"{csv.stem}.png", _machine(rows[0]))]
     elif rows and "error_full_percent" in rows[0]:
         drawn = [demo(rows, out / f"{csv.stem}.png")]
+    elif rows and "link_ms_1e9" in rows[0]:
+        drawn = [simulated(rows, out / f"{csv.stem}.png")]
     elif rows and "tokens_per_second" in rows[0]:
         drawn = [training(rows, out / f"{csv.stem}.png")]
     else:

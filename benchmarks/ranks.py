@@ -1,13 +1,14 @@
 """Data parallel windows: time and bytes against DistributedDataParallel, on ranks of one machine.
 
-    python -m benchmarks.ranks [--device cpu|cuda] [--ranks 2,4] [--csv FILE]
+    python -m benchmarks.ranks [--device cpu|cuda] [--ranks 2,4] [--simulate] [--csv FILE]
 
 On the CPU the ranks are processes that share its cores and talk gloo over the loopback device; on GPUs there is one
 rank per GPU, with NCCL. Every method trains the same model on the same random tokens with fused SGD; they take turns,
 window by window, and a window takes as long as its slowest rank. Bytes are what the loopback device sent in a window,
 for each rank, headers included (nothing else may use it); NCCL's are not seen there. `held_MB` is what rank 0 holds
 between windows: parameters, buckets, flat buffers and the optimizer's state. `difference` holds a method to the
-first: how far parameters are apart after two windows, relative to how far they have moved.
+first: how far parameters are apart after two windows, relative to how far they have moved. `--simulate` records what
+is sent on 2 to 16,384 ranks: see simulated.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from accumkernels.demo.model import GPT
 
+from . import simulated
 from .harness.machine import environment
 from .harness.measure import median_and_spread
 from .harness.results import Row, groups, write_csv, write_json
@@ -224,9 +226,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--windows", type=int, default=20, help="timed, per method; 0: bytes alone, which a busy machine counts as well"
     )
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--simulate", action="store_true", help="what is sent on 2 to 16,384 ranks that do not exist")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
+    if arguments.simulate:
+        rows = simulated.measured(arguments)
+        if arguments.csv:
+            write_csv(arguments.csv, rows)
+        if arguments.json:
+            write_json(arguments.json, rows)
+        return 0
     gpus = torch.cuda.device_count()
     if arguments.device == "cuda" and gpus == 0:
         print("nothing to measure: there is no GPU", file=sys.stderr)
