@@ -227,7 +227,7 @@ def simulated(rows: Rows, path: Path) -> Path:
     figure = Figure(figsize=(15, 4.2), dpi=110, layout="constrained")
     figure.suptitle(
         f"SIMULATED ranks (fake process group, one process), a window of {first['micro_batches']} micro-batches; link "
-        f"modelled: {first['alpha_us']} us per hop of a tree, {first['rate_GB_per_s']} GB/s, nothing overlapped; "
+        f"modelled: {first['alpha_us']} us per hop of a tree, {first['rate_GB_per_s']} GB/s, nothing overlapped\n"
         f"{_machine({**first, 'threads': '1'})}",
         fontsize=9,
     )
@@ -244,9 +244,11 @@ def simulated(rows: Rows, path: Path) -> Path:
             for row in _matching(rows, ["method"], [method]):
                 if row[column]:
                     points[int(row["ranks"])] = points.get(int(row["ranks"]), 0.0) + float(row[column])
-            colour = OURS_COLOUR if number == 0 else LINES[number % len(LINES)]
+            ours = _colour(method) == OURS_COLOUR  # on top, dashed where it covers what it is compared with
+            colour, style = (OURS_COLOUR if number == 0 else "#000000", "--") if ours else (LINES[number], "-")
+            line = {"color": colour, "linestyle": style, "zorder": 2 + ours, "marker": "o", "markersize": 3}
             if points:
-                axes.plot(list(points), list(points.values()), color=colour, marker="o", markersize=3, label=method)
+                axes.plot(list(points), list(points.values()), label=method, **line)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(title, fontsize=8)

@@ -9,6 +9,7 @@ which a parameter is replicated (HSDP), and where a smaller mesh has copies on o
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
@@ -286,14 +287,13 @@ def _group_of(ranks: list[int], params: Sequence[Any]) -> Any:
     return own_group(ranks)
 
 
-def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> tuple[Any, ...]:
-    """Describe this rank's part of parameters that share a mesh, by numbers that are equal if all values are."""
-    place = ranks.index(dist.get_rank())
-    parts = [local(entry.param).detach() for entry in entries]
-    return place, tuple(
-        (e.name, tuple(p.shape), p.double().sum().item(), p.double().norm().item())
-        for e, p in zip(entries, parts, strict=True)
-    )
+def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> bytes:
+    """Describe this rank's part of parameters that share a mesh, by a digest that is equal if all values are."""
+    description = [str(ranks.index(dist.get_rank()))]
+    for entry in entries:
+        part = local(entry.param).detach().double()
+        description.append(f"{entry.name!r} {tuple(part.shape)} {part.sum().item()} {part.norm().item()}")
+    return hashlib.blake2b("\n".join(description).encode(), digest_size=8).digest()
 
 
 def _disagreement(found: dict[str, list[float]]) -> str | None:

@@ -213,14 +213,29 @@ def model() -> GPT:
     return GPT(*SIZES["small"][:5])
 
 
-def simulate(ranks: int, name: str, micro_batches: int, windows: int) -> Simulated:
-    """Run a method as rank 0 of so many."""
+@contextlib.contextmanager
+def _rank_of(ranks: int) -> Iterator[None]:
+    """Be rank 0 of so many."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
     try:
         with _peers_alike():
-            return _run(RECORDED[name](model()), micro_batches, windows)
+            yield
     finally:
         dist.destroy_process_group()
+
+
+def simulate(ranks: int, name: str, micro_batches: int, windows: int) -> Simulated:
+    """Run a method as rank 0 of so many."""
+    with _rank_of(ranks):
+        return _run(RECORDED[name](model()), micro_batches, windows)
+
+
+def construction(ranks: int, **options: Any) -> list[tuple[str, int]]:
+    """List kind and bytes of what building a FusedAccumulator sends."""
+    built, recorder = model(), _Recorder()
+    with _rank_of(ranks), recorder:
+        ak.FusedAccumulator(built, process_group=dist.group.WORLD, **options)
+    return [(kind, nbytes) for _, kind, nbytes in recorder.found]
 
 
 def _run(loop: Loop, micro_batches: int, windows: int) -> Simulated:

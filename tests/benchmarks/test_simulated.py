@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness.results import read_csv
 from benchmarks.methods import simulated
-from benchmarks.methods.simulated import ALL_GATHER, ALL_REDUCE, MICRO_BATCHES, OURS, REDUCE_SCATTER
+from benchmarks.methods.simulated import ALL_GATHER, ALL_REDUCE, BROADCAST, MICRO_BATCHES, OURS, REDUCE_SCATTER
 from benchmarks.pictures import draw
 from benchmarks.ranks import main
 
@@ -30,6 +30,15 @@ def test_a_window_of_any_number_of_ranks(ranks):
     assert count == 4  # pieces of a small buffer
     parameters = simulated.parameters_of(simulated.model())
     assert 4 * parameters <= nbytes < 4.01 * parameters  # with the padding between segments
+
+
+def test_building_an_accumulator():
+    """As many collectives of the same sizes for any number of ranks: a digest, the parameters, a group of its own."""
+    parameters = 4 * simulated.parameters_of(simulated.model())
+    alike, own = [(ALL_REDUCE, 16), (BROADCAST, parameters)], [(ALL_REDUCE, 64), (ALL_REDUCE, 4)]
+    for ranks in (2, 64, 16384):
+        assert simulated.construction(ranks) == alike + own
+        assert simulated.construction(ranks, release="microbatch") == alike
 
 
 def test_peers():
