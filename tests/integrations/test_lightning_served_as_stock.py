@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
+from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: E402
 
 from accumkernels import FusedAccumulator  # noqa: E402
 from accumkernels.integrations.lightning import FusedAccumulation  # noqa: E402
@@ -128,6 +129,47 @@ class NeedsClosure(torch.optim.SGD):
 def test_an_optimizer_that_needs_a_closure():
     """Lightning gives it one; here its backward has run before."""
     assert_close(*both(lambda: Module(lambda module: NeedsClosure(module.parameters(), lr=0.1))))
+
+
+class ForgetsClosure(torch.optim.SGD):
+    """Does not call it, which Lightning refuses: its own test_optimizer_step_no_closure_raises."""
+
+    def step(self, closure=None):
+        """Of SGD."""
+        return super().step()
+
+
+def test_an_optimizer_that_forgets_its_closure():
+    """Is stepped all the same, for the backward has run; a hook that leaves the whole step out is refused as ever."""
+    stock, _ = both(lambda: Module(lambda module: torch.optim.SGD(module.parameters(), lr=0.1)))
+    ours = Module(lambda module: ForgetsClosure(module.parameters(), lr=0.1))
+    quiet_trainer(FusedAccumulation()).fit(ours)
+    assert_close(stock, ours)
+    ours.optimizer_step = lambda *_, **__: None
+    with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
+        quiet_trainer(FusedAccumulation()).fit(ours)
+
+
+def test_validation_inside_a_window():
+    """Keeps the sums, as Lightning keeps `.grad`, which here is None.
+
+    So its own test_validation_during_gradient_accumulation_window fails.
+    """
+    seen = []
+
+    class Validates(Module):
+        def on_validation_start(self):
+            seen.append([p.grad for p in self.parameters()])
+
+        def validation_step(self, data, index):
+            self.loss(data)
+
+        def val_dataloader(self):
+            return self.train_dataloader()
+
+    assert_close(*both(Validates, steps=4, val_check_interval=3, num_sanity_val_steps=0))
+    assert all(grad is not None for grad in seen[0])  # of stock's, after three of four batches
+    assert all(grad is None for grad in seen[2])
 
 
 class Gan(pl.LightningModule):
