@@ -114,6 +114,8 @@ class Accelerator(Stock):
         ValueError: accelerate runs with FSDP1, DeepSpeed or Megatron-LM, or on a TPU.
     """
 
+    _custom_objects: list[Any]  # accelerate's: what is registered for checkpointing
+
     def __init__(self, *args: Any, accumulator_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         expect(accumulator_options, Mapping | None, "accumulator_options", "a dict of options")
         super().__init__(*args, **kwargs)
@@ -237,11 +239,22 @@ class Accelerator(Stock):
         self._wrapped = []
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate. If `accumulator` is registered for checkpointing, it saves open windows and masters."""
+        """As in accelerate. If `accumulator` is registered for checkpointing, it saves open windows and masters.
+
+        Inside a window all ranks call this together, and the sums of all of them are saved.
+        """
+        states: dict[int, TrainerWindow] = {}
         for window in self._windows:
             if window.stepped:
                 window.close()
-        return super().save_state(*args, **kwargs)
+            elif not window.parts.ranks.sharded and (window.accumulator.micro_batches or not self.sync_gradients):
+                states[id(window.accumulator)] = window
+        objects = self._custom_objects
+        self._custom_objects = [states.get(id(one), one) for one in objects]
+        try:
+            return super().save_state(*args, **kwargs)
+        finally:
+            self._custom_objects = objects
 
     # ---- a window
 

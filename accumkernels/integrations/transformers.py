@@ -24,6 +24,7 @@ with needs("transformers", oldest="5.19"):
     import transformers
 
 from .accelerate import fuse
+from .ended import Endings
 from .loss_probe import LossProbe
 from .loss_questions import IGNORED, has_rows_of_labels, rows
 from .split_step import costs, deferred_loss, is_automatic, split_options
@@ -73,6 +74,7 @@ class FusedAccumulationMixin(Base):
         self._log_windows = log_windows
         self._split = split_options(split)
         self._probe = LossProbe(self)
+        self._endings: Endings  # of the current `train`
         self._logged: Tensor | None = None  # sum of the means of a window that the Trainer takes for its loss
         self._items: Tensor | int | None = None
         super().__init__(*args, **kwargs)
@@ -92,6 +94,7 @@ class FusedAccumulationMixin(Base):
 
         Raises:
             ValueError: There are several GPUs in one process (`torch.nn.DataParallel`).
+            RuntimeError: Ranks have unequal numbers of windows.
         """
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -99,8 +102,18 @@ class FusedAccumulationMixin(Base):
                 "CUDA_VISIBLE_DEVICES"
             )
         self._probe = LossProbe(self)
+        self._endings = Endings()
         try:
             return super().train(*args, **kwargs)
+        except RuntimeError as error:
+            rank, windows = self._endings.first() or (None, 0)
+            if rank is None or not windows <= self.state.global_step < self.state.max_steps:
+                raise
+            raise RuntimeError(
+                f"rank {rank} ended its training after {windows} windows, while another rank waited for it in the next "
+                "one: ranks end their windows together. A callback that stops the training "
+                "(control.should_training_stop) has to decide the same on all ranks"
+            ) from error
         finally:
             self.accelerator.release_accumulator()
 
@@ -220,11 +233,29 @@ class FusedAccumulationMixin(Base):
         return super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_equal_windows()
         if self.model_wrapped is not self.model:  # by an earlier train(), and the Trainer does not prepare it again
             self.accelerator.adopt(self.model_wrapped)
         elif self.is_distributed_loading_by_transformers:
             self.accelerator.adopt(self.model)
         return super()._prepare_for_training(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._endings.note(self.state.global_step)  # before the Trainer communicates
+        return super()._finalize_training(*args, **kwargs)
+
+    def _check_equal_windows(self) -> None:
+        """Refuse data of which ranks make unequal numbers of windows: one would wait for those that have ended."""
+        own = torch.tensor([self.state.max_steps], device=self.args.device)
+        of_ranks = self.accelerator.gather(own).tolist()
+        if len(set(of_ranks)) > 1:
+            first, last = of_ranks.index(min(of_ranks)), of_ranks.index(max(of_ranks))
+            raise RuntimeError(
+                f"rank {first} would end after {of_ranks[first]} windows, and rank {last} after {of_ranks[last]}: "
+                "ranks end their windows together. Give all of them equally many: even_batches=True in "
+                "TrainingArguments(accelerator_config=...), a sampler or dataset of equal length on all ranks, or "
+                "max_steps"
+            )
 
     def _somebody_reads_gradients(self) -> bool:
         """Whether any code of the user's runs between the last backward of a window and `zero_grad`."""

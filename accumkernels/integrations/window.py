@@ -358,10 +358,14 @@ class TrainerWindow:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """The accumulator's state, for a checkpoint of one rank; collective if several ranks are inside a window."""
+        """The accumulator's state, for one checkpoint of all ranks, which call this together."""
         if self.stepped:
             self.close()
-        return self.accumulator.state_dict(reduced=self.several_ranks and self.accumulator.micro_batches > 0)
+        done = self.accumulator.micro_batches
+        if self.several_ranks:  # and any of them may be inside a window
+            counts = torch.tensor([done], device=self.parts.store.device)
+            done = int(self.parts.ranks.joined(counts, largest=True).item())
+        return self.accumulator.state_dict(reduced=self.several_ranks and done > 0)
 
     def close(self) -> None:
         """Drop the window, stepped or not, and open the next; collective if sums are being sent to other ranks."""

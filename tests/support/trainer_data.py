@@ -12,19 +12,34 @@ import warnings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import batch
+from tests.support.models import batch, mlp
 
 STEPS = 4
 LR = 0.5
 MAX_NORM = 0.2  # clips in every window
+MAX_VALUE = 0.05  # clips a part of every window's gradient
 KINDS = [("fp32", None), ("fp32", MAX_NORM), ("bf16", None), ("fp16", None), ("fp16", MAX_NORM)]
 
 
 def item(i):
     """Micro-batch `i`, of 1 to 7 samples."""
     return batch(1 + (3 * i + i // 2) % 7, seed=100 + i)
+
+
+class Heads(nn.Module):
+    """mlp with two heads more, of which a micro-batch of an odd size uses one, and none the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.odd, self.never = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        out = self.net(x)
+        return self.odd(out) if len(x) % 2 else out
 
 
 def items(size, rank=None, uneven=True):

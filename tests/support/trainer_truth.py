@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.support.models import mlp, relative_error
-from tests.support.trainer_data import LR, STEPS, item, items
+from tests.support.trainer_data import LR, STEPS, item, items, parameters
 from tests.support.trainers import SCALE
 
 # Of the way that the parameters go, which is a hundredth of them: fp32 parameters are rounded twice; measured 2e-6, and
@@ -29,15 +29,22 @@ def window_gradient(model, numbers, precision):
         scale = SCALE / STEPS if precision == "fp16" else 1 / STEPS
         (mse_loss(out.float(), y) * scale).backward()
         for total, p in zip(sums, model.parameters(), strict=True):
-            total += p.grad.double() / scale * len(x)
+            if p.grad is not None:
+                total += p.grad.double() / scale * len(x)
             p.grad = None
         weight += len(x)
     return [total / weight for total in sums]
 
 
-def truth(size, precision="fp32", clip=None, uneven=True, skipped=(), momentum=0.0, windows=None, rates=(LR, LR)):
-    """Parameters by name, and the norms of the windows, those of `items` unless given."""
-    model = mlp()
+def truth(
+    size, precision="fp32", clip=None, uneven=True, skipped=(), momentum=0.0, windows=None, rates=(LR, LR),
+    change=None, make=mlp,
+):  # fmt: skip
+    """Parameters by name, and the norms of the windows, those of `items` unless given.
+
+    `change` makes of a window's averaged gradient what is stepped, and `make` the model.
+    """
+    model = make()
     norms = []
     moving = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     for window, numbers in enumerate(items(size, uneven=uneven) if windows is None else windows):
@@ -45,15 +52,16 @@ def truth(size, precision="fp32", clip=None, uneven=True, skipped=(), momentum=0
         norm = torch.cat([g.flatten() for g in grads]).norm().item()
         norms.append(norm)
         for p, average, grad in zip(model.parameters(), moving, grads, strict=True):
+            grad = grad if change is None else change(grad)
             if window not in skipped:
                 average.mul_(momentum).add_(grad * min(1.0, (clip or float("inf")) / norm))
-                p.data -= (rates[window] * average).float()
-    return dict(model.named_parameters()), norms
+                p.data -= ((rates[window] if window < len(rates) else LR) * average).float()
+    return parameters(model), norms
 
 
-def assert_close(found, expected, rounding):
+def assert_close(found, expected, rounding, make=mlp):
     """Of the way from `mlp()`, over all parameters; found by name, in any order."""
-    start = dict(mlp().named_parameters())
+    start = parameters(make())
     assert set(found) == set(expected)
     way = [[values[name].detach() - start[name].detach() for name in start] for values in (found, expected)]
     assert relative_error(*way) < rounding
