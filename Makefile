@@ -23,22 +23,25 @@ TRAINERS := $(VENV)/.trainers
 # Tests run in two processes, which take whole files: the tests of one share what is slow to set up.
 WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-CXX_SOURCES = $$(find csrc tests/cuda_host -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CXX_SOURCES = $$(find csrc tests/cuda_host tests/cuda_device -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-all test-kernels test-integrations test-recipes trainers-on-ranks test-trainers-own test-source-installs \
+.PHONY: demo test test-all test-kernels device-check test-integrations test-recipes trainers-on-ranks test-trainers-own test-source-installs \
 	test-toolkits test-torch-matrix bench wheel check docs gpu-check build clean
 
 demo: build  ## train a small GPT three ways
 	$(PY) -m accumkernels demo $(ARGS)
 
 test: build  ## the tests that start no process and no compiler
-	$(PY) -m pytest $(SIDE_BY_SIDE) -m "not starts and not integrations" --ignore=tests/cuda_host $(ARGS)
+	$(PY) -m pytest $(SIDE_BY_SIDE) -m "not starts and not integrations" --ignore=tests/cuda_host --ignore=tests/cuda_device $(ARGS)
 
 test-all: build $(TRAINERS)  ## the whole suite, with ranks, compilers and trainers, as CI does
 	$(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 	$(PY) tests/cuda_host/build.py --run $(ARGS)
+
+device-check:  ## the CUDA kernels in a program without torch or Python; on the host where there is no device
+	$(MAKE) -s -j $(WORKERS) -C tests/cuda_device $(ARGS)
 
 test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs, and the recipes
 	$(PY) -m pytest $(SIDE_BY_SIDE) -m integrations $(ARGS)

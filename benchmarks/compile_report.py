@@ -1,6 +1,6 @@
 """What the compilers made of the kernels, on a machine without a GPU.
 
-    python -m benchmarks.compile_report [--json FILE]
+    python -m benchmarks.compile_report [--json FILE] [--ptx FOLDER]
 
 Compiles every Triton kernel as a launch would, and reads the SASS of the CUDA kernels in the built library. Standard
 output is a JSON list of {kernel, backend, arch, regs, spills, vector_loads, vector_stores, loops, shared}: registers
@@ -13,6 +13,8 @@ elements. They are compiled for AMD's GPUs too, by the backend in Triton's own w
 
 Left out unless --details is given: Triton's forms for tensors that are not 16-byte aligned, which cannot have wide
 accesses (a CUDA kernel holds both forms), and counts of what would round otherwise than the reference does.
+
+--ptx leaves the PTX of Triton's kernels, for the program tests/cuda_device/triton.cpp, and reports nothing.
 """
 
 from __future__ import annotations
@@ -152,6 +154,17 @@ def triton_code(details: bool = False) -> Iterator[Code]:
             yield Code(variant.name, "triton", arch, shared=compiled.metadata.shared, **counts)
 
 
+def leave_ptx(folder: Path, capability: int) -> None:
+    """Write each Triton kernel's PTX to FOLDER/NAME.ptx, with its bytes of shared memory in the first line."""
+    from accumkernels.ops import triton_compile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for variant in triton_compile.variants():
+        compiled = triton_compile.compile_variant(variant, capability)
+        text = f"// shared {compiled.metadata.shared}\n{compiled.asm['ptx']}"
+        (folder / f"{variant.name}.ptx").write_text(text)
+
+
 def cuda_code(library: Path, archs: Sequence[str]) -> list[Code]:
     """What a library or an object file holds for these architectures."""
     with ThreadPoolExecutor(2) as pool:
@@ -196,8 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the list here too")
     parser.add_argument("--archs", help="comma-separated: only these of the library's architectures, as sm_80,sm_90")
     parser.add_argument("--details", action="store_true", help="unaligned forms and rounding too")
+    parser.add_argument("--ptx", type=Path, help="a folder for the PTX of Triton's kernels; nothing else is done")
     arguments = parser.parse_args(argv)
     os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported, which is below
+    if arguments.ptx:
+        leave_ptx(arguments.ptx, CAPABILITIES[0])
+        return 0
     code = report(arguments.details, arguments.archs.split(",") if arguments.archs else None)
     text = json.dumps([dataclasses.asdict(c) if arguments.details else c.brief() for c in code], indent=1)
     if arguments.json:

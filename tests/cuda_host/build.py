@@ -1,8 +1,8 @@
 """Compiles every .cu file under csrc for the host, against the CUDA headers in this folder.
 
     python tests/cuda_host/build.py               # build with AddressSanitizer and UBSan
-    python tests/cuda_host/build.py --run [ARGS]  # and run pytest ARGS on tests/cuda_host under them, and all
-                                                  # kernels under ThreadSanitizer
+    python tests/cuda_host/build.py --run [ARGS]  # and run pytest ARGS on tests/cuda_host under them, and the
+                                                  # program of tests/cuda_device under ThreadSanitizer
 
 Ninja rebuilds what a changed source or header asks for. Output: build/cuda_host/.
 """
@@ -12,15 +12,18 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = next(folder for folder in FOLDER.parents if (folder / "csrc").is_dir())
+DEVICE = ROOT / "tests" / "cuda_device"
 BUILD = ROOT / "build" / "cuda_host"
 MODULE = "accumkernels_cuda_host"
 SANITIZED = "ACCUMKERNELS_SANITIZED"  # set in the environment of a pytest that runs under the sanitizers
@@ -29,8 +32,9 @@ SANITIZED = "ACCUMKERNELS_SANITIZED"  # set in the environment of a pytest that 
 FLAGS = "-std=c++17 -g1 -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -DAK_EMULATED"
 FLAGS += " -Wall -Wextra -Wno-unknown-pragmas"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-_CHECK_FLAGS = f"{FLAGS} -O0 -fsanitize=thread -DCUDA_HOST_RACES -I{FOLDER}"
-_CHECK_LINK = "-fsanitize=thread -pthread"
+_RACES_FLAGS = f"{FLAGS} -O0 -fsanitize=thread -DCUDA_HOST_RACES -I{FOLDER}"
+_RACES_LINK = "-fsanitize=thread -pthread"
+_SEVERAL_BLOCKS = ("accumulate/blocks", "check_finite/blocks", "norm/blocks", "scaled_copy/blocks")
 
 
 def compiler() -> str | None:
@@ -95,28 +99,59 @@ def build(*, sanitize: bool) -> Path:
 
 def _check_objects() -> list[tuple[str, Path, str]]:
     uninstrumented = "-O1 -fno-sanitize=thread"
-    objects = [("check.o", FOLDER / "check.cpp", ""), ("emulator.o", FOLDER / "emulator.cpp", uninstrumented)]
-    return [*_kernels(ROOT / "csrc"), *objects]
+    sources = [*DEVICE.glob("*.cpp"), FOLDER / "emulator.cpp"]
+    objects = [(f"{path.name}.o", path, uninstrumented) for path in sorted(sources) if path.stem != "triton"]
+    return [*_kernels(ROOT / "csrc"), ("timing.cu.o", DEVICE / "timing.cu", ""), *objects]
 
 
-def build_check() -> Path:
-    """Build check.cpp and the kernels as a program under ThreadSanitizer, and return its path."""
-    return _ninja(BUILD / "races", _CHECK_FLAGS, _CHECK_LINK, _check_objects(), "check")
+def build_check(*, races: bool) -> Path:
+    """Build the program of tests/cuda_device for the host, and return its path.
+
+    Args:
+        races: Under ThreadSanitizer; else as `make device-check` does.
+    """
+    if races:
+        return _ninja(BUILD / "races", _RACES_FLAGS, _RACES_LINK, _check_objects(), "check")
+    command = ["make", "-s", "-C", str(DEVICE), "-j", os.environ.get("MAX_JOBS", "2"), "host"]
+    subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True)
+    return ROOT / "build" / "cuda_device" / "host" / "check"
 
 
-def build_faulty_check(csrc: Path, stem: str) -> Path:
-    """Build it with cuda/STEM.cu from another copy of csrc, beside which the program is put."""
-    folder = build_check().parent
-    others = [str(folder / name) for name, _, _ in _check_objects() if name != f"{stem}.cu.o"]
+class Fault(NamedTuple):
+    """A change of the sources that a run has to see."""
+
+    file: str  # under csrc
+    sound: str  # a pattern that occurs once
+    faulty: str
+    kernel: str  # the stem of the .cu file that is compiled with it
+    message: str  # part of what the run says
+
+
+def build_faulty_check(fault: Fault, folder: Path, *, races: bool) -> Path:
+    """Build it with one fault, in a folder of its own."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    text, count = re.subn(fault.sound, fault.faulty, (folder / "csrc" / fault.file).read_text())
+    assert count == 1, fault.sound
+    (folder / "csrc" / fault.file).write_text(text)
+    sound = build_check(races=races).parent
+    others = [str(sound / name) for name, _, _ in _check_objects() if name != f"{fault.kernel}.cu.o"]
     # Its own object comes first, since of an inline function the linker keeps the first.
-    objects = [("faulty.o", csrc / "cuda" / f"{stem}.cu", "")]
-    return _ninja(csrc.parent / "races", _CHECK_FLAGS, f"{' '.join(others)} {_CHECK_LINK}", objects, "check")
+    objects = [("faulty.o", folder / "csrc" / "cuda" / f"{fault.kernel}.cu", "")]
+    flags, link = (_RACES_FLAGS, _RACES_LINK) if races else (f"{FLAGS} -O1 -I{FOLDER}", "-pthread")
+    return _ninja(folder / "build", flags, f"{' '.join(others)} {link}", objects, "check")
 
 
-def run_check(program: Path) -> subprocess.CompletedProcess[str]:
-    """Run what `build_check` built: it fails where a result is wrong and where threads race."""
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    return subprocess.run([str(program)], env=environment, text=True, capture_output=True, check=False)
+def run_check(program: Path, *checks: str, seed: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run what `build_check` built: it fails where a result is wrong and, under ThreadSanitizer, where threads race.
+
+    Args:
+        program: The program.
+        checks: Which of its checks; default: those of several blocks.
+        seed: Of the order of threads and blocks.
+    """
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "CUDA_HOST_SEED": str(seed)}
+    command = [str(program), *(checks or _SEVERAL_BLOCKS)]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
 
 
 def load(*, sanitize: bool) -> ModuleType:
@@ -131,10 +166,11 @@ def load(*, sanitize: bool) -> ModuleType:
 def run(arguments: list[str]) -> int:
     """Run all kernels under ThreadSanitizer, then pytest under the others; returns an exit code."""
     if has_thread_sanitizer():
-        checked = run_check(build_check())
-        print("ThreadSanitizer:", checked.stderr or "no races", flush=True)
-        if checked.returncode != 0:
-            return checked.returncode
+        for seed in range(3):
+            checked = run_check(build_check(races=True), seed=seed)
+            print("ThreadSanitizer:", checked.stderr or checked.stdout, flush=True)
+            if checked.returncode != 0:
+                return checked.returncode
     else:
         print("ThreadSanitizer: left out, the compiler has no libtsan", flush=True)
     environment = dict(

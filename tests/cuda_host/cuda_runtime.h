@@ -6,8 +6,10 @@
 // ThreadSanitizer, which sees what no barrier orders.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <type_traits>
@@ -54,7 +56,12 @@ enum cudaError_t {
   cudaErrorNoKernelImageForDevice = 209,
   cudaErrorUnsupportedPtxVersion = 222,
 };
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
 struct cudaFuncAttributes {
   int numRegs;
 };
@@ -62,10 +69,15 @@ using cudaStream_t = struct CUstream_st*;
 
 namespace cuda_host {
 
+inline uint64_t seed_from_environment() {
+  const char* seed = std::getenv("CUDA_HOST_SEED");
+  return seed == nullptr ? 0 : std::strtoull(seed, nullptr, 10);
+}
+
 // What tests set, and what they read.
 struct Settings {
-  uint64_t seed = 0;        // of the order in which blocks and threads run: shows a missing barrier; 0: ascending
-  int64_t last_blocks = 0;  // run only this many blocks at the end of every grid; 0: all
+  uint64_t seed = seed_from_environment();  // of the order of blocks and threads: shows a missing barrier; 0: ascending
+  int64_t last_blocks = 0;                  // run only this many blocks at the end of every grid; 0: all
   int driver_version = 13000;
   int device_count = 2;
   unsigned contexts = 0;                  // a bit for each device that has one
@@ -155,7 +167,52 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7 : 0;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7 : attribute == cudaDevAttrMultiProcessorCount ? 2 : 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetDeviceCount(int* count) {
+  *count = cuda_host::settings.device_count;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMalloc(void** pointer, size_t size) {
+  *pointer = std::aligned_alloc(256, (size + 255) / 256 * 256);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaFree(void* pointer) {
+  std::free(pointer);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
+  memcpy(to, from, size);
+  return cudaSuccess;
+}
+
+// A launch is over when it returns: an event is the time of its record.
+using cudaEvent_t = std::chrono::steady_clock::time_point*;
+
+inline cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = new std::chrono::steady_clock::time_point;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  *event = std::chrono::steady_clock::now();
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+
+inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop) {
+  *milliseconds = std::chrono::duration<float, std::milli>(*stop - *start).count();
   return cudaSuccess;
 }
 

@@ -22,7 +22,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     titles = "; ".join(f"{number}: {title}" for number, title in stages.TITLES.items())
     parser.add_argument("--stage", type=int, choices=list(stages.STAGES), help=f"default: all in turn. {titles}")
     parser.add_argument("--rehearse", action="store_true", help="every stage on the CPU, with tiny sizes")
-    parser.add_argument("--parts", default="", help="comma-separated: only these parts, and the build")
+    parser.add_argument("--parts", default="", help="comma-separated: only these parts, and what is built")
     parser.add_argument("--limit", type=float, default=SECONDS, help="seconds per stage")
     parser.add_argument("--folder", type=Path, default=Path("build/gpu-check"), help="for results")
     return parser.parse_args(argv)
@@ -47,7 +47,7 @@ def check(stage: int, arguments: argparse.Namespace, about: dict[str, object], s
         *(folder.resolve(), environment),
     )
     wanted = [name for name in arguments.parts.split(",") if name]
-    parts = [p for p in stages.STAGES[stage](setting) if not wanted or p.name in (*wanted, "build")]
+    parts = [p for p in stages.STAGES[stage](setting) if not wanted or p.name in wanted or p.name.endswith("build")]
     # Somebody else's machine may bring home what lies in $OUT: few files, so the archive and the summary alone.
     home = Path(os.environ.get("OUT") or arguments.folder)
     kind = "rehearsal of " if arguments.rehearse else ""

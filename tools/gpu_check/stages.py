@@ -6,66 +6,19 @@ import dataclasses
 import functools
 import re
 import shlex
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from . import machine, ncu
-from .parts import Part
+from . import device, machine, ncu
+from .parts import ROOT, Part, Setting
 
-ROOT = Path(__file__).resolve().parents[2]
 TITLES = {
-    1: "build, tests on the GPU, sanitizers, a first benchmark",
+    1: "kernels without torch, build, tests on the GPU, sanitizers, a first benchmark",
     2: "kernels against every peer",
     3: "training: GPT-2 124M",
     4: "what each kernel does, from the hardware's counters",
 }
 _ON_A_GPU = r"\bmark\.gpu\b|\bbackends import\b"
-_OPS = ("accumulate", "check_finite", "norm", "scaled_copy")
-_SHORT_SETS = {  # racecheck is the slowest by far
-    "memcheck": "native and (sizes or layouts or mixed or tiny)",
-    "racecheck": "native and (mixed or tiny)",
-    "synccheck": "native and (mixed or tiny)",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a stage runs with.
-
-    Attributes:
-        python: The interpreter that has torch.
-        rehearse: On the CPU with tiny sizes.
-        capability: Of the GPU, for instance "9.0"; None in a rehearsal.
-        gpus: How many there are.
-        folder: Where results go.
-        environment: To look for programs in.
-    """
-
-    python: str
-    rehearse: bool
-    capability: str | None
-    gpus: int
-    folder: Path
-    environment: Mapping[str, str]
-
-    @property
-    def device(self) -> str:
-        """Of the benchmarks."""
-        return "cpu" if self.rehearse else "cuda"
-
-    def file(self, name: str) -> str:
-        """A result's path; `{}` in its name is the device."""
-        return str(self.folder / name.format(self.device))
-
-    def missing(self, *modules: str) -> Callable[[], str | None]:
-        """Why what needs all these modules cannot run."""
-
-        def ask() -> str | None:
-            lacking = [name for name in modules if not machine.has_module(self.python, name)]
-            return f"{', '.join(lacking)} not installed" if lacking else None
-
-        return ask
 
 
 def benchmark(setting: Setting, name: str, part: str, csv: str, options: str, tiny: str, seconds: float) -> Part:
@@ -112,42 +65,11 @@ def tests(pattern: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in files if re.search(pattern, path.read_text())]
 
 
-@functools.cache
-def _sanitizer_fails(program: str, python: str) -> str | None:
-    """Some virtual machines let nobody watch, not even an empty program."""
-    code = 'import torch; torch.ones(8, device="cuda").sum().item()'
-    command = [program, "--error-exitcode", "1", python, "-c", code]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except subprocess.TimeoutExpired:
-        return "compute-sanitizer does not end here within a minute"
-    if done.returncode == 0:
-        return None
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    return f"compute-sanitizer does not work here: {(said or ['no message'])[-1].strip('= ')[:120]}"
-
-
-def sanitizer(setting: Setting, tool: str, seconds: float) -> Part:
-    """Every access of our kernels is watched, in a short set of tests."""
-    program = machine.program("compute-sanitizer", setting.environment)
-    files = [f for f in tests(_ON_A_GPU) if Path(f).stem.removeprefix("test_").removeprefix("ops_") in _OPS]
-
-    def missing() -> str | None:
-        if setting.rehearse:
-            return "needs a GPU"
-        if program is None:
-            return "compute-sanitizer is not installed"
-        return _sanitizer_fails(program, setting.python)
-
-    command = [program or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", setting.python, "-m", "pytest"]
-    command += ["-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", _SHORT_SETS[tool], *files]
-    return Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, missing)
-
-
 def first(setting: Setting) -> list[Part]:
     """Does it work at all?"""
     elsewhere = "graph or synchronis"
     return [
+        *device.parts(setting),
         build(setting),
         Part("doctor", [setting.python, "-m", "accumkernels"], 60),
         pytest(setting, "tests", f"not ({elsewhere})", 180, parallel=True),
@@ -160,9 +82,9 @@ def first(setting: Setting) -> list[Part]:
             "--tables accumulate --shapes tiny --dtype bf16 --methods mixed --repetitions 1 --processes 0",
             120,
         ),
-        sanitizer(setting, "memcheck", 100),
-        sanitizer(setting, "racecheck", 100),
-        sanitizer(setting, "synccheck", 60),
+        device.sanitizer(setting, "memcheck", 100),
+        device.sanitizer(setting, "racecheck", 100),
+        device.sanitizer(setting, "synccheck", 60),
     ]
 
 
