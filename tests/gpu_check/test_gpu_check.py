@@ -465,6 +465,19 @@ class TestSummary:
             "tiny, bf16, 96,000 elements: 0.1 ms (host 0.7, device unknown), 10 GB/s, 0.01 of a copy",
         ]
 
+    def test_measured_beside_simulated(self, tmp_path):
+        """Every row that was timed, with what is known of it; no step comes of it."""
+        (tmp_path / "device_time_cuda.csv").write_text("row,us,fraction_of_copy\nmul_,3.0,1.01\nother,3.0,0.5\n")
+        simulated = tmp_path / "kernels_simulated.csv"
+        header = "kernels,row,gpu,fraction_of_copy\n"
+        simulated.write_text(header + "before,mul_,A,0.5\nafter,mul_,A,1.1\nafter,mul_,B,1.2\n")
+        assert list(summary.beside_simulation(tmp_path, simulated)) == [
+            "mul_: 1.01 measured; simulated: 1.1 (A), 1.2 (B)",
+            "other: 0.5 measured",
+        ]
+        simulated.unlink()
+        assert len(summary.next_steps(1, [], tmp_path, "abc", rehearse=False)) == 1
+
     def test_a_rehearsal_judges_no_figure(self, tmp_path):
         """Tiny sizes on a CPU mean nothing."""
         (tmp_path / "a.csv").write_text("fraction_of_copy\n0.1\n")

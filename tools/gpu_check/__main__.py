@@ -60,7 +60,12 @@ def check(stage: int, arguments: argparse.Namespace, about: dict[str, object], s
         steps = summary.next_steps(stage, outcomes, folder, commit, arguments.rehearse)
         figures = summary.headlines(folder)
         text = f"{summary.table(title, outcomes)}\n"
-        for heading, lines in (("One accumulate, gradients cold:", figures), ("Next:", steps)):
+        simulated = list(summary.beside_simulation(folder))
+        for heading, lines in (
+            ("One accumulate, gradients cold:", figures),
+            ("Bytes per second without torch, as a fraction of a copy's:", simulated),
+            ("Next:", steps),
+        ):
             text += "".join([f"{heading}\n", *(f"* {line}\n" for line in lines)]) if lines else ""
         (folder / "summary.txt").write_text(text)
         (home / f"gpu-check-stage{stage}.txt").write_text(text)

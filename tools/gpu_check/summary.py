@@ -12,6 +12,7 @@ from .parts import CUT, FAILED, LEFT_OUT, NOT_RUN, Outcome
 
 GOAL = 0.92  # of the rate of a copy on the device, for an accumulate of 64 million elements and more
 _LARGE = 64_000_000
+SIMULATED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernels_simulated.csv"
 _OURS = "accumkernels"
 
 
@@ -68,6 +69,18 @@ def headlines(folder: Path) -> list[str]:
     return found
 
 
+def beside_simulation(folder: Path, simulated: Path = SIMULATED) -> Iterator[str]:
+    """Each row that tests/cuda_device has timed, and what a simulator says of it: a GPU tests both."""
+    with simulated.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["kernels"] != "before"]
+    for path in sorted(folder.glob("device_time_*.csv")):
+        with path.open(newline="") as file:
+            for measured in csv.DictReader(file):
+                said = [f"{r['fraction_of_copy']} ({r['gpu']})" for r in rows if r["row"] == measured["row"]]
+                text = f"{measured['row']}: {measured['fraction_of_copy']} measured"
+                yield f"{text}; simulated: {', '.join(said)}" if said else text
+
+
 def _times(row: dict[str, str]) -> str:
     text = f"{row['ms_median']} ms"
     if row["host_ms"]:
@@ -80,7 +93,7 @@ def figures(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        if rows and "fraction_of_copy" in rows[0]:
+        if rows and {"table", "fraction_of_copy"} <= rows[0].keys():
             yield from _kernels(rows)
         elif rows and "store_sectors_per_request" in rows[0]:
             yield from _counters(rows)
