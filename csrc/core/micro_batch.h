@@ -26,9 +26,7 @@ AK_HOST_DEVICE static inline bool is_bad_weight(double weight) { return !(weight
 
 template <class Buffer>
 AK_HOST_DEVICE static inline Buffer multiplier(const MicroBatch& micro_batch) {
-  const double scale = micro_batch.loss_scale;
-  // A division in double takes a GPU some hundred instructions.
-  return static_cast<Buffer>(scale == 1.0 ? micro_batch.weight : divide(micro_batch.weight, scale));
+  return static_cast<Buffer>(divide(micro_batch.weight, micro_batch.loss_scale));
 }
 
 // By one thread, once per micro-batch and device.

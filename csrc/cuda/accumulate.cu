@@ -8,22 +8,18 @@
 namespace accumkernels::cuda {
 namespace {
 
-constexpr uint32_t kDTypeMask = 3;
-constexpr uint32_t kOverwrite = 4;
-constexpr uint32_t kGrouped = 8;
-constexpr int kSegmentShift = 4;
-constexpr int64_t kMaxSegments = int64_t{1} << (32 - kSegmentShift);
-
 // 16 bytes, so that some 2,000 gradients fit one launch; offset and numel come from the layout on the device.
 struct alignas(16) GradientEntry {
   const void* data;
   uint32_t first_block;
-  uint32_t packed;  // segment << kSegmentShift | kGrouped | kOverwrite | dtype
-
-  // A small gradient, by one warp of a block that others may share.
-  void group() { packed |= kGrouped; }
+  uint32_t packed;  // segment << kSegmentShift | kOverwrite | dtype
 };
 static_assert(sizeof(GradientEntry) == 16);
+
+constexpr uint32_t kDTypeMask = 3;
+constexpr uint32_t kOverwrite = 4;
+constexpr int kSegmentShift = 3;
+constexpr int64_t kMaxSegments = int64_t{1} << (32 - kSegmentShift);
 
 // What a thread found in its elements.
 struct Outcome {
@@ -32,19 +28,16 @@ struct Outcome {
   Squares squares;
 };
 
-// What a block does, found by two of its threads. No pointers: read back from shared memory they would be generic ones,
+// What a block does, found by its first thread. No pointers: read back from shared memory they would be generic ones,
 // and every access through them LD and ST instead of LDG and STG.
 template <class Buffer>
 struct Work {
-  uint32_t entry;  // of a group the last
+  int32_t entry;
   int64_t offset;  // of the segment in the buffer
-  Piece piece;     // no elements for a warp that a group has no member for
+  Piece piece;
   bool dropped;
   Buffer multiplier;
 };
-
-constexpr unsigned kFinder = 0;         // finds the block's entry and piece, while
-constexpr unsigned kScalarReader = 32;  // another warp's thread reads and divides the micro-batch's scalars
 
 // What a gradient element adds to the buffer.
 template <class Buffer, class Element>
@@ -127,42 +120,25 @@ struct StoreZeros {
 };
 
 template <class Buffer>
-__device__ void store_zeros(Buffer* main_grad, int64_t size, Team team) {
+__device__ void store_zeros(Buffer* main_grad, int64_t size) {
   with_constant(is_aligned<kWidthOf<Buffer>>(main_grad), [&](auto wide) {
     StoreZeros<Buffer, decltype(wide)::value> body{main_grad};
-    for_each_group(size, body, team);
+    for_each_group(size, body);
   });
 }
 
 template <bool kSumSquares, class Buffer, class Element>
 __device__ Outcome accumulate_piece(const Element* gradient, Buffer* main_grad, const Work<Buffer>& work,
-                                    bool overwrite, Team team) {
+                                    bool overwrite) {
   constexpr int kWidth = kWidthOf<Buffer, Element>;
   return with_constant(is_aligned<kWidth>(gradient), [&](auto wide_gradient) {
     return with_constant(is_aligned<kWidth>(main_grad), [&](auto wide_buffer) {
       Accumulate<Buffer, Element, decltype(wide_gradient)::value, decltype(wide_buffer)::value, kSumSquares> body{
           gradient, main_grad, work.multiplier, overwrite, {true, true, {}}};
-      for_each_group(work.piece.size, body, team);
+      for_each_group(work.piece.size, body);
       return body.outcome;
     });
   });
-}
-
-template <class Buffer, class Table>
-__device__ void read_segment(const Table& table, const AccumulateArgs& args, Work<Buffer>* work) {
-  const int64_t segment = table.entries[work->entry].packed >> kSegmentShift;
-  work->offset = args.layout[2 * segment];
-  work->piece = table.piece(work->entry, args.layout[2 * segment + 1], blockIdx.x);
-}
-
-// The member of a group that is this warp's, counted from the last.
-template <class Buffer, class Table>
-__device__ void find_member(const Table& table, const AccumulateArgs& args, Work<Buffer>* work) {
-  const uint32_t warp = threadIdx.x / 32;
-  work->piece.size = 0;
-  if (warp > work->entry || table.entries[work->entry - warp].first_block != blockIdx.x) return;
-  work->entry -= warp;
-  read_segment(table, args, work);
 }
 
 // At most 64 registers, for 4 blocks on an SM: no spills on sm_75 to sm_120 (nvcc 13.0).
@@ -170,34 +146,32 @@ template <class Buffer, bool kSumSquares, int32_t kCapacity>
 __global__ void __launch_bounds__(kThreads, 4)
     accumulate_kernel(const Table<GradientEntry, kCapacity> __grid_constant__ table,
                       const AccumulateArgs __grid_constant__ args, double* partials) {
-  __shared__ Work<Buffer> shared;
-  if (threadIdx.x == kFinder && table.count > 0) {
-    shared.entry = table.find(blockIdx.x);
-    if (!(table.entries[shared.entry].packed & kGrouped)) read_segment(table, args, &shared);
-  } else if (threadIdx.x == kScalarReader) {
+  __shared__ Work<Buffer> work;
+  if (threadIdx.x == 0) {
+    if (table.count > 0) {
+      work.entry = table.find(blockIdx.x);
+      const int64_t* segment =
+          args.layout + 2 * static_cast<int64_t>(table.entries[work.entry].packed >> kSegmentShift);
+      work.offset = segment[0];
+      work.piece = table.piece(work.entry, segment[1], blockIdx.x);
+    }
     const MicroBatch micro_batch = read_micro_batch(args);
-    shared.dropped = micro_batch.dropped;
-    shared.multiplier = multiplier<Buffer>(micro_batch);
+    work.dropped = micro_batch.dropped;
+    work.multiplier = multiplier<Buffer>(micro_batch);
     if (args.count && blockIdx.x == 0) update_state(micro_batch, args.state);
   }
   __syncthreads();
   Outcome outcome{true, true, {}};
   if (table.count > 0) {
-    Work<Buffer> work = shared;
-    Team team = Team::block();
-    if (table.entries[work.entry].packed & kGrouped) {
-      team = Team::warp();
-      find_member(table, args, &work);
-    }
     const GradientEntry& entry = table.entries[work.entry];
     const bool overwrite = (entry.packed & kOverwrite) != 0;
     Buffer* main_grad = static_cast<Buffer*>(args.buffer) + work.offset + work.piece.begin;
     if (!work.dropped) {
       with_elements(entry.data, static_cast<DType>(entry.packed & kDTypeMask), [&](auto* gradient) {
-        outcome = accumulate_piece<kSumSquares>(gradient + work.piece.begin, main_grad, work, overwrite, team);
+        outcome = accumulate_piece<kSumSquares>(gradient + work.piece.begin, main_grad, work, overwrite);
       });
     } else if (overwrite) {
-      store_zeros(main_grad, work.piece.size, team);
+      store_zeros(main_grad, work.piece.size);
     }
     if (!outcome.finite_sums && args.flags != nullptr) {
       mark_overflow(args.state);

@@ -1,5 +1,4 @@
-// How the elements of a list of tensors are dealt out to blocks: every block takes one piece of one tensor, or where
-// the kernel can do that several small tensors, each by one of its warps.
+// How the elements of a list of tensors are dealt out to blocks: every block takes one piece of one tensor.
 //
 // The cut depends on the sizes alone, never on the device or on alignment, and so does the order of every sum.
 #pragma once
@@ -10,10 +9,6 @@ namespace accumkernels {
 
 constexpr int64_t kTile = 4096;           // pieces are multiples of this, and keep the alignment of their tensor
 constexpr int64_t kTargetBlocks = 16384;  // a launch has about this many blocks at most: 15 waves or more on 132 SMs
-// Tensors of at most so many elements are small: four rounds of a warp that moves 16 bytes of fp32 per lane. Up to
-// kGroup of them that follow each other share a block.
-constexpr int64_t kSmall = 512;
-constexpr int kGroup = 8;
 
 // Elements per block for a launch over `total` elements.
 AK_HOST_DEVICE static inline int64_t elements_per_block(int64_t total) {
@@ -28,11 +23,11 @@ AK_HOST_DEVICE static inline int64_t blocks_of(int64_t numel, int64_t elements_p
 
 // The entry that `block` belongs to: the last of `count` >= 1 entries whose first_block is not above it.
 template <class Entry>
-AK_HOST_DEVICE static inline uint32_t find_entry(const Entry* entries, uint32_t count, uint32_t block) {
-  uint32_t low = 0;
-  uint32_t high = count;
+AK_HOST_DEVICE static inline int32_t find_entry(const Entry* entries, int32_t count, uint32_t block) {
+  int32_t low = 0;
+  int32_t high = count;
   while (high - low > 1) {
-    const uint32_t middle = (low + high) / 2;
+    const int32_t middle = (low + high) / 2;
     if (entries[middle].first_block <= block) {
       low = middle;
     } else {

@@ -72,32 +72,22 @@ __device__ void store(const T (&values)[kWidth], T* to) {
   }
 }
 
-// The threads that share a piece, and this one's number among them: a whole block, or a warp where the piece is small.
-struct Team {
-  int threads;
-  int thread;
-
-  static __device__ Team block() { return {kThreads, static_cast<int>(threadIdx.x)}; }
-  static __device__ Team warp() { return {32, static_cast<int>(threadIdx.x) % 32}; }
-};
-
 // Calls body.template run<kWidth, kCount>(i) for this thread's elements of [0, size): kCount groups of kWidth elements,
 // the first at i, each kThreads * Body::kWidth after the last. kWidth is 1 for the few elements past the last whole
-// group. A warp's pieces are too small for more than one group at a time.
+// group.
 template <class Body>
-__device__ void for_each_group(int64_t size, Body& body, Team team = Team::block()) {
+__device__ void for_each_group(int64_t size, Body& body) {
   constexpr int kWidth = Body::kWidth;
   constexpr int kUnroll = Body::kUnroll;
   constexpr int kStripe = kThreads * kWidth;
   static_assert(kTile % (kStripe * kUnroll) == 0, "a full piece would end in a partial round");
-  static_assert(kUnroll == 1 || kSmall <= (kUnroll - 1) * kStripe, "a warp would skip what the block's others take");
-  int64_t i = static_cast<int64_t>(team.thread) * kWidth;
+  int64_t i = static_cast<int64_t>(threadIdx.x) * kWidth;
   if constexpr (kUnroll > 1) {
 #pragma unroll 1
     for (; i + (kUnroll - 1) * kStripe + kWidth <= size; i += kUnroll * kStripe) body.template run<kWidth, kUnroll>(i);
   }
 #pragma unroll 1
-  for (; i + kWidth <= size; i += team.threads * kWidth) body.template run<kWidth, 1>(i);
+  for (; i + kWidth <= size; i += kStripe) body.template run<kWidth, 1>(i);
 #pragma unroll 1
   for (; i < size; ++i) body.template run<1, 1>(i);
 }

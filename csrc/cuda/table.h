@@ -29,22 +29,16 @@ struct Table {
   int64_t elements_per_block;
   int32_t count;  // 0 in the one launch of an empty list
 
-  // The entry that a block belongs to, of a group the last, and the part of its tensor that the block takes.
-  __device__ uint32_t find(uint32_t block) const { return find_entry(entries, static_cast<uint32_t>(count), block); }
+  // The entry that a block belongs to, and the part of its tensor that the block takes.
+  __device__ int32_t find(uint32_t block) const { return find_entry(entries, count, block); }
 
-  __device__ Piece piece(uint32_t entry, int64_t numel, uint32_t block) const {
+  __device__ Piece piece(int32_t entry, int64_t numel, uint32_t block) const {
     return piece_of(numel, elements_per_block, block - entries[entry].first_block);
   }
 };
 
 // One partial result per block; a launch has less than one block per tensor over kTargetBlocks.
 constexpr int64_t kMaxPartials = kTargetBlocks + kParameterBytes / 16;
-
-// Whether small tensors may share a block: Entry then has group().
-template <class Entry, class = void>
-constexpr bool kGroups = false;
-template <class Entry>
-constexpr bool kGroups<Entry, std::void_t<decltype(std::declval<Entry>().group())>> = true;
 
 template <class Entry, int32_t kCapacity, class Item, class Fill, class Launch>
 cudaError_t launch_in_tables_of(const Item* items, int64_t num_items, bool always, Fill fill, Launch launch) {
@@ -63,21 +57,10 @@ cudaError_t launch_in_tables_of(const Item* items, int64_t num_items, bool alway
     table.elements_per_block = elements_per_block(elements);
     int64_t blocks = 0;
     int32_t entry = 0;
-    int members = kGroup;  // of the group that is open: none
     for (int64_t i = start; i < next; ++i) {
       if (items[i].numel == 0) continue;
-      Entry& current = table.entries[entry++];
-      const bool joins = kGroups<Entry> && items[i].numel <= kSmall && members < kGroup;
-      current.first_block = static_cast<uint32_t>(joins ? blocks - 1 : blocks);
-      if (joins) {
-        ++members;
-      } else {
-        blocks += blocks_of(items[i].numel, table.elements_per_block);
-        members = items[i].numel <= kSmall ? 1 : kGroup;
-      }
-      if constexpr (kGroups<Entry>) {
-        if (items[i].numel <= kSmall) current.group();
-      }
+      table.entries[entry++].first_block = static_cast<uint32_t>(blocks);
+      blocks += blocks_of(items[i].numel, table.elements_per_block);
     }
     if (table.count > 0 || (first && always)) {
       const cudaError_t error = launch(table, blocks > 0 ? blocks : 1, first);

@@ -31,9 +31,6 @@ FAULTS = {
     "off by one in the table": Fault(
         *("cuda/blocks.h", "first_block <= block", "first_block < block", "accumulate", "buffer["),
     ),
-    "a group's first member lost": Fault(
-        *("cuda/accumulate.cu", r"warp > work->entry", "warp >= work->entry", "accumulate", "buffer["),
-    ),
     "half of the lanes in the mask": Fault("cuda/reduce.h", "0xffffffffu", "0x0000ffffu", "norm", "not in its mask"),
 }
 

@@ -58,7 +58,7 @@ __global__ void loop_kernel(const Group<Element>* gradient, Four* buffer, int64_
 
 // Device memory for all rows, zeros: neither sums nor flags grow.
 struct Memory {
-  Array flat, gradients, scalars, loss_scale, flags, workspace;
+  Array flat, gradients, scalars, flags, workspace;
 };
 
 struct Row {
@@ -111,7 +111,6 @@ class List {
     args.state = memory_.scalars.device<double>();
     args.flags = memory_.flags.device<int32_t>();
     args.weight = 1.0;
-    if (gradients_[0].dtype == DType::kFloat16) args.loss_scale = memory_.loss_scale.device<float>();
     args.count = true;
     return cuda::accumulate(args, nullptr, nullptr);
   }
@@ -159,11 +158,12 @@ int launch_loop(const Memory& memory, int64_t elements, int64_t blocks) {
 void time_kernels(const Timing& timing, const std::function<bool(const char*)>& wanted) {
   const int64_t n = timing.elements / 4096 * 4096, small = 1500 * 64;
   const int64_t room = std::max(n, 4 * small);  // lists of many tensors have small ones whatever n is
-  Memory memory{{"buffer", Array::kFloat32, room}, {"gradients", Array::kFloat32, room},
-                {"scalars", Array::kFloat64, 8},   scalar("loss scale", DType::kFloat32, 1024.0),
-                {"flags", Array::kInt32, 1500},    {"workspace", Array::kFloat64, workspace_size()}};
-  for (Array* array : {&memory.flat, &memory.gradients, &memory.scalars, &memory.loss_scale, &memory.flags})
-    array->upload();
+  Memory memory{{"buffer", Array::kFloat32, room},
+                {"gradients", Array::kFloat32, room},
+                {"scalars", Array::kFloat64, 8},
+                {"flags", Array::kInt32, 1500},
+                {"workspace", Array::kFloat64, workspace_size()}};
+  for (Array* array : {&memory.flat, &memory.gradients, &memory.scalars, &memory.flags}) array->upload();
   int processors = 1;
   succeed(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0), "cudaDeviceGetAttribute");
   const auto loop_blocks = [&](int64_t elements) {

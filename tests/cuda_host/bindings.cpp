@@ -120,20 +120,16 @@ std::pair<int, std::string> probe(int device) {
   return {error, message};
 }
 
-struct Item {
-  int64_t numel;
-};
-struct Entry {
-  int64_t numel;
-  uint32_t first_block;
-};
-struct GroupedEntry : Entry {
-  void group() {}
-};
-
 // What `visit(table, blocks)` gets for each launch over tensors of these sizes.
-template <class Entry, class Visit>
+template <class Visit>
 void visit_tables(const std::vector<int64_t>& numels, Visit visit) {
+  struct Item {
+    int64_t numel;
+  };
+  struct Entry {
+    int64_t numel;
+    uint32_t first_block;
+  };
   std::vector<Item> items;
   for (const int64_t numel : numels) items.push_back({numel});
   cuda::launch_in_tables<Entry>(
@@ -148,26 +144,17 @@ void visit_tables(const std::vector<int64_t>& numels, Visit visit) {
 // Blocks of each launch.
 std::vector<int64_t> blocks(const std::vector<int64_t>& numels) {
   std::vector<int64_t> result;
-  visit_tables<Entry>(numels, [&](const auto&, int64_t blocks) { result.push_back(blocks); });
-  return result;
-}
-
-// The first block of each tensor that has elements, where small ones share one.
-std::vector<uint32_t> grouped(const std::vector<int64_t>& numels) {
-  std::vector<uint32_t> result;
-  visit_tables<GroupedEntry>(numels, [&](const auto& table, int64_t) {
-    for (int32_t i = 0; i < table.count; ++i) result.push_back(table.entries[i].first_block);
-  });
+  visit_tables(numels, [&](const auto&, int64_t blocks) { result.push_back(blocks); });
   return result;
 }
 
 // (entry, begin, size) of what `block` takes in a list that fits one launch.
 std::tuple<int32_t, int64_t, int64_t> piece(const std::vector<int64_t>& numels, uint32_t block) {
   std::tuple<int32_t, int64_t, int64_t> result;
-  visit_tables<Entry>(numels, [&](const auto& table, int64_t) {
-    const uint32_t index = table.find(block);
+  visit_tables(numels, [&](const auto& table, int64_t) {
+    const int32_t index = table.find(block);
     const Piece found = table.piece(index, table.entries[index].numel, block);
-    result = {static_cast<int32_t>(index), found.begin, found.size};
+    result = {index, found.begin, found.size};
   });
   return result;
 }
@@ -190,7 +177,6 @@ PYBIND11_MODULE(accumkernels_cuda_host, m) {
   m.def("is_finite_on_host", &host::is_finite_all);
   m.def("piece", &piece);
   m.def("blocks", &blocks);
-  m.def("grouped", &grouped);
   m.def("launches", [] { return cuda_host::launches; });
   m.def("largest_arguments", [] { return std::exchange(cuda_host::largest_arguments, 0); });
   py::class_<cuda_host::Settings>(m, "Settings")

@@ -122,12 +122,6 @@ def test_blocks_of_a_small_list():
     assert pieces == [(0, 0, 1), (1, 0, 4096), (1, 4096, 904), (2, 0, 4096), (3, 0, 2)]
 
 
-def test_small_tensors_share_blocks():
-    """Up to eight that follow each other, of at most 512 elements; a larger one ends a group, an empty one does not."""
-    assert kernels.grouped([64] * 17) == [0] * 8 + [1] * 8 + [2]
-    assert kernels.grouped([512, 0, 1, 513, 9000, 5, 6, 4096]) == [0, 0, 1, 2, 5, 5, 6]
-
-
 def test_launches_hold_as_many_tensors_as_fit():
     """Empty tensors do not count; a launch of one-element tensors has a block for each."""
     capacity = (32764 - 256) // 16

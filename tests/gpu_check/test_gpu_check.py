@@ -470,7 +470,7 @@ class TestSummary:
         (tmp_path / "device_time_cuda.csv").write_text("row,us,fraction_of_copy\nmul_,3.0,1.01\nother,3.0,0.5\n")
         simulated = tmp_path / "kernels_simulated.csv"
         header = "kernels,row,gpu,fraction_of_copy\n"
-        simulated.write_text(header + "before,mul_,A,0.5\nafter,mul_,A,1.1\nafter,mul_,B,1.2\n")
+        simulated.write_text(header + "tried: x,mul_,A,0.5\nnow,mul_,A,1.1\nany,mul_,B,1.2\n")
         assert list(summary.beside_simulation(tmp_path, simulated)) == [
             "mul_: 1.01 measured; simulated: 1.1 (A), 1.2 (B)",
             "other: 0.5 measured",

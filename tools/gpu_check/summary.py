@@ -72,7 +72,7 @@ def headlines(folder: Path) -> list[str]:
 def beside_simulation(folder: Path, simulated: Path = SIMULATED) -> Iterator[str]:
     """Each row that tests/cuda_device has timed, and what a simulator says of it: a GPU tests both."""
     with simulated.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["kernels"] in ("any", "after")]
+        rows = [row for row in csv.DictReader(file) if row["kernels"] in ("any", "now")]
     for path in sorted(folder.glob("device_time_*.csv")):
         with path.open(newline="") as file:
             for measured in csv.DictReader(file):
