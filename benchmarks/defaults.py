@@ -27,7 +27,7 @@ from .harness.case import DTYPES
 from .harness.machine import environment
 from .harness.results import Row, write_csv
 from .harness.tables import Table, progress
-from .methods.training import SIZES, STOCK, Batch, Fused, Loop, Method, Size, Stock, batches, build
+from .methods.training import SIZES, STOCK, Fused, Loop, Method, Size, Stock, batches, build
 
 # Autocast's dtype, and whether the loss is scaled. fp16 is not trained on CPUs, where its products are slow.
 MODES = {"bf16": ("bf16", False), "bf16 scaled": ("bf16", True), "fp32": ("fp32", False)}
@@ -48,14 +48,6 @@ COLUMNS = (
     *("windows", "ms_median", "stock_ms_median", "fused", "routed", "device", "threads", "instruction_set", "torch"),
     *("commit", "date"),
 )
-
-
-def _seconds(loop: Loop, data: list[Batch]) -> float:
-    start = time.perf_counter()
-    loop.window(data)
-    if loop.device.type == "cuda":
-        torch.cuda.synchronize(loop.device)
-    return time.perf_counter() - start
 
 
 def _loops(size: Size, mode: str, options: Sequence[str], device: torch.device) -> dict[str, Loop]:
@@ -79,7 +71,7 @@ def measure(size: Size, mode: str, options: Sequence[str], device: torch.device,
     while windows < FEWEST or time.perf_counter() - begin < seconds:
         for turn in range(len(names)):
             name = names[(windows + turn) % len(names)]  # nobody always goes first
-            times[name].append(_seconds(loops[name], data))
+            times[name].append(loops[name].seconds(data))
         windows += 1
     rows: list[Row] = []
     for name in options:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from .harness.machine import environment
 from .harness.measure import median_and_spread, milliseconds
 from .harness.results import Row, groups, write_csv, write_json
 from .harness.tables import Table, progress
-from .methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size, batches, build, graphs_compiled
+from .methods.training import METHODS, SIZES, STOCK, Batch, Method, Size, batches, build, graphs_compiled
 
 COLUMNS = (
     *("model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
@@ -54,14 +53,6 @@ def refusal(method: Method, dtype: torch.dtype, device: torch.device) -> str | N
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return None
-
-
-def _seconds(loop: Loop, data: list[Batch]) -> float:
-    start = time.perf_counter()
-    loop.window(data)
-    if loop.device.type == "cuda":
-        torch.cuda.synchronize(loop.device)
-    return time.perf_counter() - start
 
 
 def peak_bytes(
@@ -129,7 +120,7 @@ def measure(
         for turn in range(len(names)):
             name = names[(window + turn) % len(names)]  # nobody always goes first
             before = graphs_compiled() if compiled else 0
-            seconds[name].append(_seconds(loops[name], data))
+            seconds[name].append(loops[name].seconds(data))
             graphs[name] += graphs_compiled() - before if compiled else 0
     progress("")
     results = {name: Result(seconds[name], peaks[name], loops[name].ways(), graphs[name]) for name in loops}

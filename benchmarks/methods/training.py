@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,6 +68,14 @@ class Loop(abc.ABC):
     @abc.abstractmethod
     def window(self, batches: list[Batch]) -> None:
         """One optimizer step."""
+
+    def seconds(self, batches: list[Batch]) -> float:
+        """Time of a window, the device's included."""
+        start = time.perf_counter()
+        self.window(batches)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
 
     def ways(self) -> dict[str, float]:
         """What part of the model's elements is `fused`, and what part `routed`; nothing where no accumulator is."""
