@@ -681,8 +681,9 @@ class FusedAccumulator:
         The result is the same as without it; the last micro-batch gets `last=True` (see `backward`) if that is allowed
         and useful. The iterator reads one batch ahead of the current one.
 
-        Call it once per window: with a process group, a second call before `step` or `finalize` means that this rank
-        has missed the end of a window, which `step` then says on all ranks.
+        Call it once per window: with a process group, a second call before `step` or `finalize`, also after `zero_`,
+        means that this rank has missed the end of a window, which `step` then says on all ranks. To run a dropped
+        window again on one rank alone, iterate over its batches without this.
 
         Args:
             batches: All batches of this rank in the window, one for each `backward` or `accumulate`; there may be none.
