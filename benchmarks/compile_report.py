@@ -47,6 +47,8 @@ _ARGUMENTS = {
     "scaled_copy_kernel": _TABLES,
     "norm_finish_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf"},
 }
+# That a launch has on each multiprocessor, and which run at once: kBlocks of csrc/cuda.
+BLOCKS = {"accumulate_kernel": 4, "check_finite_kernel": 8, "norm_kernel": 4, "scaled_copy_kernel": 3}
 _TYPES = {"f": "fp32", "d": "fp64", "6__half": "fp16", "13__nv_bfloat16": "bf16"}
 
 
@@ -78,7 +80,8 @@ class Code:
         """What one turn of a loop moves, and how much of it is in flight on a multiprocessor."""
         if self.kernel.startswith("scaled_copy"):  # a loop has the code for several dtypes, of which one runs
             return str(loop)
-        blocks = sass.blocks_per_multiprocessor(self.regs, self.arch)
+        most = sass.blocks_per_multiprocessor(self.regs, self.arch)
+        blocks = min(most, BLOCKS.get(self.kernel.partition("[")[0], most))
         return f"{loop}; {loop.in_flight * sass.BLOCK * blocks // 1024} KB in flight"
 
 

@@ -41,6 +41,8 @@ class Loop:
     stores: dict[int, int]
     spills: int  # loads and stores of local memory
     in_flight: int  # bytes that a thread has asked for before it first waits for any of them
+    instructions: int = 0  # of one turn
+    before: int = 0  # instructions in front of the loop, and not in another one: at most what a block runs before it
 
     def __str__(self) -> str:
         """For messages: "loads 4 x 64 + 4 x 128, stores 4 x 128"."""
@@ -71,13 +73,16 @@ def loops(code: str) -> list[Loop]:
         if not any(first <= other and end <= last and (other, end) != (first, last) for other, end in ranges.items())
     ]
     bodies = [[i for i in found if first <= i.address <= last] for first, last in innermost]
-    return [_loop(body) for body in bodies if any(i.kind in ("LDG", "STG") for i in body)]
+    looped = {i.address for body in bodies for i in body}
+    straight = [i.address for i in found if i.address not in looped]
+    moving = [body for body in bodies if any(i.kind in ("LDG", "STG") for i in body)]
+    return [_loop(body, sum(address < body[0].address for address in straight)) for body in moving]
 
 
-def _loop(body: list[Instruction]) -> Loop:
+def _loop(body: list[Instruction], before: int) -> Loop:
     moves = {kind: Counter(i.bits for i in body if i.kind == kind) for kind in ("LDG", "STG")}
     spills = sum(i.kind in ("LDL", "STL") for i in body)
-    return Loop(dict(moves["LDG"]), dict(moves["STG"]), spills, bytes_in_flight(body))
+    return Loop(dict(moves["LDG"]), dict(moves["STG"]), spills, bytes_in_flight(body), len(body), before)
 
 
 def bytes_in_flight(body: list[Instruction]) -> int:

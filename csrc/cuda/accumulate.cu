@@ -10,8 +10,10 @@ namespace {
 
 // 16 bytes, so that some 2,000 gradients fit one launch; offset and numel come from the layout on the device.
 struct alignas(16) GradientEntry {
+  static constexpr int kBlocks = 4;  // that a multiprocessor runs at once
+
   const void* data;
-  uint32_t first_block;
+  uint32_t first_unit;
   uint32_t packed;  // segment << kSegmentShift | kOverwrite | dtype
 };
 static_assert(sizeof(GradientEntry) == 16);
@@ -21,22 +23,20 @@ constexpr uint32_t kOverwrite = 4;
 constexpr int kSegmentShift = 3;
 constexpr int64_t kMaxSegments = int64_t{1} << (32 - kSegmentShift);
 
+// Units that a warp asks for before it waits. One is 24 to 32 bytes per lane, 24 KB or more on a multiprocessor, which
+// hides 1.3 us of an A100's memory; HBM3 wants more. Where that is not needed, a wider front only opens more rows of
+// DRAM.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kUnitsAtOnce = 1;
+#else
+constexpr int kUnitsAtOnce = 2;
+#endif
+
 // What a thread found in its elements.
 struct Outcome {
   bool finite_sums;
   bool finite_products;
   Squares squares;
-};
-
-// What a block does, found by its first thread. No pointers: read back from shared memory they would be generic ones,
-// and every access through them LD and ST instead of LDG and STG.
-template <class Buffer>
-struct Work {
-  int32_t entry;
-  int64_t offset;  // of the segment in the buffer
-  Piece piece;
-  bool dropped;
-  Buffer multiplier;
 };
 
 // What a gradient element adds to the buffer.
@@ -49,9 +49,7 @@ __device__ Buffer contribution(Element gradient, Buffer multiplier) {
 template <class Buffer, class Element, bool kWideGradient, bool kWideBuffer, bool kSumSquares>
 struct Accumulate {
   static constexpr int kWidth = kWidthOf<Buffer, Element>;
-  // 96 to 128 bytes in flight per thread, half of that with sums of squares: they take registers too.
-  static constexpr int kUnroll = kWideGradient && kWideBuffer && !kSumSquares ? 4 : 2;
-  static constexpr int64_t kStripe = kThreads * kWidth;
+  static constexpr int kUnroll = kUnitsAtOnce;
 
   const Element* gradient;
   Buffer* main_grad;
@@ -60,18 +58,18 @@ struct Accumulate {
   Outcome outcome;
 
   template <int kGroup, int kCount>
-  __device__ void run(int64_t i) {
+  __device__ void run(int64_t i, int64_t stride) {
     Element values[kCount][kGroup];
     Buffer totals[kCount][kGroup];
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) load<kWideGradient>(gradient + i + u * kStripe, values[u]);
+    for (int u = 0; u < kCount; ++u) load<kWideGradient>(gradient + i + u * stride, values[u]);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       if (overwrite) {
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) totals[u][k] = -0.0f;  // -0 plus x is x, -0 included: stores the product
       } else {
-        load<kWideBuffer>(main_grad + i + u * kStripe, totals[u]);
+        load<kWideBuffer>(main_grad + i + u * stride, totals[u]);
       }
     }
     bool finite = true;
@@ -89,7 +87,7 @@ struct Accumulate {
           outcome.squares.growth += after * after - before * before;
         }
       }
-      store<kWideBuffer>(totals[u], main_grad + i + u * kStripe);
+      store<kWideBuffer>(totals[u], main_grad + i + u * stride);
     }
     if (!finite) {  // rare, and only here the products matter: one that is not finite leaves no finite sum
       outcome.finite_sums = false;
@@ -113,75 +111,68 @@ struct StoreZeros {
   Buffer* main_grad;
 
   template <int kGroup, int kCount>
-  __device__ void run(int64_t i) {
+  __device__ void run(int64_t i, int64_t) {
     const Buffer zeros[kGroup] = {};
     store<kWide>(zeros, main_grad + i);
   }
 };
 
 template <class Buffer>
-__device__ void store_zeros(Buffer* main_grad, int64_t size) {
+__device__ void store_zeros(Buffer* main_grad, int64_t numel, Units units) {
   with_constant(is_aligned<kWidthOf<Buffer>>(main_grad), [&](auto wide) {
     StoreZeros<Buffer, decltype(wide)::value> body{main_grad};
-    for_each_group(size, body);
+    for_each_group(units, numel, body);
   });
 }
 
 template <bool kSumSquares, class Buffer, class Element>
-__device__ Outcome accumulate_piece(const Element* gradient, Buffer* main_grad, const Work<Buffer>& work,
-                                    bool overwrite) {
+__device__ Outcome accumulate_units(const Element* gradient, Buffer* main_grad, int64_t numel, Units units,
+                                    Buffer multiplier, bool overwrite) {
   constexpr int kWidth = kWidthOf<Buffer, Element>;
   return with_constant(is_aligned<kWidth>(gradient), [&](auto wide_gradient) {
     return with_constant(is_aligned<kWidth>(main_grad), [&](auto wide_buffer) {
       Accumulate<Buffer, Element, decltype(wide_gradient)::value, decltype(wide_buffer)::value, kSumSquares> body{
-          gradient, main_grad, work.multiplier, overwrite, {true, true, {}}};
-      for_each_group(work.piece.size, body);
+          gradient, main_grad, multiplier, overwrite, {true, true, {}}};
+      for_each_group(units, numel, body);
       return body.outcome;
     });
   });
 }
 
-// At most 64 registers, for 4 blocks on an SM: no spills on sm_75 to sm_120 (nvcc 13.0).
 template <class Buffer, bool kSumSquares, int32_t kCapacity>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, GradientEntry::kBlocks)
     accumulate_kernel(const Table<GradientEntry, kCapacity> __grid_constant__ table,
                       const AccumulateArgs __grid_constant__ args, double* partials) {
-  __shared__ Work<Buffer> work;
-  if (threadIdx.x == 0) {
-    if (table.count > 0) {
-      work.entry = table.find(blockIdx.x);
-      const int64_t* segment =
-          args.layout + 2 * static_cast<int64_t>(table.entries[work.entry].packed >> kSegmentShift);
-      work.offset = segment[0];
-      work.piece = table.piece(work.entry, segment[1], blockIdx.x);
-    }
-    const MicroBatch micro_batch = read_micro_batch(args);
-    work.dropped = micro_batch.dropped;
-    work.multiplier = multiplier<Buffer>(micro_batch);
-    if (args.count && blockIdx.x == 0) update_state(micro_batch, args.state);
-  }
-  __syncthreads();
-  Outcome outcome{true, true, {}};
-  if (table.count > 0) {
-    const GradientEntry& entry = table.entries[work.entry];
+  const MicroBatch micro_batch = read_micro_batch(args);
+  if (args.count && blockIdx.x == 0 && threadIdx.x == 0) update_state(micro_batch, args.state);
+  const Buffer factor = multiplier<Buffer>(micro_batch);
+  Squares squares;
+  table.for_each_tensor([&](const GradientEntry& entry, Units units) {
+    const uint32_t segment = entry.packed >> kSegmentShift;
     const bool overwrite = (entry.packed & kOverwrite) != 0;
-    Buffer* main_grad = static_cast<Buffer*>(args.buffer) + work.offset + work.piece.begin;
-    if (!work.dropped) {
-      with_elements(entry.data, static_cast<DType>(entry.packed & kDTypeMask), [&](auto* gradient) {
-        outcome = accumulate_piece<kSumSquares>(gradient + work.piece.begin, main_grad, work, overwrite);
-      });
-    } else if (overwrite) {
-      store_zeros(main_grad, work.piece.size);
+    const int64_t* layout = args.layout + 2 * static_cast<int64_t>(segment);
+    Buffer* main_grad = static_cast<Buffer*>(args.buffer) + layout[0];
+    const int64_t numel = layout[1];
+    if (micro_batch.dropped) {
+      if (overwrite) store_zeros(main_grad, numel, units);
+      return;
     }
-    if (!outcome.finite_sums && args.flags != nullptr) {
-      mark_overflow(args.state);
-      if (!outcome.finite_products) set_flag(&args.flags[entry.packed >> kSegmentShift], args.tag);
-    }
-  }
+    with_elements(entry.data, static_cast<DType>(entry.packed & kDTypeMask), [&](auto* gradient) {
+      const Outcome outcome = accumulate_units<kSumSquares>(gradient, main_grad, numel, units, factor, overwrite);
+      if (!outcome.finite_sums && args.flags != nullptr) {
+        mark_overflow(args.state);
+        if (!outcome.finite_products) set_flag(&args.flags[segment], args.tag);
+      }
+      if constexpr (kSumSquares) {
+        squares.gradient += outcome.squares.gradient;
+        squares.growth += outcome.squares.growth;
+      }
+    });
+  });
   if constexpr (kSumSquares) {
-    const double gradient = block_reduce<Norm::kL2, kThreads>(outcome.squares.gradient);
+    const double gradient = block_reduce<Norm::kL2, kThreads>(squares.gradient);
     __syncthreads();  // block_reduce uses its shared memory again
-    const double growth = block_reduce<Norm::kL2, kThreads>(outcome.squares.growth);
+    const double growth = block_reduce<Norm::kL2, kThreads>(squares.growth);
     if (threadIdx.x == 0) {
       partials[blockIdx.x] = gradient;
       partials[gridDim.x + blockIdx.x] = growth;
@@ -204,6 +195,7 @@ cudaError_t launch_accumulate(const AccumulateArgs& args, double* partials, void
     entry->data = gradient.data;
     entry->packed = static_cast<uint32_t>(gradient.segment) << kSegmentShift | (gradient.overwrite ? kOverwrite : 0u) |
                     static_cast<uint32_t>(gradient.dtype);
+    return unit_of(std::max<int64_t>(size_of(gradient.dtype), sizeof(Buffer)));
   };
   AccumulateArgs per_launch = args;
   const auto launch = [&](const auto& table, int64_t blocks, bool first) {

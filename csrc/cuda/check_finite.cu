@@ -8,9 +8,11 @@ namespace accumkernels::cuda {
 namespace {
 
 struct CheckEntry {
+  static constexpr int kBlocks = 8;  // that a multiprocessor runs at once
+
   const void* data;
   int64_t numel;
-  uint32_t first_block;
+  uint32_t first_unit;
   uint32_t packed;  // segment << 2 | dtype
 };
 
@@ -20,17 +22,16 @@ template <class Element, bool kWide>
 struct CheckFinite {
   static constexpr int kWidth = kWidthOf<Element>;
   static constexpr int kUnroll = kWidth > 4 ? 2 : 4;  // 32 or 64 bytes in flight per thread, of 8 blocks
-  static constexpr int64_t kStripe = kThreads * kWidth;
   using Value = std::conditional_t<sizeof(Element) == 8, double, float>;
 
   const Element* data;
   bool finite;
 
   template <int kGroup, int kCount>
-  __device__ void run(int64_t i) {
+  __device__ void run(int64_t i, int64_t stride) {
     Element values[kCount][kGroup];
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) load<kWide>(data + i + u * kStripe, values[u]);
+    for (int u = 0; u < kCount; ++u) load<kWide>(data + i + u * stride, values[u]);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
 #pragma unroll
@@ -39,13 +40,13 @@ struct CheckFinite {
   }
 };
 
-__device__ bool piece_is_finite(const CheckEntry& entry, const Piece& piece) {
+__device__ bool units_are_finite(const CheckEntry& entry, Units units) {
   bool finite = true;
   with_elements(entry.data, static_cast<DType>(entry.packed & 3u), [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     with_constant(is_aligned<kWidthOf<Element>>(data), [&](auto wide) {
-      CheckFinite<Element, decltype(wide)::value> body{data + piece.begin, true};
-      for_each_group(piece.size, body);
+      CheckFinite<Element, decltype(wide)::value> body{data, true};
+      for_each_group(units, entry.numel, body);
       finite = body.finite;
     });
   });
@@ -59,13 +60,12 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0 && threadIdx.x == 0 && args.weight_tensor != nullptr && is_bad_weight(*args.weight_tensor)) {
     raise(args.found_inf);
   }
-  if (table.count == 0) return;
-  const int32_t index = table.find(blockIdx.x);
-  const CheckEntry& entry = table.entries[index];
-  if (!piece_is_finite(entry, table.piece(index, entry.numel, blockIdx.x))) {
-    raise(args.found_inf);
-    set_flag(&args.flags[entry.packed >> 2], args.tag);
-  }
+  table.for_each_tensor([&](const CheckEntry& entry, Units units) {
+    if (!units_are_finite(entry, units)) {
+      raise(args.found_inf);
+      set_flag(&args.flags[entry.packed >> 2], args.tag);
+    }
+  });
 }
 
 }  // namespace
@@ -78,6 +78,7 @@ int check_finite(const CheckFiniteArgs& args, void* stream) {
     entry->data = gradient.data;
     entry->numel = gradient.numel;
     entry->packed = static_cast<uint32_t>(gradient.segment) << 2 | static_cast<uint32_t>(gradient.dtype);
+    return unit_of(size_of(gradient.dtype));
   };
   const auto launch = [&](const auto& table, int64_t blocks, bool) {
     constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;

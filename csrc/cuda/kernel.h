@@ -5,13 +5,15 @@
 
 #include "../core/args.h"
 #include "../core/numeric.h"
+#include "units.h"
 
 namespace accumkernels::cuda {
 
 // What a kernel's arguments may take: 32,764 bytes since CUDA 12.1 (sm_70, driver R530), 4 KB before.
 constexpr int kParameterBytes = CUDART_VERSION >= 12010 ? 32764 : 4096;
 
-constexpr int kThreads = 256;         // of a block that streams elements
+constexpr int kThreads = 256;  // of a block that streams elements
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kFinishThreads = 1024;  // of the one block that adds up partial results
 
 // The arguments go by address, so that a 32 KB table is copied once, by the driver.

@@ -10,9 +10,11 @@ namespace accumkernels::cuda {
 namespace {
 
 struct SpanEntry {
+  static constexpr int kBlocks = 4;  // that a multiprocessor runs at once
+
   const void* data;
   int64_t numel;
-  uint32_t first_block;
+  uint32_t first_unit;
   DType dtype;
 };
 
@@ -20,7 +22,6 @@ template <Norm kNorm, class Element, bool kWide>
 struct Reduce {
   static constexpr int kWidth = kWidthOf<Element>;
   static constexpr int kUnroll = kWidth > 4 ? 2 : 4;
-  static constexpr int64_t kStripe = kThreads * kWidth;
   // A largest magnitude is exact in any type, and fp64 is slow on most GPUs.
   using Result = std::conditional_t<kNorm == Norm::kL2 || sizeof(Element) == 8, double, float>;
 
@@ -28,10 +29,10 @@ struct Reduce {
   Result result;
 
   template <int kGroup, int kCount>
-  __device__ void run(int64_t i) {
+  __device__ void run(int64_t i, int64_t stride) {
     Element values[kCount][kGroup];
 #pragma unroll
-    for (int u = 0; u < kCount; ++u) load<kWide>(data + i + u * kStripe, values[u]);
+    for (int u = 0; u < kCount; ++u) load<kWide>(data + i + u * stride, values[u]);
     if constexpr (kNorm == Norm::kL2 && sizeof(Element) < 8) {
       SquareSum<Element> sum;
       for_each(values, [&](Element value) { sum.see(convert<float>(value)); });
@@ -61,13 +62,13 @@ struct Reduce {
 };
 
 template <Norm kNorm>
-__device__ double reduce_piece(const SpanEntry& entry, const Piece& piece) {
+__device__ double reduce_units(const SpanEntry& entry, Units units) {
   double result = 0.0;
   with_elements(entry.data, entry.dtype, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     with_constant(is_aligned<kWidthOf<Element>>(data), [&](auto wide) {
-      Reduce<kNorm, Element, decltype(wide)::value> body{data + piece.begin, 0};
-      for_each_group(piece.size, body);
+      Reduce<kNorm, Element, decltype(wide)::value> body{data, 0};
+      for_each_group(units, entry.numel, body);
       result = body.result;
     });
   });
@@ -77,10 +78,10 @@ __device__ double reduce_piece(const SpanEntry& entry, const Piece& piece) {
 template <Norm kNorm, int32_t kCapacity>
 __global__ void __launch_bounds__(kThreads)
     norm_kernel(const Table<SpanEntry, kCapacity> __grid_constant__ table, double* partials) {
-  const int32_t index = table.find(blockIdx.x);
-  const SpanEntry& entry = table.entries[index];
-  const double result =
-      block_reduce<kNorm, kThreads>(reduce_piece<kNorm>(entry, table.piece(index, entry.numel, blockIdx.x)));
+  double result = 0.0;
+  table.for_each_tensor(
+      [&](const SpanEntry& entry, Units units) { result = combine<kNorm>(result, reduce_units<kNorm>(entry, units)); });
+  result = block_reduce<kNorm, kThreads>(result);
   if (threadIdx.x == 0) partials[blockIdx.x] = result;
 }
 
@@ -97,6 +98,7 @@ cudaError_t launch_norm(const NormArgs& args, double* partials, void* stream) {
     entry->data = span.data;
     entry->numel = span.numel;
     entry->dtype = span.dtype;
+    return unit_of(size_of(span.dtype));
   };
   const auto launch = [&](const auto& table, int64_t blocks, bool) {
     constexpr int32_t kCapacity = std::decay_t<decltype(table)>::kCapacity;

@@ -30,7 +30,7 @@ cudaError_t find_image(int device) {
 
 }  // namespace
 
-int64_t workspace_size() { return 2 * kMaxPartials; }  // accumulate has two sums per block
+int64_t workspace_size() { return 2 * kMaxBlocks; }  // accumulate has two sums per block
 
 int probe(int device, char* message, int size) {
   int driver = 0;

@@ -6,9 +6,11 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "../core/args.h"
-#include "blocks.h"
 #include "kernel.h"
+#include "units.h"
 
 namespace accumkernels::cuda {
 
@@ -22,48 +24,63 @@ constexpr int32_t kLongTable = (kParameterBytes - kOtherBytes) / sizeof(Entry);
 
 template <class Entry, int32_t kEntries>
 struct Table {
-  static_assert(sizeof(Entry) >= 16, "kMaxPartials counts on it");
   static constexpr int32_t kCapacity = kEntries;
 
   Entry entries[kCapacity];
-  int64_t elements_per_block;
-  int32_t count;  // 0 in the one launch of an empty list
+  uint32_t count;  // 0 in the one launch of an empty list
+  uint32_t units;
 
-  // The entry that a block belongs to, and the part of its tensor that the block takes.
-  __device__ int32_t find(uint32_t block) const { return find_entry(entries, count, block); }
-
-  __device__ Piece piece(int32_t entry, int64_t numel, uint32_t block) const {
-    return piece_of(numel, elements_per_block, block - entries[entry].first_block);
+  // Calls visit(entry, units) for each tensor that this warp has units of.
+  template <class Visit>
+  __device__ void for_each_tensor(Visit visit) const {
+    const uint32_t step = gridDim.x * kWarps;
+    uint32_t unit = blockIdx.x * kWarps + threadIdx.x / kWarp;
+    uint32_t index = 0;
+    while (unit < units) {
+      index = find_entry(entries, index, count, unit);
+      const Entry& entry = entries[index];
+      const uint32_t end = index + 1 < count ? entries[index + 1].first_unit : units;
+      visit(entry, Units{unit - entry.first_unit, end - entry.first_unit, step});
+      unit += (end - unit + step - 1) / step * step;
+    }
   }
 };
 
-// One partial result per block; a launch has less than one block per tensor over kTargetBlocks.
-constexpr int64_t kMaxPartials = kTargetBlocks + kParameterBytes / 16;
+// Blocks of a launch, each of which has a partial result: as many as run at once. (B200 has 148 multiprocessors.)
+constexpr int64_t kMaxBlocks = 4096;
+
+constexpr int64_t kMaxUnits = int64_t{1} << 31;  // of a launch: a terabyte of fp32, and sums of numbers fit 32 bits
+
+// For a kernel of which a multiprocessor runs so many blocks.
+inline cudaError_t count_blocks(int blocks_at_once, int64_t* blocks) {
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  *blocks = std::min(int64_t{processors} * blocks_at_once, kMaxBlocks);
+  return error;
+}
 
 template <class Entry, int32_t kCapacity, class Item, class Fill, class Launch>
 cudaError_t launch_in_tables_of(const Item* items, int64_t num_items, bool always, Fill fill, Launch launch) {
+  int64_t most_blocks = 0;
+  cudaError_t error = count_blocks(Entry::kBlocks, &most_blocks);
+  if (error != cudaSuccess) return error;
   Table<Entry, kCapacity> table;
   int64_t next = 0;
   bool first = true;
   do {
-    const int64_t start = next;
-    int64_t elements = 0;
-    table.count = 0;
+    table.count = table.units = 0;
     for (; next < num_items && table.count < kCapacity; ++next) {
       if (items[next].numel == 0) continue;
-      fill(items[next], &table.entries[table.count++]);
-      elements += items[next].numel;
-    }
-    table.elements_per_block = elements_per_block(elements);
-    int64_t blocks = 0;
-    int32_t entry = 0;
-    for (int64_t i = start; i < next; ++i) {
-      if (items[i].numel == 0) continue;
-      table.entries[entry++].first_block = static_cast<uint32_t>(blocks);
-      blocks += blocks_of(items[i].numel, table.elements_per_block);
+      Entry& entry = table.entries[table.count++];
+      entry.first_unit = table.units;
+      const int64_t units = table.units + units_of(items[next].numel, fill(items[next], &entry));
+      if (units > kMaxUnits) return cudaErrorInvalidValue;
+      table.units = static_cast<uint32_t>(units);
     }
     if (table.count > 0 || (first && always)) {
-      const cudaError_t error = launch(table, blocks > 0 ? blocks : 1, first);
+      const int64_t blocks = std::clamp<int64_t>(units_of(table.units, kWarps), 1, most_blocks);
+      error = launch(table, blocks, first);
       if (error != cudaSuccess) return error;
       first = false;
     }
@@ -71,7 +88,8 @@ cudaError_t launch_in_tables_of(const Item* items, int64_t num_items, bool alway
   return cudaSuccess;
 }
 
-// Cuts the list into launches of as many tensors as fit a table: fill(item, &entry), then launch(table, blocks, first).
+// Cuts the list into launches of as many tensors as fit a table: fill(item, &entry), which returns the
+// elements of a unit of this tensor, then launch(table, blocks, first).
 // Tensors without elements take no entry; if there is nothing else, `always` asks for one launch with an empty table.
 template <class Entry, class Item, class Fill, class Launch>
 cudaError_t launch_in_tables(const Item* items, int64_t num_items, bool always, Fill fill, Launch launch) {

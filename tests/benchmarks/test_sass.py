@@ -50,14 +50,14 @@ def without_finish(found: list[Code]) -> list[Code]:
     return [code for code in found if not any(name in code.kernel for name in ("finish", "probe", "judge"))]
 
 
-def main_loops(kernel: str) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+def main_loops(kernel: str, arch: str) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
     """Loads and stores, as {bits: count}, of the loops that a kernel must have for tensors that are aligned.
 
     A group of elements is 16 bytes of the widest type, so that a warp's accesses fill whole sectors.
     """
     name, _, variant = kernel.rstrip("]").partition("[")
     if name == "accumulate_kernel":
-        buffer, unroll = 8 if "fp64" in variant else 4, 2 if "sq_norm" in variant else 4
+        buffer, unroll = 8 if "fp64" in variant else 4, 1 if arch == "sm_80" else 2
         for size in SIZES:
             width = 16 // max(size, buffer)
             gradient_bits, buffer_bits = 8 * width * size, 8 * width * buffer
@@ -69,8 +69,9 @@ def main_loops(kernel: str) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
         for size in SIZES:
             yield {128: 2 if size == 2 else 4}, {}
     else:  # each loop has the code for all types of one width of arithmetic: fp32, then fp64
-        for accesses in ({64: 8, 128: 4}, {32: 8, 64: 4, 128: 4}):
-            yield accesses, accesses
+        yield {64: 8, 128: 4}, {64: 8, 128: 4}
+        # sm_100 loads fp16 and bf16 by one instruction.
+        yield {32: 1 if arch == "sm_100" else 2, 64: 1, 128: 1}, {32: 2, 64: 1, 128: 1}
 
 
 def faults(code: Code) -> list[str]:
@@ -80,7 +81,7 @@ def faults(code: Code) -> list[str]:
     if code.spills:
         found.append(f"{where}: {code.spills} bytes of local memory")
     rest = list(code.loops)
-    for loads, stores in main_loops(code.kernel):
+    for loads, stores in main_loops(code.kernel, code.arch):
         match = next((loop for loop in rest if (loop.loads, loop.stores) == (loads, stores)), None)
         if match is None:
             found.append(f"{where}: no loop of {sass.Loop(loads, stores, 0, 0)}")
@@ -106,22 +107,57 @@ def test_loops_are_wide_and_nothing_is_spilled(kernels):
     assert [fault for code in kernels for fault in faults(code)] == []
 
 
-def test_enough_is_in_flight(kernels):
-    """Little's law: 4.8 TB/s times some 700 ns is 3.4 MB, 25 KB on each of 132 multiprocessors; 64 KB leave room."""
+# Little's law, in KB for each multiprocessor: bandwidth times some 700 ns. A100: 2.0 TB/s, 108; H200: 4.8 TB/s, 132;
+# B200: 8 TB/s, 148.
+LATENCY_KB = {"sm_80": 13, "sm_90": 25, "sm_100": 37}
+
+
+def loops_of_accumulate(kernels: list[Code]) -> Iterator[tuple[Code, sass.Loop]]:
+    """Those for aligned tensors, without sums of squares."""
     for code in kernels:
         if code.kernel.startswith("accumulate_kernel") and "sq_norm" not in code.kernel:
-            blocks = sass.blocks_per_multiprocessor(code.regs, code.arch)
-            wide = [(loads, stores) for loads, stores in main_loops(code.kernel) if loads]
-            for loop in code.loops:
-                if (loop.loads, loop.stores) in wide:
-                    assert loop.in_flight * sass.BLOCK * blocks >= 64 * 1024, (code.kernel, code.arch, loop)
+            wide = [(loads, stores) for loads, stores in main_loops(code.kernel, code.arch) if loads]
+            yield from ((code, loop) for loop in code.loops if (loop.loads, loop.stores) in wide)
+
+
+def test_enough_is_in_flight(kernels):
+    """On the blocks that a launch has on each multiprocessor, which run at once."""
+    for code, loop in loops_of_accumulate(kernels):
+        blocks = compile_report.BLOCKS["accumulate_kernel"]
+        assert sass.blocks_per_multiprocessor(code.regs, code.arch) >= blocks
+        assert loop.in_flight * sass.BLOCK * blocks >= LATENCY_KB[code.arch] * 1000, (code.kernel, code.arch, loop)
+
+
+def test_few_instructions(kernels):
+    """At most 56 for each unit of a warp, and 300 before a block's first loop, which it runs once in a launch.
+
+    An A100 issues 6e11 instructions of a warp per second: 0.1 ms for the 970,000 units of 124 million elements, whose
+    memory takes 0.6 ms.
+    """
+    before: dict[str, int] = {}
+    for code, loop in loops_of_accumulate(kernels):
+        assert loop.instructions <= 56 * sum(loop.stores.values()), (code.kernel, code.arch, loop, loop.instructions)
+        before.setdefault(f"{code.kernel} {code.arch}", loop.before)
+    assert max(before.values()) <= 300, before
+
+
+def test_blocks_are_those_of_the_sources():
+    """What the report counts on as running at once on a multiprocessor is what a launch has."""
+    for kernel, blocks in compile_report.BLOCKS.items():
+        source = (ROOT / "csrc" / "cuda" / f"{kernel.removesuffix('_kernel')}.cu").read_text()
+        assert re.findall(r"kBlocks = (\d+);", source) == [str(blocks)]
 
 
 @pytest.mark.parametrize(
     ("file", "sound", "faulty", "message"),
     [
-        ("stream.h", r"__stwb\((.*?),\s+word\);", r"*\1 = word;", "stores 4 x 32"),
-        ("accumulate.cu", r"__launch_bounds__\(kThreads, 4\)", "__launch_bounds__(kThreads, 8)", "of local memory"),
+        ("stream.h", r"__stwb\((.*?),\s+word\);", r"*\1 = word;", "no loop of loads 2 x 64"),
+        (
+            "accumulate.cu",
+            r"__launch_bounds__\(kThreads, GradientEntry::kBlocks\)",
+            "__launch_bounds__(kThreads, 8)",
+            "of local memory",
+        ),
         ("accumulate.cu", r"is_aligned<kWidth>\(gradient\)", "false", "no loop of"),
     ],
     ids=["split stores", "spills", "narrow loads"],

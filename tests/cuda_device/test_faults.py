@@ -12,7 +12,7 @@ __test__ = compiler() is not None
 
 FAULTS = {
     "last block lost": Fault(
-        *("cuda/table.h", r"launch\(table, blocks > 0 \? blocks : 1", "launch(table, blocks > 1 ? blocks - 1 : 1"),
+        *("cuda/table.h", r"unit < units\) {", "unit < units && blockIdx.x + 1 < gridDim.x) {"),
         *("accumulate", "buffer["),
     ),
     "words swapped": Fault(
@@ -20,7 +20,7 @@ FAULTS = {
         *("accumulate", "buffer["),
     ),
     "barrier gone": Fault(
-        *("cuda/accumulate.cu", r"__syncthreads\(\);\n(  Outcome outcome)", r"\1", "accumulate", "buffer["),
+        *("cuda/reduce.h", r"(of_warps\[warp\] = value;)\n  __syncthreads\(\);", r"\1", "norm", "norm"),
     ),
     "fp16 towards zero": Fault(
         *("core/numeric.h", "__float2half_rn", "__float2half_rz", "scaled_copy", "fp16 of fp32["),
@@ -29,7 +29,7 @@ FAULTS = {
         *("core/numeric.h", "__float2bfloat16_rn", "__float2bfloat16_rz", "scaled_copy", "bf16 of fp32["),
     ),
     "off by one in the table": Fault(
-        *("cuda/blocks.h", "first_block <= block", "first_block < block", "accumulate", "buffer["),
+        *("cuda/table.h", r"index \+ 1 < count", "index + 2 < count", "accumulate", "buffer["),
     ),
     "half of the lanes in the mask": Fault("cuda/reduce.h", "0xffffffffu", "0x0000ffffu", "norm", "not in its mask"),
 }

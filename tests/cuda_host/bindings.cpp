@@ -120,41 +120,52 @@ std::pair<int, std::string> probe(int device) {
   return {error, message};
 }
 
-// What `visit(table, blocks)` gets for each launch over tensors of these sizes.
+struct Item {
+  int64_t numel;
+};
+struct Entry {
+  static constexpr int kBlocks = 4;
+
+  int64_t numel;
+  uint32_t first_unit;
+};
+
+// What `visit(table, blocks)` gets for each launch over tensors of these sizes, in units of 128 elements.
 template <class Visit>
-void visit_tables(const std::vector<int64_t>& numels, Visit visit) {
-  struct Item {
-    int64_t numel;
-  };
-  struct Entry {
-    int64_t numel;
-    uint32_t first_block;
-  };
+cudaError_t visit_tables(const std::vector<int64_t>& numels, Visit visit) {
   std::vector<Item> items;
   for (const int64_t numel : numels) items.push_back({numel});
-  cuda::launch_in_tables<Entry>(
+  return cuda::launch_in_tables<Entry>(
       items.data(), static_cast<int64_t>(items.size()), false,
-      [](const Item& item, Entry* entry) { entry->numel = item.numel; },
+      [](const Item& item, Entry* entry) {
+        entry->numel = item.numel;
+        return unit_of(4);
+      },
       [&](const auto& table, int64_t blocks, bool) {
         visit(table, blocks);
         return cudaSuccess;
       });
 }
 
-// Blocks of each launch.
-std::vector<int64_t> blocks(const std::vector<int64_t>& numels) {
-  std::vector<int64_t> result;
-  visit_tables(numels, [&](const auto&, int64_t blocks) { result.push_back(blocks); });
+// Tensors, units and blocks of each launch; nothing for a list that is refused.
+std::vector<std::tuple<uint32_t, uint32_t, int64_t>> launches_of(const std::vector<int64_t>& numels) {
+  std::vector<std::tuple<uint32_t, uint32_t, int64_t>> result;
+  const cudaError_t error = visit_tables(
+      numels, [&](const auto& table, int64_t blocks) { result.emplace_back(table.count, table.units, blocks); });
+  if (error != cudaSuccess) result.clear();
   return result;
 }
 
-// (entry, begin, size) of what `block` takes in a list that fits one launch.
-std::tuple<int32_t, int64_t, int64_t> piece(const std::vector<int64_t>& numels, uint32_t block) {
-  std::tuple<int32_t, int64_t, int64_t> result;
-  visit_tables(numels, [&](const auto& table, int64_t) {
-    const int32_t index = table.find(block);
-    const Piece found = table.piece(index, table.entries[index].numel, block);
-    result = {index, found.begin, found.size};
+// (size of the tensor, first, end, step) of the units that a warp takes in a list that fits one launch.
+std::vector<std::tuple<int64_t, uint32_t, uint32_t, uint32_t>> units(const std::vector<int64_t>& numels, unsigned block,
+                                                                     unsigned warp) {
+  std::vector<std::tuple<int64_t, uint32_t, uint32_t, uint32_t>> result;
+  visit_tables(numels, [&](const auto& table, int64_t blocks) {
+    gridDim.x = static_cast<unsigned>(blocks);
+    blockIdx.x = block;
+    threadIdx.x = warp * kWarp;
+    table.for_each_tensor(
+        [&](const auto& entry, Units found) { result.emplace_back(entry.numel, found.first, found.end, found.step); });
   });
   return result;
 }
@@ -175,13 +186,14 @@ PYBIND11_MODULE(accumkernels_cuda_host, m) {
   m.def("is_finite", &device::is_finite_all);
   m.def("convert_on_host", &host::convert_all);
   m.def("is_finite_on_host", &host::is_finite_all);
-  m.def("piece", &piece);
-  m.def("blocks", &blocks);
+  m.def("units", &units);
+  m.def("launches_of", &launches_of);
   m.def("launches", [] { return cuda_host::launches; });
   m.def("largest_arguments", [] { return std::exchange(cuda_host::largest_arguments, 0); });
   py::class_<cuda_host::Settings>(m, "Settings")
       .def_readwrite("seed", &cuda_host::Settings::seed)
       .def_readwrite("last_blocks", &cuda_host::Settings::last_blocks)
+      .def_readwrite("processors", &cuda_host::Settings::processors)
       .def_readwrite("driver_version", &cuda_host::Settings::driver_version)
       .def_readwrite("device_count", &cuda_host::Settings::device_count)
       .def_readonly("contexts", &cuda_host::Settings::contexts)

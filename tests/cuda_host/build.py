@@ -151,7 +151,7 @@ def run_check(program: Path, *checks: str, seed: int = 1) -> subprocess.Complete
     """
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "CUDA_HOST_SEED": str(seed)}
     command = [str(program), *(checks or _SEVERAL_BLOCKS)]
-    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False, timeout=300)
 
 
 def load(*, sanitize: bool) -> ModuleType:

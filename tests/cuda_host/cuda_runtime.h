@@ -78,6 +78,7 @@ inline uint64_t seed_from_environment() {
 struct Settings {
   uint64_t seed = seed_from_environment();  // of the order of blocks and threads: shows a missing barrier; 0: ascending
   int64_t last_blocks = 0;                  // run only this many blocks at the end of every grid; 0: all
+  int processors = 2;                       // multiprocessors of a GPU
   int driver_version = 13000;
   int device_count = 2;
   unsigned contexts = 0;                  // a bit for each device that has one
@@ -138,6 +139,11 @@ inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 
 template <class T>
+T __ldca(const T* from) {
+  return *from;
+}
+
+template <class T>
 void __stwb(T* to, T value) {
   *to = value;
 }
@@ -167,7 +173,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7 : attribute == cudaDevAttrMultiProcessorCount ? 2 : 0;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 7
+           : attribute == cudaDevAttrMultiProcessorCount  ? cuda_host::settings.processors
+                                                          : 0;
   return cudaSuccess;
 }
 

@@ -22,7 +22,8 @@ if __test__:
     kernels = ops.kernels
 
 HALVES = (torch.float16, torch.bfloat16)
-TILE = 4096  # kTile of csrc/cuda/blocks.h
+UNIT = 128  # elements, of csrc/cuda/units.h: 32 lanes of 16 bytes of fp32
+WARPS = 8  # of a block
 NO_IMAGE = 209  # cudaErrorNoKernelImageForDevice
 OLD_DRIVER = 35  # cudaErrorInsufficientDriver
 
@@ -100,34 +101,65 @@ def test_is_finite(dtype, side):
     assert torch.equal(finite(values, side), torch.isfinite(values))
 
 
-@given(numels=st.lists(st.one_of(st.integers(1, 20_000), st.integers(1, 2**36)), min_size=1, max_size=20))
-def test_blocks_cover_every_element_once(numels):
-    """The first and last blocks of each tensor begin and end with it; pieces are whole tiles but at a tensor's end."""
-    (blocks,) = kernels.blocks(numels)
-    assert blocks <= 16384 + len(numels) <= kernels.workspace_size()
-    per_block = math.ceil(math.ceil(sum(numels) / 16384) / TILE) * TILE
-    block = 0
-    for index, numel in enumerate(numels):
-        last = block + -(-numel // per_block) - 1
-        tail = (numel - 1) // per_block * per_block
-        assert kernels.piece(numels, block) == (index, 0, min(numel, per_block))
-        assert kernels.piece(numels, last) == (index, tail, numel - tail)
-        block = last + 1
-    assert block == blocks
+@given(numels=st.lists(st.integers(1, 3000), min_size=1, max_size=40, unique=True), processors=st.integers(1, 4))
+def test_warps_take_every_unit_once(numels, processors):
+    """Of each tensor, whatever the number of multiprocessors; all warps take as many units, but for one."""
+    kernels.settings.processors = processors
+    ((count, total, blocks),) = kernels.launches_of(numels)
+    units = {numel: math.ceil(numel / UNIT) for numel in numels}
+    assert (count, total) == (len(numels), sum(units.values()))
+    assert blocks == min(math.ceil(total / WARPS), 4 * processors)
+    taken = [
+        [(numel, unit) for numel, *share in kernels.units(numels, block, warp) for unit in range(*share)]
+        for block in range(blocks)
+        for warp in range(WARPS)
+    ]
+    assert sorted(sum(taken, [])) == sorted((numel, unit) for numel in numels for unit in range(units[numel]))
+    assert {len(share) for share in taken} <= {total // (blocks * WARPS), -(-total // (blocks * WARPS))}
 
 
-def test_blocks_of_a_small_list():
-    """Each block in turn, tensor by tensor."""
-    pieces = [kernels.piece([1, 5000, 4096, 2], block) for block in range(5)]
-    assert pieces == [(0, 0, 1), (1, 0, 4096), (1, 4096, 904), (2, 0, 4096), (3, 0, 2)]
+@given(numels=st.lists(st.integers(1, 2**34), min_size=1, max_size=15, unique=True))
+def test_units_of_large_tensors(numels):
+    """Numbers past 2**31 elements: a warp finds each tensor that it has units of, at its first one there."""
+    kernels.settings.processors = 132
+    ((_, total, blocks),) = kernels.launches_of(numels)
+    step = blocks * WARPS
+    expected, begin = [], 0
+    for numel in numels:
+        end = begin + math.ceil(numel / UNIT)
+        first = begin + (step // 2 - begin) % step  # of the warp in the middle, in the numbers of all units
+        if first < end:
+            expected.append((numel, first - begin, end - begin, step))
+        begin = end
+    assert begin == total
+    assert kernels.units(numels, step // 2 // WARPS, step // 2 % WARPS) == expected
 
 
 def test_launches_hold_as_many_tensors_as_fit():
-    """Empty tensors do not count; a launch of one-element tensors has a block for each."""
+    """Empty tensors do not count."""
     capacity = (32764 - 256) // 16
-    assert kernels.blocks([1, 0] * capacity) == [capacity]
-    assert kernels.blocks([0, 1] * (2 * capacity + 3) + [0]) == [capacity, capacity, 3]
-    assert kernels.blocks([0] * 9) == []
+    kernels.settings.processors = 132
+
+    def tensors(numels: list[int]) -> list[int]:
+        return [count for count, *_ in kernels.launches_of(numels)]
+
+    assert tensors([1, 0] * capacity) == [capacity]
+    assert tensors([0, 1] * (2 * capacity + 3) + [0]) == [capacity, capacity, 3]
+    assert tensors([0] * 9) == []
+
+
+def test_blocks_are_as_many_as_run_at_once():
+    """Four on each multiprocessor, at most as many as the workspace has two sums for."""
+    for processors, blocks in ((1, 4), (132, 528), (1024, 4096), (2000, 4096)):
+        kernels.settings.processors = processors
+        assert kernels.launches_of([2**30]) == [(1, 2**30 // UNIT, blocks)]
+        assert 2 * blocks <= kernels.workspace_size()
+
+
+def test_a_list_of_a_terabyte_is_refused():
+    """Its units cannot be numbered in 32 bits."""
+    assert kernels.launches_of([2**37, 2**37]) == [(2, 2**31, 8)]
+    assert kernels.launches_of([2**37, 2**37, 1]) == []
 
 
 @pytest.mark.parametrize(

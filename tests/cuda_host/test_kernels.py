@@ -45,7 +45,7 @@ if __test__:
 
 INF = math.inf
 NAN = math.nan
-# Thread t takes 16-byte groups; a block 4,096 elements; sizes around those borders, and past several blocks.
+# A lane takes 16 bytes, a warp 64 to 256 elements, all blocks 8,192 or more; sizes around those borders, and past them.
 SIZES = [0, 1, 2, 3, 7, 8, 9, 255, 2047, 2048, 2049, 4095, 4096, 4097, 12_345]
 
 
@@ -395,7 +395,9 @@ def reserved(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def test_elements_past_two_to_the_31():
     """Offsets and indices beyond 2**31: of tensors that large only the last block runs, which has the last values."""
-    numel, offset = 2**31 + 4096 * 5 + 3, 2**31 + 64
+    kernels.settings.processors = 2048
+    step = 4096 * 8 * 256  # elements of 16 bits that all warps move at once; of 32 bits half
+    numel, offset = 2**31 + step - 125, 2**31 + 64
     grad, buffer = reserved(numel, torch.float16), reserved(offset + numel, torch.float32)
     grad[-4:] = torch.tensor([1.0, 2.0, -3.0, 4.0])
     buffer[-4:] = 0.5

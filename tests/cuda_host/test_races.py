@@ -24,9 +24,6 @@ RACES = {
     "no barrier between two reductions": Fault(
         "cuda/accumulate.cu", r"__syncthreads\(\);(  // block_reduce uses)", r"\1", "accumulate", "data race"
     ),
-    "no barrier behind the lookup": Fault(
-        "cuda/accumulate.cu", r"__syncthreads\(\);\n(  Outcome outcome)", r"\1", "accumulate", "data race"
-    ),
     "no barrier inside a reduction": Fault(
         "cuda/reduce.h", r"(of_warps\[warp\] = value;\n)\s*__syncthreads\(\);", r"\1", "norm", "data race"
     ),
