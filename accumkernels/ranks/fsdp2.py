@@ -307,7 +307,8 @@ def _disagreement(found: dict[str, list[float]]) -> str | None:
         )
     return (
         f"the weights of this window sum, by rank, to {listed(found['weight'])}, and were given to accumulate(): that "
-        "is after FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md)"
+        "is after FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md), "
+        "where no .grad is left from before"
     )
 
 

@@ -151,8 +151,11 @@ class MicroBatchRunner:
         micro_batch = MicroBatch(weight, self.serial + 1, last, loss, True)
         if self._crosses_ranks is None:  # asking torch.distributed is slow
             self._crosses_ranks = backward_may_cross_ranks()
-        if self._crosses_ranks and not self.has_gradients:  # gradients of an earlier backward lack the weight
-            loss, micro_batch = self._weighting.weigh(loss, micro_batch)
+        if self._crosses_ranks:
+            if not self.has_gradients:
+                loss, micro_batch = self._weighting.weigh(loss, micro_batch)
+            elif isinstance(weight, Tensor) or weight != 1:  # gradients of an earlier backward lack the weight
+                self._window.weigh_late()
         if self._window.unsynced:
             self._window.check_unsynced(micro_batch)
         self.run(scaled_backward(loss, self._scaler.scaler, kwargs), loss, micro_batch)

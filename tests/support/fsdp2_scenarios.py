@@ -338,6 +338,14 @@ def what_ranks_disagree_about(rank, size):
         with pytest.raises(RuntimeError, match=r"sum, by rank, to \[1\.0, 2\.0\].*acc\.backward"):
             acc.step(optimizer)
         acc.zero_()
+        # Something else has put zeros into `.grad`, to which FSDP2 adds what has no weight in its loss.
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for x, y in micro_batches(rank, [1 + rank]):
+            acc.backward(mse_loss(model(x), y), len(x))
+        with pytest.raises(RuntimeError, match=r"sum, by rank, to \[1\.0, 2\.0\].*no \.grad is left"):
+            acc.step(optimizer)
+        acc.zero_()
         run_window(acc, model, [2])
         with pytest.raises(RuntimeError, match=r"divisors of this window are, by rank, \[4\.0, 5\.0\]"):
             acc.step(optimizer, divisor=4 + rank)
