@@ -78,6 +78,8 @@ class FusedAccumulation(pl.Callback):
         self._options = options
         self._split = split_options(split)
         self._strategy: Any = None  # whose training_step splits batches
+        self._sharding: Any = None  # the strategy that saves sharded optimizers
+        self._read_elsewhere = False  # whether code on another rank looks at `.grad`
         self._apart = False  # whether it runs, and ranks split their batches differently
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
@@ -177,7 +179,12 @@ class FusedAccumulation(pl.Callback):
                     optimizer.zero_grad = optimizer.optimizer.zero_grad = _Drop(window)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Copy the model's values into masters: Lightning may have loaded or reset them since `on_fit_start`."""
+        """Copy the model's values into masters: Lightning may have loaded or reset them since `on_fit_start`.
+
+        Where code of any rank looks at `.grad`, as a callback of rank 0 alone may, all ranks end their windows for it.
+        """
+        reads = not self._nobody_reads_gradients(pl_module)
+        self._read_elsewhere = trainer.strategy.reduce_boolean_decision(reads, all=False)
         for window in self._windows:
             window.close()
             window.accumulator.refresh_masters()
@@ -208,6 +215,10 @@ class FusedAccumulation(pl.Callback):
             for name in ("training_step", *_COMMUNICATE):
                 delattr(self._strategy, name)
             self._strategy = None
+        if self._sharding is not None:
+            del self._sharding.optimizer_state
+            self._sharding = None
+        self._read_elsewhere = False
         for optimizer in self._lightning_optimizers:
             del optimizer.zero_grad, optimizer.optimizer.zero_grad
         self._lightning_optimizers = []
@@ -402,6 +413,8 @@ class FusedAccumulation(pl.Callback):
         return result
 
     def _nobody_reads_gradients(self, model: pl.LightningModule) -> bool:
+        if self._read_elsewhere:
+            return False
         callbacks = [c for c in model.trainer.callbacks if not type(c).__module__.startswith("lightning.")]
         hooks = [(type(c), pl.Callback) for c in callbacks if c is not self] + [(type(model), pl.LightningModule)]
         return all(getattr(kind, name, None) is getattr(base, name, None) for kind, base in hooks for name in _READERS)

@@ -77,6 +77,7 @@ class FusedAccumulationMixin(Base):
         self._endings: Endings  # of the current `train`
         self._logged: Tensor | None = None  # sum of the means of a window that the Trainer takes for its loss
         self._items: Tensor | int | None = None
+        self._read_elsewhere = False  # whether code on another rank looks at `.grad`
         super().__init__(*args, **kwargs)
 
     @property
@@ -103,6 +104,7 @@ class FusedAccumulationMixin(Base):
             )
         self._probe = LossProbe(self)
         self._endings = Endings()
+        self._read_elsewhere = False
         try:
             return super().train(*args, **kwargs)
         except RuntimeError as error:
@@ -233,7 +235,7 @@ class FusedAccumulationMixin(Base):
         return super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_equal_windows()
+        self._compare_ranks()
         if self.model_wrapped is not self.model:  # by an earlier train(), and the Trainer does not prepare it again
             self.accelerator.adopt(self.model_wrapped)
         elif self.is_distributed_loading_by_transformers:
@@ -244,10 +246,14 @@ class FusedAccumulationMixin(Base):
         self._endings.note(self.state.global_step)  # before the Trainer communicates
         return super()._finalize_training(*args, **kwargs)
 
-    def _check_equal_windows(self) -> None:
-        """Refuse data of which ranks make unequal numbers of windows: one would wait for those that have ended."""
-        own = torch.tensor([self.state.max_steps], device=self.args.device)
-        of_ranks = self.accelerator.gather(own).tolist()
+    def _compare_ranks(self) -> None:
+        """Refuse data of which ranks make unequal numbers of windows: one would wait for those that have ended.
+
+        Where code of any rank looks at `.grad`, as a callback of rank 0 alone may, all ranks end their windows for it.
+        """
+        own = torch.tensor([[self.state.max_steps, self._somebody_reads_gradients()]], device=self.args.device)
+        of_ranks, reads = self.accelerator.gather(own).T.tolist()
+        self._read_elsewhere = any(reads)
         if len(set(of_ranks)) > 1:
             first, last = of_ranks.index(min(of_ranks)), of_ranks.index(max(of_ranks))
             raise RuntimeError(
@@ -259,6 +265,8 @@ class FusedAccumulationMixin(Base):
 
     def _somebody_reads_gradients(self) -> bool:
         """Whether any code of the user's runs between the last backward of a window and `zero_grad`."""
+        if self._read_elsewhere:
+            return True
         base = transformers.TrainerCallback
         return any(
             getattr(type(callback), hook) is not getattr(base, hook)
