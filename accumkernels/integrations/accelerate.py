@@ -272,15 +272,19 @@ class Accelerator(Stock):
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As in accelerate."""
         windows = self._windows
+        for window in windows:
+            window.go_on()
         self.open_window()
         for window in windows:
             window.micro_batch = 0
+        numbers = [window.parts.window().number for window in windows]
         try:
             with super().accumulate(*models):
                 yield
         finally:
-            for window in windows:
+            for window, number in zip(windows, numbers, strict=True):
                 window.micro_batch = None
+                window.due = number if self.sync_gradients else None
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from ..window.optimizers import needs_closure
 from .optimizer_accumulator import OptimizerAccumulator
 from .stepping import apart, check_optimizer_once, once
 from .visible_grads import VisibleGrads
+
+_log = logging.getLogger(__name__)
 
 
 class TrainerWindow:
@@ -46,6 +50,7 @@ class TrainerWindow:
         folds: Whether no code looks at `.grad` before the step or after it.
         under_way: The micro-batch whose backward `run` has started, until it is counted.
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
+        due: The number of the window that the trainer's last micro-batch was to end; None inside a window.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class TrainerWindow:
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._visible = VisibleGrads()
         self._idle = False
+        self.due: int | None = None
+        self._warned = False  # of a window whose end was left out
         self.under_way: MicroBatch | None = None
         self._current = OptimizerAccumulator(self.modules, optimizer, self._scaler, alone=alone, **options)
 
@@ -115,6 +122,23 @@ class TrainerWindow:
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """The tensors that the optimizer steps for these parameters of the model."""
         return self.accumulator.param_groups([{"params": params}])[0]["params"]
+
+    def go_on(self) -> None:
+        """Before the trainer's next micro-batch, tell other ranks of a window that this rank has not ended.
+
+        They may wait at its end, and would take the end of the next window for it.
+        """
+        window = self.parts.window()
+        if self.due != window.number or self.finalized:
+            return
+        window.miss_end()
+        if self.accumulator.micro_batches and self.several_ranks and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the last micro-batch of a window came without optimizer.step() on this rank, so its micro-batches go "
+                "to the next window. If other ranks have stepped, all stop there with an error: a rank that leaves a "
+                "micro-batch out steps all the same"
+            )
 
     # ---- micro-batches
 
@@ -368,11 +392,17 @@ class TrainerWindow:
         return self.accumulator.state_dict(reduced=self.several_ranks and done > 0)
 
     def close(self) -> None:
-        """Drop the window, stepped or not, and open the next; collective if sums are being sent to other ranks."""
+        """Drop the window, stepped or not, and open the next; collective if sums are being sent to other ranks.
+
+        A rank that drops what all have finalized differs from those that step it, and says so at the next end.
+        """
         if self.parts.ranks.sender.begun:
             self.finalize()
+        dropped = self.finalized and not self.stepped
         self._visible.forget()
         self.accumulator.zero_()
+        if dropped:
+            self.parts.window().miss_end()
         self._reset()
 
     def _reset(self) -> None:

@@ -199,7 +199,8 @@ def different_windows(found: Mapping[str, Sequence[float]]) -> str | None:
     if len(set(numbers)) > 1:
         return (
             f"ranks are in different windows, by rank {listed([int(n) for n in numbers])}: load states on all ranks "
-            "that were saved in the same window, and end each window on all ranks"
+            "that were saved in the same window, and end each window on all ranks: by the optimizer's step, also where "
+            "a rank leaves a micro-batch out, or dropped by all of them"
         )
     if len(set(resumed)) > 1:
         return (
