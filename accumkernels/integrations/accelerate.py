@@ -193,6 +193,11 @@ class Accelerator(Stock):
         prepared.__class__ = FusedOptimizer  # accelerate offers no way to choose the class that wraps optimizers
         return prepared
 
+    @property
+    def inside_a_window(self) -> bool:
+        """Whether this rank has micro-batches in a window that has not ended."""
+        return any(window.accumulator.micro_batches and not window.finalized for window in self._windows)
+
     def adopt(self, model: nn.Module) -> None:
         """Take back a model that was prepared before `free_memory()`, wrapped as it is."""
         self._note(model)

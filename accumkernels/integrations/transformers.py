@@ -228,7 +228,7 @@ class FusedAccumulationMixin(Base):
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer, which calls it after a step. Of means it has added up the loss that it takes them for."""
-        if self._logged is not None:
+        if self._logged is not None and not self.accelerator.inside_a_window:  # an epoch may end inside one
             trained = self.accelerator.accumulator.metrics()["loss"] - self._logged
             tr_loss += torch.where(trained.isfinite(), trained, 0)
             self._logged = None
