@@ -247,19 +247,39 @@ class Accelerator(Stock):
         """As in accelerate. If `accumulator` is registered for checkpointing, it saves open windows and masters.
 
         Inside a window all ranks call this together, and the sums of all of them are saved.
+
+        Raises:
+            RuntimeError: `accumulator` is registered, and FSDP2 shards what it has of an open window.
         """
         states: dict[int, TrainerWindow] = {}
         for window in self._windows:
+            one, sharded = window.accumulator, window.parts.ranks.sharded
             if window.stepped:
                 window.close()
-            elif not window.parts.ranks.sharded and (window.accumulator.micro_batches or not self.sync_gradients):
-                states[id(window.accumulator)] = window
+            elif sharded and one.micro_batches and any(one is other for other in self._custom_objects):
+                raise RuntimeError(
+                    f"save_state() after {one.micro_batches} micro-batches of a window of a sharded model: accelerate "
+                    "saves registered objects of one rank, and each has another part of the sums. Call it after "
+                    "optimizer.step(), where accelerator.sync_gradients is True; or do not register the accumulator, "
+                    "and the window begins anew in a run that loads the state, as in accelerate"
+                )
+            elif not sharded and (one.micro_batches or not self.sync_gradients):
+                states[id(one)] = window
         objects = self._custom_objects
         self._custom_objects = [states.get(id(one), one) for one in objects]
         try:
-            return super().save_state(*args, **kwargs)
+            with self.saving():
+                return super().save_state(*args, **kwargs)
         finally:
             self._custom_objects = objects
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let code save optimizers, by torch.distributed.checkpoint too, inside a window."""
+        with contextlib.ExitStack() as stack:
+            for window in self._windows:
+                stack.enter_context(window.saving())
+            yield
 
     # ---- a window
 

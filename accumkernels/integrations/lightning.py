@@ -8,7 +8,9 @@ trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_cl
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +31,8 @@ with needs("lightning", oldest="2.4"):
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities import GradClipAlgorithmType
+
+_log = logging.getLogger(__name__)
 
 # Code that overrides one of these may look at `.grad` between the last backward of a window and the next window.
 _READERS = (
@@ -159,6 +163,9 @@ class FusedAccumulation(pl.Callback):
         precision.clip_grad_by_norm = self._clip_grad_by_norm
         if self._windows:
             precision.backward = self._backward
+        if not routed:
+            self._sharding = strategy
+            strategy.optimizer_state = self._optimizer_state
         self._manual = not pl_module.automatic_optimization
         if self._split is not None:
             if self._manual or not self._windows:
@@ -456,11 +463,26 @@ class FusedAccumulation(pl.Callback):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The accumulators' states: masters and an open window; empty with FSDP2, between windows."""
-        if not self._windows or any(window.parts.ranks.sharded for window in self._windows):
+        """The accumulators' states: masters and an open window; empty with FSDP2."""
+        if not self._windows:
+            return {}
+        if any(window.parts.ranks.sharded for window in self._windows):
+            if lost := max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows):
+                _log.warning(
+                    "a checkpoint after %d micro-batches of a window of a sharded model leaves them out, as Lightning "
+                    "does: in a run that resumes from it, that window has only the rest. Save after the optimizer's "
+                    "step (ModelCheckpoint(every_n_train_steps=...))",
+                    lost,
+                )
             return {}
         states = [window.state_dict() for window in self._windows]
         return states[0] if len(states) == 1 else {"windows": states}
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The strategy's, which may make the state first."""
+        window = self._window_of(optimizer)
+        with contextlib.nullcontext() if window is None else window.saving():
+            return type(self._sharding).optimizer_state(self._sharding, optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until `fit` makes the accumulators."""

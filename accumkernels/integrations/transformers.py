@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..accumulator import FusedAccumulator
 from ..errors import expect, needs
+from ..window.checkpoint import without_window
 
 with needs("transformers", oldest="5.19"):
     import transformers
@@ -288,10 +289,13 @@ class FusedAccumulationMixin(Base):
     # ---- checkpoints: only masters outlive a window
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        with self.accelerator.saving():
+            super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save and self._accumulator_options.get("master_weights"):
             self.accelerator.open_window()
-            torch.save(self.accumulator.state_dict(), os.path.join(output_dir, ACCUMULATOR_NAME))
+            # A callback may save inside a window, which the Trainer begins anew in the run that is resumed.
+            state = without_window(self.accumulator.state_dict())
+            torch.save(state, os.path.join(output_dir, ACCUMULATOR_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

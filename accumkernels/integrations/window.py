@@ -391,6 +391,24 @@ class TrainerWindow:
             done = int(self.parts.ranks.joined(counts, largest=True).item())
         return self.accumulator.state_dict(reduced=self.several_ranks and done > 0)
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let a parameter have a `.grad` inside a window, as in the trainer's own accumulation.
+
+        If no parameter has any, torch.distributed.checkpoint makes the state of an optimizer that has none yet, by a
+        step with zeros; they would stay in `.grad`, or the step is an error in an open window.
+        """
+        _, segment = next(iter(self.parts.store.touched()), (None, None))
+        target = None if segment is None else self.parts.store.target(segment.param)
+        if target is None or self.finalized or target.grad is not None:
+            yield
+            return
+        target.grad = torch.zeros_like(target)
+        try:
+            yield
+        finally:
+            target.grad = None
+
     def close(self) -> None:
         """Drop the window, stepped or not, and open the next; collective if sums are being sent to other ranks.
 

@@ -126,6 +126,21 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
     }
 
 
+def without_window(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a state has of an open window: it then is as if saved before that began, with the same masters."""
+    empty = {"micro_batches": 0, "host_weight": 0.0, "decided_on_device": False, "averaged": False, "dropped": False}
+    return {
+        **state,
+        "window": {**state["window"], **empty},
+        "loss": [0.0, 0.0],
+        "state": torch.zeros_like(state["state"]),
+        "touched": [],
+        "sums": {},
+        "flags": [],
+        "noise_scale": {**state["noise_scale"], "measuring": False, "squares": None},
+    }
+
+
 def _joined(store: Store, ranks: Ranks) -> tuple[list[Tensor], list[bytearray]]:
     """Copy the flat buffers, summed over ranks, and what any rank has touched."""
     tensors, touched = [], []
