@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 from tests.support import trainer_run_scenarios as scenarios  # noqa: E402
 from tests.support.trainer_data import LR, items  # noqa: E402
 from tests.support.trainer_truth import ROUNDING, SHARDED_ROUNDING, assert_close, truth  # noqa: E402
+from tests.support.trainers import MODULES  # noqa: E402
 
 pytestmark = [
     pytest.mark.starts,
@@ -40,7 +41,7 @@ def found(tmp_path_factory):
     first, second = items(2)
     scenarios.accelerate_run(folder / "of-one", first)
     names = [scenarios.accelerate_without_micro_batches, scenarios.accelerate_resumed]
-    results = run(2, folder, [*names, *scenarios.SAVED, *scenarios.RESUMED])
+    results = run(2, folder, [*names, *scenarios.SAVED, *scenarios.RESUMED], MODULES)
     check(results, "accelerate_resumed")
     on_one = scenarios.accelerate_run(None, second, seed=1, load=folder / "of-two")
     return {**results, "on one": on_one, "folder": folder}
@@ -92,7 +93,7 @@ def resumed(request, found):
     """What so many ranks made of the sharded checkpoints of two."""
     for scenario in scenarios.SAVED:
         check(found, scenario.__name__)
-    return found if request.param == 2 else run(request.param, found["folder"], scenarios.RESUMED)
+    return found if request.param == 2 else run(request.param, found["folder"], scenarios.RESUMED, MODULES)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

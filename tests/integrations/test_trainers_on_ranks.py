@@ -29,7 +29,7 @@ from tests.support import (  # noqa: E402
 )
 from tests.support.trainer_data import KINDS, LR, MAX_NORM, STEPS, item, items  # noqa: E402
 from tests.support.trainer_truth import ROUNDING, SHARDED_ROUNDING, assert_close, truth, window_gradient  # noqa: E402
-from tests.support.trainers import SCALE, Samples, gpt2  # noqa: E402
+from tests.support.trainers import MODULES, SCALE, Samples, gpt2  # noqa: E402
 
 pytestmark = [
     pytest.mark.starts,
@@ -43,26 +43,26 @@ pytestmark = [
 BY_ANY = [
     accelerate_scenarios.accelerate_ddp,
     accelerate_scenarios.accelerate_fsdp2,
+    accelerate_scenarios.accelerate_overflow,
     accelerate_scenarios.accelerate_two_optimizers,
     lightning_scenarios.lightning_ddp,
     lightning_scenarios.lightning_fsdp2,
+    lightning_scenarios.lightning_overflow,
     lightning_scenarios.lightning_two_optimizers,
     transformers_scenarios.transformers_ddp,
     transformers_scenarios.transformers_fsdp2,
+    transformers_scenarios.transformers_overflow,
     transformers_scenarios.transformers_tokens,
     trainer_bytes_scenarios.sent_in_backward,
 ]
 BY_TWO = [
     accelerate_scenarios.accelerate_empty_rank,
     accelerate_scenarios.accelerate_failed_backward,
-    accelerate_scenarios.accelerate_overflow,
     accelerate_scenarios.accelerate_recipe,
     accelerate_scenarios.accelerate_refuses,
-    lightning_scenarios.lightning_overflow,
     lightning_scenarios.lightning_resumed,
     lightning_scenarios.lightning_inside_a_window,
     transformers_scenarios.transformers_means,
-    transformers_scenarios.transformers_overflow,
     transformers_scenarios.transformers_resumed,
     trainer_bytes_scenarios.accelerate_bytes,
     trainer_bytes_scenarios.accelerate_ends_otherwise,
@@ -82,13 +82,13 @@ def assert_same(found, name, key=None):
 def found(tmp_path_factory):
     """What two ranks found: in one start, since the trainers take seconds to import."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {**run(2, folder, [*BY_ANY, *BY_TWO]), "folder": folder}
+    return {**run(2, folder, [*BY_ANY, *BY_TWO], MODULES), "folder": folder}
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """What four ranks found."""
-    return run(4, tmp_path_factory.mktemp("four"), BY_ANY)
+    return run(4, tmp_path_factory.mktemp("four"), BY_ANY, MODULES)
 
 
 TRAINERS = ("accelerate", "lightning", "transformers")
@@ -118,13 +118,15 @@ def test_one_process_on_all_the_data(ranks, trainer, kind, request):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_an_overflow_on_one_rank(found, trainer, precision):
+@pytest.mark.parametrize("ranks", ["found", "four"])
+def test_an_overflow_on_one_rank(ranks, trainer, precision, request):
     """All ranks skip the window, step the next, and have the same scale."""
+    found = request.getfixturevalue(ranks)
     name = f"{trainer}_overflow"
     check(found, name)
     assert_same(found, name, precision)
     for values, history, scale in (result[precision] for result in found[name]):
-        expected, _ = truth(2, precision, uneven=trainer != "lightning", skipped={0})
+        expected, _ = truth(len(found[name]), precision, uneven=trainer != "lightning", skipped={0})
         assert_close(values, expected, ROUNDING[precision])
         assert history == ([] if trainer == "lightning" else [True, False])
         assert scale == (SCALE / 2 if precision == "fp16" else None)

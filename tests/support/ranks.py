@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import socket
 import traceback
@@ -41,23 +42,26 @@ def _rank(rank: int, size: int, port: int, folder: str, scenarios: Sequence[Scen
     torch.distributed.destroy_process_group()
 
 
-def _start(_: int, size: int, port: int, folder: str, scenarios: Sequence[Scenario]) -> None:
+def _start(_: int, size: int, port: int, folder: str, scenarios: Sequence[Scenario], modules: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    for module in modules:
+        importlib.import_module(module)
     mp.start_processes(_rank, (size, port, folder, scenarios), nprocs=size, start_method="fork")
 
 
-def run(size: int, folder: Path, scenarios: Sequence[Scenario]) -> dict[str, list[Any]]:
+def run(size: int, folder: Path, scenarios: Sequence[Scenario], modules: Sequence[str] = ()) -> dict[str, list[Any]]:
     """What each scenario returned, by rank; the traceback where it raised.
 
     Args:
         size: How many ranks.
         folder: For what they find; `ranks.shared` for scenarios.
         scenarios: Functions of a module, called with rank and size, in this order.
+        modules: What takes seconds to import, to be imported once for all ranks.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_start, (size, port, str(folder), list(scenarios)))
+    mp.spawn(_start, (size, port, str(folder), list(scenarios), list(modules)))
     files = [folder / f"{size}.{rank}" for rank in range(size)]
     by_rank = [pickle.loads(file.read_bytes()) for file in files]
     return {s.__name__: [found.get(s.__name__, "not reached") for found in by_rank] for s in scenarios}

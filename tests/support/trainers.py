@@ -10,6 +10,8 @@ import torch
 
 SCALE = 2.0**10
 VOCABULARY, LENGTH = 64, 12
+# What ranks import before they are forked.
+MODULES = [f"accumkernels.integrations.{name}" for name in ("accelerate", "lightning", "transformers")]
 
 
 # ---- accelerate
