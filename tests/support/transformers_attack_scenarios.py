@@ -11,29 +11,45 @@ from tests.support import ranks
 from tests.support.accelerate_attack_scenarios import Checkpointed
 from tests.support.models import mlp
 from tests.support.ranks import message
-from tests.support.trainer_data import STEPS, Heads, Items, environment, parameters
+from tests.support.trainer_data import MAX_VALUE, STEPS, Heads, Items, environment, parameters
 from tests.support.transformers_scenarios import Regressor, transformers_trainer
 
 EXACT = (
+    "clipped by value",
     "gradients changed",
     "gradients changed, sharded",
     "gradients replaced",
     "zero_grad",
     "validation",
+    "validation inside",
     "unused",
     "unused, not said",
+    "static graph",
     "checkpointing",
     "checkpointing, reentrant",
-    "compiled",
 )
+COMPILED = ("compiled",)  # slow: on two ranks alone
 
 
-def made(size, *callbacks, model=mlp, numbers=None, uneven=True, **keywords):
-    """A Trainer of the model as a regression, with its callbacks."""
+def made(size, *callbacks, model=mlp, numbers=None, uneven=True, weight=None, folder=None, **keywords):
+    """A Trainer of the model as a regression, with its callbacks.
+
+    Args:
+        size: How many ranks there are.
+        *callbacks: Of the Trainer.
+        model: Makes it.
+        numbers: Of all ranks' micro-batches.
+        uneven: Whether the last rank has one less, without `numbers`.
+        weight: In place of `micro_batch_weight`.
+        folder: For checkpoints.
+        **keywords: Of `transformers_trainer`.
+    """
     numbers = list(range((STEPS + 2) * size - uneven)) if numbers is None else numbers
     whole = Regressor()
     whole.net = model()
-    trainer = transformers_trainer(size, ranks.shared, whole, Items(numbers, ("x", "y")), **keywords)
+    trainer = transformers_trainer(size, folder or ranks.shared, whole, Items(numbers, ("x", "y")), **keywords)
+    if weight is not None:
+        trainer.micro_batch_weight = weight
     for callback in callbacks:
         trainer.add_callback(callback)
     return trainer
@@ -46,6 +62,29 @@ def trained(size, *callbacks, step=None, **keywords):
         trainer.training_step = functools.partial(step, trainer, trainer.training_step)
     trainer.train()
     return parameters(trainer.model)
+
+
+def clips_value():
+    """A callback."""
+    from transformers import TrainerCallback
+
+    class Clips(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **keywords):
+            torch.nn.utils.clip_grad_value_(model.parameters(), MAX_VALUE)
+
+    return Clips()
+
+
+def clears():
+    """A callback that calls `zero_grad` inside windows."""
+    from transformers import TrainerCallback
+
+    class Clears(TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, optimizer=None, **keywords):
+            optimizer.zero_grad()
+            model.zero_grad()
+
+    return Clears()
 
 
 def transformers_attacks(rank, size):
@@ -65,11 +104,6 @@ def transformers_attacks(rank, size):
             for p in model.parameters():
                 p.grad = p.grad * 2
 
-    class Clears(TrainerCallback):
-        def on_substep_end(self, args, state, control, model=None, optimizer=None, **keywords):
-            optimizer.zero_grad()
-            model.zero_grad()
-
     def fails(trainer, usual, model, inputs, *args):
         try:
             if last and next(calls) in (1, STEPS - 1):
@@ -80,33 +114,37 @@ def transformers_attacks(rank, size):
 
     calls = iter(range(100))
 
-    return {
+    found = {
+        "clipped by value": trained(size, clips_value()),
         "gradients changed": trained(size, Changes()),
         "gradients changed, sharded": trained(size, Changes(), uneven=False, fsdp2=True),
         "gradients replaced": trained(size, Replaces()),
-        "zero_grad": trained(size, Clears()),
+        "zero_grad": trained(size, clears()),
         "a step fails": trained(size, step=fails),
         "validation": evaluated(size),
+        "validation inside": evaluated(size, when="on_substep_end"),
         "unused": trained(size, model=Heads, ddp_find_unused_parameters=True),
         "unused, not said": trained(size, model=Heads),
+        "static graph": trained(size, ddp_static_graph=True),
         "checkpointing": trained(size, model=lambda: Checkpointed(False)),
         "checkpointing, reentrant": trained(size, model=lambda: Checkpointed(True)),
-        "compiled": trained(size, torch_compile=True, torch_compile_backend="eager"),
         "unequal windows": message(trained, size, numbers=list(range(STEPS * size + 1))),
     }
+    if size == 2:
+        found["compiled"] = trained(size, torch_compile=True, torch_compile_backend="eager")
+    return found
 
 
-def evaluated(size):
-    """The parameters where a callback evaluates after each window."""
+def evaluated(size, *, when="on_step_end", **keywords):
+    """The parameters where a callback evaluates on all ranks, after each window unless told."""
     from transformers import TrainerCallback
 
-    trainer = made(size)
+    trainer = made(size, per_device_eval_batch_size=1, **keywords)
 
-    class Evaluates(TrainerCallback):
-        def on_step_end(self, *args, **keywords):
-            trainer.evaluate(Items(list(range(2 * size)), ("x", "y")))
+    def evaluates(self, *args, **keywords):
+        trainer.evaluate(Items(list(range(2 * size)), ("x", "y")))
 
-    trainer.add_callback(Evaluates())
+    trainer.add_callback(type("Evaluates", (TrainerCallback,), {when: evaluates})())
     trainer.train()
     return parameters(trainer.model)
 

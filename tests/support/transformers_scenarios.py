@@ -41,8 +41,9 @@ class Dropping(nn.Module):
 
 
 def transformers_trainer(
-    size, folder, model, dataset, precision="fp32", clip=None, optimizer=sgd, fsdp2=False, **arguments
-):
+    size, folder, model, dataset, precision="fp32", clip=None, optimizer=sgd, fsdp2=False, accumulator_options=None,
+    **arguments,
+):  # fmt: skip
     """Without shuffling; fp16 and FSDP2 as in `accelerator`."""
     import transformers
 
@@ -81,6 +82,7 @@ def transformers_trainer(
         train_dataset=dataset,
         optimizers=(optimizer(model.parameters()), None),
         data_collator=lambda one: one[0] if "x" in one[0] else {k: torch.stack([o[k] for o in one]) for k in one[0]},
+        accumulator_options=accumulator_options,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     if precision == "fp16":
