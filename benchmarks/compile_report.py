@@ -48,7 +48,7 @@ _ARGUMENTS = {
     "norm_finish_kernel": {"LNS_4NormE0E": "2", "LNS_4NormE1E": "inf"},
 }
 # That a launch has on each multiprocessor, and which run at once: kBlocks of csrc/cuda.
-BLOCKS = {"accumulate_kernel": 4, "check_finite_kernel": 8, "norm_kernel": 4, "scaled_copy_kernel": 3}
+BLOCKS = {"accumulate_kernel": 4, "check_finite_kernel": 6, "norm_kernel": 4, "scaled_copy_kernel": 3}
 _TYPES = {"f": "fp32", "d": "fp64", "6__half": "fp16", "13__nv_bfloat16": "bf16"}
 
 

@@ -8,7 +8,7 @@ namespace accumkernels::cuda {
 namespace {
 
 struct CheckEntry {
-  static constexpr int kBlocks = 8;  // that a multiprocessor runs at once
+  static constexpr int kBlocks = 6;  // that a multiprocessor runs at once
 
   const void* data;
   int64_t numel;
