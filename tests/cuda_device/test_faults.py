@@ -10,13 +10,14 @@ from tests.cuda_host.build import Fault, build_check, build_faulty_check, compil
 pytestmark = [pytest.mark.starts, pytest.mark.cuda_host]
 __test__ = compiler() is not None
 
+SWAP = "if constexpr (sizeof(word) > 4) { const auto x = word.x; word.x = word.y; word.y = x; }"
 FAULTS = {
     "last block lost": Fault(
         *("cuda/table.h", r"unit < units\) {", "unit < units && blockIdx.x + 1 < gridDim.x) {"),
         *("accumulate", "buffer["),
     ),
     "words swapped": Fault(
-        *("cuda/stream.h", r"memcpy\(&word, values, sizeof\(word\)\);", r"\g<0> std::swap(word.x, word.y);"),
+        *("cuda/stream.h", r"memcpy\(&word, values, sizeof\(word\)\);", rf"\g<0> {SWAP}"),
         *("accumulate", "buffer["),
     ),
     "barrier gone": Fault(
@@ -29,7 +30,7 @@ FAULTS = {
         *("core/numeric.h", "__float2bfloat16_rn", "__float2bfloat16_rz", "scaled_copy", "bf16 of fp32["),
     ),
     "off by one in the table": Fault(
-        *("cuda/table.h", r"index \+ 1 < count", "index + 2 < count", "accumulate", "buffer["),
+        *("cuda/table.h", "first_unit = table.units;", "first_unit = table.units + 1;", "accumulate", "buffer["),
     ),
     "half of the lanes in the mask": Fault("cuda/reduce.h", "0xffffffffu", "0x0000ffffu", "norm", "not in its mask"),
 }
