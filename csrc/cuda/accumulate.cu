@@ -23,8 +23,8 @@ constexpr uint32_t kOverwrite = 4;
 constexpr int kSegmentShift = 3;
 constexpr int64_t kMaxSegments = int64_t{1} << (32 - kSegmentShift);
 
-// Units that a warp asks for before it waits. One is 24 to 32 bytes per lane, 24 KB or more on a multiprocessor, which
-// hides 1.3 us of an A100's memory; HBM3 wants more. Where that is not needed, a wider front only opens more rows of
+// Units that a warp asks for before it waits. One is 20 to 32 bytes per lane, 20 KB or more on a multiprocessor, which
+// hides 1.1 us of an A100's memory; HBM3 wants more. Where that is not needed, a wider front only opens more rows of
 // DRAM.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kUnitsAtOnce = 1;
