@@ -85,8 +85,8 @@ class FusedAccumulator:
 
     Args:
         params: A module, bare or in DistributedDataParallel, or an iterable of parameters, of (name, parameter) pairs,
-            or of param groups. Frozen parameters take no memory until they are unfrozen. For DTensors (call FSDP2's
-            `fully_shard` first), each rank accumulates its local shard: see docs/fsdp2.md.
+            or of param groups. Frozen parameters may have any dtype, and take no memory until they are unfrozen. For
+            DTensors (call FSDP2's `fully_shard` first), each rank accumulates its local shard: see docs/fsdp2.md.
         scaler: A `torch.amp.GradScaler`; a disabled one means the same as None. Gradients are unscaled while they are
             accumulated; do not call `scaler.unscale_`.
         overflow: What happens when a gradient has inf or nan. "window" (default): the step is skipped and the scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +23,29 @@ class NamedParameter:
     param: Tensor
     owners: list[tuple[dict[str, Any], str]] = field(default_factory=list, repr=False)
 
+    def obstacle(self) -> str | None:
+        """Say in words why no gradient of this parameter can be accumulated; None if one can."""
+        p = self.param
+        if p.layout is not torch.strided:
+            return f"{self.name!r} has layout {p.layout}; only dense parameters can be accumulated"
+        if p.dtype not in FLOAT_DTYPES:
+            return f"{self.name!r} is {p.dtype}; gradients are accumulated for {_list(FLOAT_DTYPES)} only"
+        if p.is_meta:
+            return f"{self.name!r} is on the meta device; materialize the model first"
+        return None
+
     def check_identity(self) -> str | None:
-        """Say in words that the module tree holds another tensor in this parameter's place; None if it does not."""
+        """Say in words that the module tree holds another tensor in this parameter's place; None if it does not.
+
+        What is frozen may be replaced by what is frozen: offloading does that in every forward.
+        """
         for owner, key in self.owners:
             found = owner.get(key)
-            if found is not self.param and not _unsharded(found, self.param):
-                return f"{self.name!r} was replaced by another tensor since construction"
+            if found is self.param or _unsharded(found, self.param):
+                continue
+            if not self.param.requires_grad and (found is None or not found.requires_grad):
+                continue
+            return f"{self.name!r} was replaced by another tensor since construction"
         return None
 
 
@@ -103,7 +120,7 @@ def named_parameters(params: Any) -> list[NamedParameter]:
     Raises:
         TypeError: `params`, or one of its items, is of another type.
         ValueError: There are no parameters, one appears twice, two share a name, or one cannot be accumulated (not a
-            leaf, not fp16, bf16, fp32 or fp64, on the meta device, sparse).
+            leaf; or trainable and not fp16, bf16, fp32 or fp64, on the meta device or sparse).
     """
     if isinstance(params, nn.Module):
         named = _from_module(params)
@@ -127,15 +144,19 @@ def named_parameters(params: Any) -> list[NamedParameter]:
         _refuse_sharded(name, p)
         seen[id(p)] = name
         names.add(name)
-        if p.layout is not torch.strided:
-            raise ValueError(f"params: {name!r} has layout {p.layout}; only dense parameters can be accumulated")
-        if p.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"params: {name!r} is {p.dtype}; gradients are accumulated for {_list(FLOAT_DTYPES)} only")
-        if p.is_meta:
-            raise ValueError(f"params: {name!r} is on the meta device; materialize the model first")
+        if p.requires_grad and (obstacle := entry.obstacle()) is not None:
+            message = f"params: {obstacle}"
+            raise ValueError(message)
         if not p.is_leaf:
             raise ValueError(f"params: {name!r} is not a leaf tensor; only leaves receive a .grad")
     return named
+
+
+def devices_of(named: Sequence[NamedParameter]) -> list[torch.device]:
+    """List the devices of trainable parameters; with all frozen, that of the first which has memory, or the CPU."""
+    trainable = dict.fromkeys(entry.param.device for entry in named if entry.param.requires_grad)
+    with_memory = (entry.param.device for entry in named if not entry.param.is_meta)
+    return list(trainable) or [next(with_memory, torch.device("cpu"))]
 
 
 def _list(dtypes: Iterable[torch.dtype]) -> str:

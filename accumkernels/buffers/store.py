@@ -20,7 +20,7 @@ from .devices import worst
 from .flat import FlatBuffer, flat_buffers
 from .layout import Segment
 from .masters import Masters
-from .parameters import NamedParameter
+from .parameters import NamedParameter, devices_of
 
 _log = logging.getLogger(__name__)
 _touched = attrgetter("touched")
@@ -85,12 +85,12 @@ class Store:
         self.buffers: list[FlatBuffer] = []
         self.states: dict[torch.device, Tensor] = {}
         self.rounds = False
-        self.device = named[0].param.device
+        self.device = devices_of(named)[0]
         self.result_dtype = torch.float32
         self._backend = backend
         self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
         self._as_built: _AsBuilt | None = None
-        ops.select(backend, named[0].param.device)  # a wrong backend is an error at once, also with all frozen
+        ops.select(backend, self.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
         self.masters = Masters(named) if master_weights else None
         self.grow(self.unplaced())
@@ -144,7 +144,17 @@ class Store:
         return [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
 
     def grow(self, fresh: list[NamedParameter]) -> list[FlatBuffer]:
-        """Lay out parameters in new buffers, and return these."""
+        """Lay out parameters in new buffers, and return these.
+
+        Raises:
+            RuntimeError: names the first that cannot be accumulated, which was frozen at construction.
+        """
+        for entry in fresh:
+            obstacle = entry.obstacle()
+            if obstacle is not None:
+                raise RuntimeError(
+                    f"{obstacle}: it was frozen at construction and requires a gradient now; freeze it again"
+                )
         devices = dict.fromkeys(e.param.device for e in fresh)
         backends = {device: ops.select(self._backend, device) for device in devices}
         with torch.inference_mode(False), torch.no_grad():

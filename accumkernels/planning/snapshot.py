@@ -117,11 +117,12 @@ def _contents(hooks: Any) -> Any:
 
 def _moved(tensor: Tensor, data: Tensor) -> bool:
     """Whether the tensor was given other memory, or views it differently."""
+    if any(getattr(tensor, fact) != getattr(data, fact) for fact in ("device", "dtype", "layout", "shape")):
+        return True
+    if data.layout is not torch.strided:  # it has no storage of its own
+        return False
     return (
-        tensor.device != data.device
-        or tensor.dtype != data.dtype
-        or tensor.shape != data.shape
-        or tensor.stride() != data.stride()
+        tensor.stride() != data.stride()
         or (not tensor.is_meta and tensor.untyped_storage()._cdata != data.untyped_storage()._cdata)
         or tensor.storage_offset() != data.storage_offset()
     )

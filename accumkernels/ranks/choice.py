@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..buffers.parameters import NamedParameter
+from ..buffers.parameters import NamedParameter, devices_of
 from ..errors import wrong_type
 from .base import Ranks, SingleProcess
 from .data_parallel import DataParallel
@@ -95,11 +95,11 @@ class Choice:
         group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
         group.check_alike(named, **options)
         if self.ddp is None:  # otherwise DistributedDataParallel's constructor has done it
-            group.broadcast(entry.param for entry in named)
+            group.broadcast_parameters(named)
             group.share()
         early = options["release"] != "microbatch"
         if early:
-            group.separate(named[0].param.device)
+            group.separate(devices_of(named)[0])
         return DataParallel(group, len(named), early)
 
     def silence(self) -> Silence | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..buffers.devices import move
 from ..buffers.dtensors import is_dtensor, local
 from ..buffers.flat import FlatBuffer
-from ..buffers.parameters import NamedParameter
+from ..buffers.parameters import NamedParameter, devices_of
 from ..ops.schema import State
 from .base import GlobalStats, LocalStats, Ranks
 from .divide_factor import DivideFactor
@@ -74,7 +74,7 @@ class Sharded(Ranks):
             if len(ranks) < self.size and ranks in inside
         }
         copies = dict.fromkeys(meshes.values(), 1)
-        wanted = torch.full((1,), bool(contents), dtype=torch.int64, device=local(named[0].param).device)
+        wanted = torch.full((1,), bool(contents), dtype=torch.int64, device=devices_of(named)[0])
         if self.maximum(wanted).item():
             everyones: list[Any] = [None] * self.size
             dist.all_gather_object(everyones, list(contents.values()), group=self._group)
@@ -291,6 +291,8 @@ def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> bytes
     """Describe this rank's part of parameters that share a mesh, by a digest that is equal if all values are."""
     description = [str(ranks.index(dist.get_rank()))]
     for entry in entries:
+        if entry.obstacle() is not None:  # it is frozen for ever
+            continue
         part = local(entry.param).detach().double()
         description.append(f"{entry.name!r} {tuple(part.shape)} {part.sum().item()} {part.norm().item()}")
     return hashlib.blake2b("\n".join(description).encode(), digest_size=8).digest()

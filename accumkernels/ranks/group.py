@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers.parameters import NamedParameter
+from ..buffers.parameters import NamedParameter, devices_of
 from .own_group import own_group
 
 _BROADCAST_BYTES = 32 * 2**20  # tensors are broadcast together up to about this many bytes
@@ -43,7 +43,7 @@ class Group:
     # ---- at construction
 
     def check_alike(self, named: Sequence[NamedParameter], **options: object) -> None:
-        """Check that all ranks build the same accumulator, on devices that the group supports; collective.
+        """Check that all ranks build the same accumulator, and train on devices that the group supports; collective.
 
         Args:
             named: The parameters.
@@ -59,7 +59,7 @@ class Group:
         ]
         digest = int.from_bytes(hashlib.blake2b("\n".join(description).encode(), digest_size=7).digest(), "big")
         alike = True
-        for device in dict.fromkeys(entry.param.device for entry in named):
+        for device in devices_of(named):
             both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
             try:
                 torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self._group)
@@ -84,6 +84,15 @@ class Group:
         group = own_group(torch.distributed.get_process_group_ranks(self._group), self._group, device, self)
         if group is not None:
             self._group, self.own = group, True
+
+    def broadcast_parameters(self, named: Sequence[NamedParameter]) -> None:
+        """Copy rank 0's parameters, frozen ones too, into those of all ranks; collective.
+
+        What is sparse, on the meta device, or where nothing is trained, which the group may not reach, stays as it is.
+        """
+        devices = devices_of(named)
+        params = (entry.param for entry in named)
+        self.broadcast(p for p in params if p.layout is torch.strided and p.device in devices)
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:

@@ -68,7 +68,7 @@ class LossScaler:
         self._unscaled: set[int] = set()  # ids of optimizers refused because they were unscaled
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
-        """Refuse a scaler whose scale lives on another kind of device than the parameters.
+        """Refuse a scaler whose scale lives on another kind of device than the trainable parameters.
 
         Raises:
             ValueError: names the first such parameter.
@@ -77,7 +77,7 @@ class LossScaler:
             return
         device = torch.device(self.scaler._device).type
         for entry in named:
-            if entry.param.device.type != device:
+            if entry.param.requires_grad and entry.param.device.type != device:
                 raise ValueError(
                     f"scaler is for {device!r}, but {entry.name!r} is on {entry.param.device}: "
                     f"use torch.amp.GradScaler({entry.param.device.type!r})"

@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from tests.support.models import batch, mlp
+from tests.support.backends import same_bits
+from tests.support.frozen import CAN_BE_UNFROZEN, KINDS, Adapted, trainable
+from tests.support.models import batch, big_batch_grads, mlp, relative_error
 
 LEAF = nn.Parameter(torch.zeros(2))
 
@@ -25,7 +27,7 @@ LEAF = nn.Parameter(torch.zeros(2))
         ([LEAF, LEAF], ValueError, "'param1' and 'param0' are the same parameter"),
         ([("a", LEAF), ("a", nn.Parameter(torch.zeros(2)))], ValueError, "two parameters are called 'a'"),
         ([LEAF * 2], ValueError, "'param0' is not a leaf"),
-        ([("n", torch.zeros(2, dtype=torch.int64))], ValueError, "'n' is torch.int64"),
+        ([("n", torch.zeros(2).to(torch.float8_e4m3fn).requires_grad_())], ValueError, "'n' is torch.float8_e4m3fn"),
         ([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], ValueError, "'param0' is torch.complex64"),
         ([torch.zeros(2, device="meta", requires_grad=True)], ValueError, "'param0' is on the meta device"),
         ([torch.zeros(2, 2).to_sparse().requires_grad_()], ValueError, "'param0' has layout torch.sparse_coo"),
@@ -86,3 +88,105 @@ def test_drift_is_named(change, message):
         acc.accumulate()
     with pytest.raises(RuntimeError, match=message):
         acc.step(optimizer)
+
+
+WINDOW, WINDOWS = 2, 3
+OPTIONS = [
+    {},
+    {"release": "backward"},
+    {"release": "microbatch", "overflow": "microbatch"},
+    {"master_weights": True},
+]
+
+
+def train(model, acc=None, between=lambda window: None):
+    """Windows of two micro-batches, in which our means have the bits of stock's; `between` is called after each."""
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    for window in range(WINDOWS):
+        for i in range(WINDOW):
+            x, y = batch(3, seed=10 * window + i)
+            loss = mse_loss(model(x), y)
+            if acc is None:
+                (loss / WINDOW).backward()
+            else:
+                acc.backward(loss)
+        del loss  # its graph holds the parameters, which torch would not swap
+        if acc is None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            acc.step(optimizer)
+        between(window)
+    return model
+
+
+def assert_same(ours, stock):
+    """Of all that was trained."""
+    for a, b in zip(trainable(ours), trainable(stock), strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_parameters_of_any_kind(kind, options):
+    """A whole model is handed over, and trains as in stock torch; its state is saved and loaded."""
+    model = Adapted(kind)
+    acc = ak.FusedAccumulator(model, scaler=torch.amp.GradScaler("cpu", enabled=False), **options)
+    assert len(list(acc.parameters())) == len(list(model.parameters()))
+    assert next(acc.parameters()) is model.base or (kind == "bfloat16" and options == {"master_weights": True})
+    assert acc.weight.device.type == "cpu"
+    train(model, acc)
+    assert_same(model, train(Adapted(kind)))
+    acc.load_state_dict(acc.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_frozen_parameters(kind):
+    """Windows are empty then."""
+    model = Adapted(kind).requires_grad_(False)
+    acc = ak.FusedAccumulator(model)
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert acc.step_was_skipped
+    assert acc.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("release", ["microbatch", "backward"])
+@pytest.mark.parametrize("form", ["backward", "accumulate"])
+@pytest.mark.parametrize("kind", CAN_BE_UNFROZEN)
+def test_unfrozen_later(kind, form, release):
+    """What cannot be accumulated is named at the next window's first micro-batch, which goes on once it is frozen."""
+    model = Adapted(kind)
+    acc = ak.FusedAccumulator(model, release=release)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    model.base.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="'base' .*: it was frozen at construction and requires a gradient now"):
+        if form == "backward":
+            acc.backward(mse_loss(model(x), y))
+        else:
+            mse_loss(model(x), y).backward()
+            acc.accumulate()
+    model.base.requires_grad_(False)
+    acc.zero_()
+    acc.backward(mse_loss(model(x), y))
+    acc.finalize(optimizer)
+    del model.base  # is not in the truth's way
+    twin = nn.Sequential(model.a, model.b)
+    assert relative_error([p.grad for p in trainable(model)], big_batch_grads(twin, x, y)) < 1e-6
+
+
+def test_offloaded_parameters():
+    """Frozen parameters that are other tensors in every forward, as offloading has it, are no drift."""
+
+    class Offloaded(Adapted):
+        def forward(self, x):
+            away, self.base = self.base, nn.Parameter(KINDS["uint8"](), requires_grad=False)
+            y = super().forward(x)
+            self.base = nn.Parameter(torch.empty_like(away), requires_grad=False)
+            return y
+
+    ours, stock = Offloaded("meta"), Offloaded("meta")
+    train(ours, ak.FusedAccumulator(ours))
+    assert_same(ours, train(stock))

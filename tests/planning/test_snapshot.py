@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import accumkernels as ak
 from accumkernels.planning.snapshot import Snapshot
+from tests.support.frozen import KINDS, Adapted, trainable
+from tests.support.models import batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -309,3 +311,18 @@ def test_a_model_that_is_being_accumulated_is_refused(accumulate, release):
     assert acc.micro_batches == 0
     acc.remove()
     assert fit(model, accumulate=accumulate) == 8
+
+
+@pytest.mark.parametrize("accumulate", [None, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_parameters_of_any_kind(kind, accumulate):
+    """A model with one is tried and measured, and is afterwards as it was."""
+    model = Adapted(kind)
+    base, before = model.base, [bits(p) for p in trainable(model)]
+    found = ak.find_batch_size(model, "cpu", (5,), (3,), 4, num_iterations=2, accumulate=accumulate)
+    assert found == 4
+    for fake in (False, True):
+        ak.memory_report(model, torch.optim.SGD(trainable(model)), batch, 4, accumulate=accumulate, fake=fake)
+    assert model.base is base
+    assert base.grad is None
+    assert [bits(p) for p in trainable(model)] == before

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
+from tests.support.frozen import NOT_SENT, Adapted
 from tests.support.models import batch, mlp, relative_error
 from tests.support.rank_failure_scenarios import (
     empty,
@@ -23,6 +24,7 @@ from tests.support.rank_failure_scenarios import (
 from tests.support.rank_option_scenarios import (
     autocast_route,
     bf16_communication,
+    frozen_kinds,
     fused_weights,
     masters,
     module_buffers,
@@ -57,6 +59,7 @@ SCENARIOS = [
     masters,
     autocast_route,
     fused_weights,
+    frozen_kinds,
     failures,
     divides,
     noise,
@@ -252,6 +255,20 @@ def test_module_buffers(found):
                 assert_same(after)
                 assert all(map(torch.equal, middle[0], after[-1]))
         assert_same([result[form][1] for result in results])
+
+
+def test_frozen_kinds(found):
+    """A frozen parameter of any kind is rank 0's, as in DistributedDataParallel; what is trained is right."""
+    results = of(found, frozen_kinds)
+    for kind, wrapped in results[0]:
+        start = Adapted(kind)
+        if kind not in NOT_SENT:
+            values = start.base.view(torch.uint8).numpy().tobytes()
+            assert [result[kind, wrapped][0] for result in results] == [values] * len(results)
+        assert_same([result[kind, wrapped][1] for result in results])
+        model = start if kind == "uint8" else nn.Sequential(start.a, start.b)  # torch copies no sparse parameter
+        expected, _ = one_process(len(results), sgd, model)
+        assert relative_error(results[0][kind, wrapped][1], expected[-4:]) < RTOL[torch.float32], kind
 
 
 def test_bf16_communication(any_size):

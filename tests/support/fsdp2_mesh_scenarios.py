@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.frozen import KINDS, trainable
 from tests.support.fsdp2_overflow_scenarios import poisoned
 from tests.support.fsdp2_scenarios import (
     UNEQUAL,
@@ -122,8 +123,13 @@ class Normed(nn.Module):
 
 
 def plain_norms(rank, size):
-    """Tensor parallel alone: plain parameters, the same on all ranks, count once in one clip over all."""
+    """Tensor parallel alone: plain parameters, the same on all ranks, count once in one clip over all.
+
+    Frozen ones of any kind, of which the first is on the meta device, are left alone.
+    """
     model, twin = Normed().double(), Normed().double()
+    for kind in sorted(KINDS, key="meta".__ne__):
+        model.register_parameter(f"frozen_{kind}", nn.Parameter(KINDS[kind](), requires_grad=False))
     mesh = init_device_mesh("cpu", (size,))
     parallelize_module(
         model,
@@ -131,7 +137,7 @@ def plain_norms(rank, size):
         {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())},
     )
     acc = ak.FusedAccumulator(model)
-    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
     for x, y in micro_batches(0):
         acc.backward(mse_loss(model(x), y), len(x))
     expected = true_grads(micro_batches(0), twin)
@@ -139,7 +145,7 @@ def plain_norms(rank, size):
     assert norm.item() == pytest.approx(total_norm(expected), rel=1e-12)
     nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    actual = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    actual = [p.full_tensor() if isinstance(p, DTensor) else p for p in trainable(model)]
     assert_close(actual, twin.parameters())
 
 

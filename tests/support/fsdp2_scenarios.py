@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from tests.support.frozen import KINDS
 from tests.support.ranks import message
 
 SIZES = [2, 1, 3]  # of the micro-batches of a window, on every rank
@@ -226,7 +227,9 @@ def tied_parameters(rank, size):
 
 def frozen_and_unused(rank, size):
     """What is frozen takes no memory; what got no gradient keeps None; what is unfrozen joins."""
-    model = shard(net())
+    model = net()
+    model.middle.register_parameter("codes", nn.Parameter(KINDS["uint8"](), requires_grad=False))  # as in QLoRA
+    shard(model)
     for p in model.middle.parameters():
         p.requires_grad_(False)
     model.register_parameter("unused", None)
@@ -237,9 +240,10 @@ def frozen_and_unused(rank, size):
     twin = net()
     twin.middle.requires_grad_(False)
     expected = true_grads(window(), twin)
-    for p, grad in zip(model.parameters(), expected, strict=True):
+    params = [p for name, p in model.named_parameters() if not name.endswith("codes")]
+    for p, grad in zip(params, expected, strict=True):
         assert (p.grad is None) == (grad is None)
-    assert_close(full(p.grad for p in model.parameters() if p.grad is not None), [g for g in expected if g is not None])
+    assert_close(full(p.grad for p in params if p.grad is not None), [g for g in expected if g is not None])
 
 
 # ---- unequal weights

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
 from accumkernels.ranks import chunks
+from tests.support.frozen import KINDS, NOT_SENT, Adapted, trainable
 from tests.support.models import mlp
 from tests.support.rank_scenarios import MAX_NORM, WINDOWS, adamw, micro_batches, sgd
 from tests.support.ranks import parameters
@@ -161,4 +162,25 @@ def fused_weights(rank, size):
         found[autocast, fused, wrapped] = parameters(inner), seen
         acc.remove()
     chunks.CHUNK_BYTES = usual
+    return found
+
+
+def frozen_kinds(rank, size):
+    """The bytes of a frozen parameter that ranks begin with different values of, and what was trained beside it."""
+    found = {}
+    for kind in KINDS:
+        for wrapped in (False, True) if kind in ("uint8", "int64") else (False,):  # DDP sends no others over gloo
+            inner = Adapted(kind)
+            if rank and kind not in NOT_SENT:
+                inner.base.data = torch.ones(3, 5).to(inner.base.dtype)
+            model = DistributedDataParallel(inner) if wrapped else inner
+            acc = ak.FusedAccumulator(model, process_group=None if wrapped else torch.distributed.group.WORLD)
+            optimizer = sgd(trainable(model))
+            for window in range(WINDOWS):
+                for x, y in micro_batches(window, rank):
+                    acc.backward(nn.functional.mse_loss(model(x), y), weight=len(x))
+                acc.step(optimizer, max_norm=MAX_NORM)
+            base = b"" if kind in NOT_SENT else inner.base.view(torch.uint8).numpy().tobytes()
+            found[kind, wrapped] = base, [p.detach().clone() for p in trainable(inner)]
+            acc.remove()
     return found

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 import accumkernels as ak
 from accumkernels.window.grad_scaler import LossScaler
+from tests.support.frozen import Adapted
 from tests.support.models import batch, mlp
 from tests.support.seen import Seen
 
@@ -307,6 +308,7 @@ def test_scaler_of_another_device():
     """A scaler for another device type is refused when it is enabled."""
     scaler = torch.amp.GradScaler("cpu")
     scaler._device = "cuda"
+    ak.FusedAccumulator(Adapted("meta"), scaler=torch.amp.GradScaler("cpu"))  # what is frozen may be anywhere
     with pytest.raises(ValueError, match="scaler is for 'cuda', but '0.weight' is on cpu"):
         ak.FusedAccumulator(mlp(), scaler=scaler)
 

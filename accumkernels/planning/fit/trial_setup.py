@@ -18,13 +18,14 @@ def check_trainable(model: Any) -> None:
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: a parameter is lazy, on the meta device or sharded, or none is trainable.
+        ValueError: a parameter is lazy or sharded, or trainable and on the meta device, or none is trainable.
     """
     params = list(is_module(model).named_parameters())
     for name, param in params:
-        if nn.parameter.is_lazy(param) or param.is_meta:
-            kind = "on the meta device" if param.is_meta else "lazy: run the model once first"
-            raise ValueError(f"model: parameter {name!r} is {kind}")
+        if nn.parameter.is_lazy(param):
+            raise ValueError(f"model: parameter {name!r} is lazy: run the model once first")
+        if param.is_meta and param.requires_grad:
+            raise ValueError(f"model: parameter {name!r} is on the meta device")
     check_unsharded(model)
     if not any(param.requires_grad for _, param in params):
         raise ValueError("model has no trainable parameter")
