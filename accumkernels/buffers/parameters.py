@@ -45,6 +45,9 @@ class NamedParameter:
                 continue
             if not self.param.requires_grad and (found is None or not found.requires_grad):
                 continue
+            renamed = next((other for other, p in owner.items() if p is self.param), None)
+            if renamed is not None:
+                return f"{self.name!r} was renamed to {renamed!r} since construction"
             return f"{self.name!r} was replaced by another tensor since construction"
         return None
 
@@ -68,6 +71,8 @@ def strip_prefixes(names: list[str]) -> list[str]:
 def _from_module(module: nn.Module) -> list[NamedParameter]:
     named = {id(p): NamedParameter(name, p) for name, p in module.named_parameters()}
     for submodule in module.modules():
+        if not isinstance(submodule._parameters, dict):  # TorchScript keeps them in C++, where nobody sees one replaced
+            continue
         for key, p in submodule._parameters.items():
             if p is not None:
                 named[id(p)].owners.append((submodule._parameters, key))
@@ -120,7 +125,7 @@ def named_parameters(params: Any) -> list[NamedParameter]:
     Raises:
         TypeError: `params`, or one of its items, is of another type.
         ValueError: There are no parameters, one appears twice, two share a name, or one cannot be accumulated (not a
-            leaf; or trainable and not fp16, bf16, fp32 or fp64, on the meta device or sparse).
+            leaf; lazy; or trainable and not fp16, bf16, fp32 or fp64, on the meta device or sparse).
     """
     if isinstance(params, nn.Module):
         named = _from_module(params)
@@ -144,6 +149,8 @@ def named_parameters(params: Any) -> list[NamedParameter]:
         _refuse_sharded(name, p)
         seen[id(p)] = name
         names.add(name)
+        if nn.parameter.is_lazy(p):
+            raise ValueError(f"params: {name!r} is lazy and has no shape yet; run the model once first")
         if p.requires_grad and (obstacle := entry.obstacle()) is not None:
             message = f"params: {obstacle}"
             raise ValueError(message)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
 
 import accumkernels as ak
 from tests.support.backends import same_bits
@@ -31,6 +32,8 @@ LEAF = nn.Parameter(torch.zeros(2))
         ([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], ValueError, "'param0' is torch.complex64"),
         ([torch.zeros(2, device="meta", requires_grad=True)], ValueError, "'param0' is on the meta device"),
         ([torch.zeros(2, 2).to_sparse().requires_grad_()], ValueError, "'param0' has layout torch.sparse_coo"),
+        (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(4)), ValueError, "'1.weight' is lazy.*run the model once"),
+        ([nn.parameter.UninitializedParameter(requires_grad=False)], ValueError, "'param0' is lazy"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )
@@ -71,9 +74,11 @@ def test_buffers_and_names_of_every_kind_of_params():
             r"'0.bias' had shape \(9,\) at construction and has \(4,\)",
         ),
         (lambda m: setattr(m[0], "bias", nn.Parameter(torch.zeros(9))), "'0.bias' was replaced"),
+        (lambda m: prune.l1_unstructured(m[0], "weight", 0.3), "'0.weight' was renamed to 'weight_orig'"),
+        (lambda m: nn.utils.parametrizations.weight_norm(m[0]), "'0.weight' was replaced"),
         pytest.param(lambda m: m.cuda(), "was on cpu at construction and is on cuda:0 now", marks=pytest.mark.gpu),
     ],
-    ids=["half", "assign", "data", "setattr", "cuda"],
+    ids=["half", "assign", "data", "setattr", "prune", "weight_norm", "cuda"],
 )
 def test_drift_is_named(change, message):
     """A parameter that changed dtype, shape, device or identity is named at the next window's first accumulate."""
@@ -190,3 +195,13 @@ def test_offloaded_parameters():
     ours, stock = Offloaded("meta"), Offloaded("meta")
     train(ours, ak.FusedAccumulator(ours))
     assert_same(ours, train(stock))
+
+
+@pytest.mark.parametrize(
+    "compile_", [torch.jit.script, lambda m: torch.jit.trace(m, batch(3)[0])], ids=["script", "trace"]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript(compile_):
+    """Modules that keep no dict of their parameters."""
+    ours = compile_(mlp())
+    assert_same(train(ours, ak.FusedAccumulator(ours)), train(compile_(mlp())))
