@@ -214,9 +214,10 @@ def test_order_of_calls():
     acc.step(optimizer)
 
 
-def test_two_accumulators_on_one_parameter():
-    """The second one is refused with the parameter's name, until the first lets go."""
-    model = mlp()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_two_accumulators_on_one_parameter(frozen):
+    """The second one is refused with the parameter's name, until the first lets go; it may be unfrozen later."""
+    model = mlp().requires_grad_(not frozen)
     first = ak.FusedAccumulator(model)
     with pytest.raises(RuntimeError, match="'0.weight' already has a FusedAccumulator"):
         ak.FusedAccumulator(model)

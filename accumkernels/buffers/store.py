@@ -12,7 +12,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
 from ..ops.schema import State
@@ -25,13 +24,13 @@ from .parameters import NamedParameter, devices_of
 _log = logging.getLogger(__name__)
 _touched = attrgetter("touched")
 _unchecked = attrgetter("unchecked")
-_stores: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to the store that has it
+# Parameters carry no reference to their store: torch swaps no tensor that has a weak one (torch.utils.swap_tensors).
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()  # those with a claim
 
 
 def has_accumulator(param: Tensor) -> bool:
     """Whether a live accumulator has the parameter."""
-    claim = _stores.get(param)
-    return claim is not None and claim() is not None
+    return any(store.claims(param) for store in _stores)
 
 
 class _AsBuilt:
@@ -74,7 +73,7 @@ class Store:
         buffers: The flat buffers of parameters that were ever trainable.
         masters: fp32 masters of 16-bit parameters, or None.
         states: For each device, the fp64 state tensor that the kernels update (`ops.schema.State`).
-        has_claim: Whether the parameters still belong to this store.
+        has_claim: Whether the parameters belong to this store, until `release_claim`.
         rounds: Whether any `.grad` has a narrower dtype than its sum.
         device: The first device, where weights are counted and results are returned.
         result_dtype: The dtype of norms: fp32, or fp64 if any parameter is fp64.
@@ -86,8 +85,10 @@ class Store:
         self.states: dict[torch.device, Tensor] = {}
         self.rounds = False
         self.device = devices_of(named)[0]
+        self.has_claim = False
         self.result_dtype = torch.float32
         self._backend = backend
+        self._ids = {id(entry.param) for entry in named}
         self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
         self._as_built: _AsBuilt | None = None
         ops.select(backend, self.device)  # a wrong backend is an error at once, also with all frozen
@@ -103,17 +104,17 @@ class Store:
                 raise RuntimeError(
                     f"{entry.name!r} already has a FusedAccumulator; call its remove(), or keep parameters apart"
                 )
-        for entry in self.named:
-            _stores[entry.param] = weakref.ref(self)
         self.has_claim = True
+        _stores.add(self)
+
+    def claims(self, param: Tensor) -> bool:
+        """Whether the parameter, or the master, belongs to this store."""
+        return id(param) in self._ids or id(param) in self._places
 
     def release_claim(self) -> None:
         """Let another accumulator take the parameters."""
         self.has_claim = False
-        for entry in self.named:
-            claim = _stores.get(entry.param)
-            if claim is not None and claim() is self:
-                del _stores[entry.param]
+        _stores.discard(self)
         if self.masters is not None:
             self.masters.remove()
 
@@ -171,7 +172,6 @@ class Store:
                 target = self.target(segment.param)
                 if target is not segment.param:
                     self._places[id(target)] = (buffer, segment)
-                    _stores[target] = weakref.ref(self)
         if self.buffers:
             self.device = self.buffers[0].device
         wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)

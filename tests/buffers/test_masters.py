@@ -384,3 +384,19 @@ def test_a_model_over_two_devices():
     optimizers[1].step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.cpu(), q, rtol=1e-4, atol=1e-6)
+
+
+def test_masters_of_two_accumulators_in_one_optimizer():
+    """The second finds `.grad`s of the first's masters, which are no strangers."""
+    model = mlp(torch.bfloat16)
+    before = [p.detach().clone() for p in model.parameters()]
+    accs = [ak.FusedAccumulator(part, master_weights=True) for part in (model[0], model[2:])]
+    optimizer = torch.optim.SGD([p for acc in accs for p in acc.parameters()], lr=0.1)
+    x, y = batch(3)
+    mse_loss(model(x.bfloat16()).float(), y).backward()
+    for acc in accs:
+        acc.accumulate()
+    for acc in accs:
+        acc.finalize(optimizer)
+    optimizer.step()
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

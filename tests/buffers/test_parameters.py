@@ -64,6 +64,15 @@ def test_buffers_and_names_of_every_kind_of_params():
             acc.zero_()
 
 
+def swapping(call, *args):
+    """Call something that changes a module while torch swaps parameters instead of copying into them."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return call(*args)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -76,9 +85,10 @@ def test_buffers_and_names_of_every_kind_of_params():
         (lambda m: setattr(m[0], "bias", nn.Parameter(torch.zeros(9))), "'0.bias' was replaced"),
         (lambda m: prune.l1_unstructured(m[0], "weight", 0.3), "'0.weight' was renamed to 'weight_orig'"),
         (lambda m: nn.utils.parametrizations.weight_norm(m[0]), "'0.weight' was replaced"),
+        (lambda m: swapping(m.half), "'0.weight' was torch.float32 at construction and is torch.float16 now"),
         pytest.param(lambda m: m.cuda(), "was on cpu at construction and is on cuda:0 now", marks=pytest.mark.gpu),
     ],
-    ids=["half", "assign", "data", "setattr", "prune", "weight_norm", "cuda"],
+    ids=["half", "assign", "data", "setattr", "prune", "weight_norm", "swap", "cuda"],
 )
 def test_drift_is_named(change, message):
     """A parameter that changed dtype, shape, device or identity is named at the next window's first accumulate."""
@@ -195,6 +205,19 @@ def test_offloaded_parameters():
     ours, stock = Offloaded("meta"), Offloaded("meta")
     train(ours, ak.FusedAccumulator(ours))
     assert_same(ours, train(stock))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_swapped_parameters(options):
+    """A model's state may be loaded by swapping parameters: torch refuses to swap those with weak references."""
+    ours, stock = mlp(), mlp()
+    state = mlp(seed=1).state_dict()
+
+    def load(model):
+        return lambda window: window == 1 and swapping(model.load_state_dict, state)
+
+    train(ours, ak.FusedAccumulator(ours, **options), load(ours))
+    assert_same(ours, train(stock, between=load(stock)))
 
 
 @pytest.mark.parametrize(
