@@ -13,6 +13,7 @@ from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter
 from .sender import Sender
+from .weight_unit import SHARED_KEY
 
 
 class LocalStats(NamedTuple):
@@ -173,6 +174,7 @@ class Ranks:
         judged_together: Whether ranks hold different parts of the same gradients, and judge them together. These are
             right only in `.grad`, once others have reduced or divided them, so nothing is taken inside modules.
         sender: Decides what to send while a backward runs.
+        weight_key: Of the unit that weights in losses are counted in, see weight_unit.py.
     """
 
     size = 1
@@ -185,6 +187,7 @@ class Ranks:
     sharded = False
     judged_together = False
     sender = Sender()
+    weight_key = SHARED_KEY
 
     def __str__(self) -> str:
         return ""

@@ -29,6 +29,7 @@ from .group import Group
 from .packing import Packer, different_limits, different_windows, listed
 from .sender import ChunkSender
 from .touched import Fields, Touched
+from .weight_unit import next_key
 
 
 class DataParallel(Ranks):
@@ -48,6 +49,7 @@ class DataParallel(Ranks):
         self.size = group.size
         self.rank = group.rank
         self.sender = ChunkSender(group, early)
+        self.weight_key = next_key(self.size)
         self._group = group
         self._touched = Touched(parameters, self.sender, self.rank == 0)
 

@@ -28,6 +28,7 @@ from .base import GlobalStats, LocalStats, Ranks
 from .divide_factor import DivideFactor
 from .own_group import own_group
 from .packing import Packer, different_limits, different_windows, listed
+from .weight_unit import next_key
 
 
 class Sharded(Ranks):
@@ -58,6 +59,7 @@ class Sharded(Ranks):
         for group in self._rows:
             self.shard = self.shard * group.size() + group.rank()
         self._replicas = self._count_replicas(named, meshes)
+        self.weight_key = next_key(self.size)
         self._compared: int | None = None  # the number of norms for which the host has compared all ranks' reports
 
     def _count_replicas(self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]) -> dict[int, int]:

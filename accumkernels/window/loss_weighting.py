@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..buffers.devices import move
 from ..capture.captures import MicroBatch
-from ..ranks.weight_unit import agree_on_unit, agreed_unit
+from ..ranks.weight_unit import AwaitedUnit, agree_on_unit, agreed_unit
 
 
 def grad_weight(micro_batch: MicroBatch) -> float | Tensor:
@@ -15,7 +15,7 @@ def grad_weight(micro_batch: MicroBatch) -> float | Tensor:
     weight, loss_weight = micro_batch.weight, micro_batch.loss_weight
     if loss_weight is None:
         return weight
-    unit = (agreed_unit() or 1.0) if micro_batch.unit is None else micro_batch.unit
+    unit = micro_batch.unit.get() if isinstance(micro_batch.unit, AwaitedUnit) else micro_batch.unit or 1.0
     if isinstance(loss_weight, float):
         return weight / loss_weight if loss_weight else unit
     return torch.where(loss_weight == 0, unit, weight / loss_weight)
@@ -27,18 +27,23 @@ def together(first: MicroBatch, second: MicroBatch) -> MicroBatch:
     return second._replace(
         weight=first.weight + second.weight,
         loss_weight=parts[0] + parts[1],
-        unit=second.unit if first.unit is None else first.unit,
+        unit=second.unit if isinstance(first.unit, AwaitedUnit) else first.unit,
     )
 
 
 class LossWeighting:
-    """Puts weights into losses whose backward may cross ranks; other weights wait for the accumulate pass."""
+    """Puts weights into losses whose backward may cross ranks; other weights wait for the accumulate pass.
 
-    def __init__(self) -> None:
-        self._unit: float | None = None  # for weights in losses, once all ranks know it
+    Args:
+        key: Of the unit that all ranks count weights in.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._unit: float | None = None  # once all ranks know it
 
     def weigh(self, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
-        """Multiply a loss by its micro-batch's weight, in the job's unit.
+        """Multiply a loss by its micro-batch's weight, in the unit of all ranks.
 
         Returns:
             The loss to run backward of, and the micro-batch with its loss's factor.
@@ -46,9 +51,10 @@ class LossWeighting:
         weight = micro_batch.weight
         if self._unit is None and not isinstance(weight, Tensor) and weight == 0:
             # A weight of 0 does not tell how large weights are.
-            return loss * 0.0, micro_batch._replace(loss_weight=0.0, unit=agreed_unit())
+            unit = agreed_unit(self._key) or AwaitedUnit.of(self._key)
+            return loss * 0.0, micro_batch._replace(loss_weight=0.0, unit=unit)
         if self._unit is None:
-            self._unit = agree_on_unit(weight)
+            self._unit = agree_on_unit(weight, self._key)
         factor = weight / self._unit
         if not isinstance(factor, Tensor) and factor == 1:
             return loss, micro_batch

@@ -60,7 +60,7 @@ class MicroBatchRunner:
         self._scaler = scaler
         self._overflow = overflow
         self._noise = noise
-        self._weighting = LossWeighting()
+        self._weighting = LossWeighting(ranks.weight_key)
         self._window = Window()
         self._warned = False  # whether it warned of a micro-batch without gradients
         self._counted_by_backward = False

@@ -12,6 +12,7 @@ from ..buffers.devices import move, worst
 from ..buffers.store import Store
 from ..capture.captures import Bucket, Captured, MicroBatch, Place
 from ..ranks.base import Ranks
+from ..ranks.weight_unit import AwaitedUnit
 from .grad_scaler import LossScaler
 from .loss_weighting import grad_weight
 from .noise_scale import NoiseMeter
@@ -48,8 +49,8 @@ class Sums:
 
     def multiplier(self, micro_batch: MicroBatch) -> float | Tensor | None:
         """See `Sink`."""
-        if self._noise.on or micro_batch.unit is None:  # only backward knows what is left of the weight
-            return None
+        if self._noise.on or isinstance(micro_batch.unit, AwaitedUnit):
+            return None  # only backward knows what is left of the weight
         weight = micro_batch.weight if micro_batch.loss_weight is None else grad_weight(micro_batch)
         if self._scaler.scales:
             weight = _over(weight, self._scaler.loss_scale())

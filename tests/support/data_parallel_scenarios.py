@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import accumkernels as ak
 from accumkernels.ranks.base import LocalStats
 from tests.support.models import batch, mlp
-from tests.support.ranks import message, parameters
+from tests.support.ranks import logged, message, parameters
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 SIZES = [[2, 1, 3], [1, 5, 2], [4, 4, 1], [1, 1, 1]]  # samples of the micro-batches, by rank
@@ -165,33 +164,39 @@ def units_change_no_bits(rank, size):
         assert_close(grads((5, 5), dtype), ones, rtol=rounding, atol=rounding)
 
 
-class _Records(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        self.texts.append(record.getMessage())
-
-
 def long_form_warns_of_synchronised_norms(rank, size):
     """Once, where a weight comes after a backward that SyncBatchNorm has taken over ranks."""
-    records = _Records()
-    logging.getLogger("accumkernels").addHandler(records)
     for layer, count in ((nn.SyncBatchNorm(4), 1), (nn.BatchNorm1d(4), 0)):
         model = nn.Sequential(nn.Linear(5, 4), layer, nn.Linear(4, 3))
         acc = ak.FusedAccumulator(model, process_group=group())
-        records.texts.clear()
-        for weight in (1, 3, 4):
-            model[2](model[0](batch(2)[0])).sum().backward()
-            acc.accumulate(weight)
-            assert len(records.texts) == (count if weight != 1 else 0)
-        assert all("'1' is a SyncBatchNorm" in text and "acc.backward" in text for text in records.texts)
+        with logged() as texts:
+            for weight in (1, 3, 4):
+                model[2](model[0](batch(2)[0])).sum().backward()
+                acc.accumulate(weight)
+                assert len(texts) == (count if weight != 1 else 0)
+        assert all("'1' is a SyncBatchNorm" in text and "acc.backward" in text for text in texts)
         acc.zero_()
-    logging.getLogger("accumkernels").removeHandler(records)
+
+
+def units_of_accumulators(rank, size):
+    """Each has its own, near its weights, if all ranks have built it together; those of some ranks share one."""
+    keys = []
+    for weight, unit in ((12, 8), (1, 1), (3000, 2048)):
+        model, acc = build()
+        keys.append(acc._ranks.weight_key)
+        acc.backward(model(data(rank)[0][0]).sum(), weight)
+        assert acc._runner._weighting._unit == unit
+        acc.zero_()
+        acc.remove()
+    assert len(set(keys)) == 3
+    everyones = [None] * size
+    dist.all_gather_object(everyones, keys)
+    assert everyones == [keys] * size
+    mine = [dist.new_group([r]) for r in range(size)][rank]
+    for options in ({"process_group": mine}, {"process_group": False}):
+        key = build(**options)[1]._ranks.weight_key
+        assert key not in keys
+        assert not key[-1].isdigit()
 
 
 # ---- sums that are sent in backward
@@ -572,6 +577,7 @@ TWO_RANKS = [
     equal_weights_keep_their_bits,
     units_change_no_bits,
     long_form_warns_of_synchronised_norms,
+    units_of_accumulators,
     collectives_of_the_users,
     accumulators_side_by_side,
     unused_parameters_hold_nothing_back,

@@ -273,6 +273,17 @@ def unequal_weights(rank, size):
             acc.zero_()
 
 
+def units_of_accumulators(rank, size):
+    """Each counts weights near its own, so that a loss with the default weight is left as it is beside larger ones."""
+    for weight, unit in ((1000, 512), (1, 1)):
+        model = shard(net())
+        acc = ak.FusedAccumulator(model)
+        x, y = data(2, rank)
+        acc.backward(mse_loss(model(x), y), weight)
+        assert acc._runner._weighting._unit == unit
+        acc.zero_()
+
+
 def set_factor(modules, factor) -> None:
     """Make FSDP2 divide the gradients of these modules by `factor`."""
     for module in modules:
@@ -524,6 +535,7 @@ TWO_RANKS = [
     tied_parameters,
     frozen_and_unused,
     unequal_weights,
+    units_of_accumulators,
     weights_under_a_divide_factor,
     a_rank_without_weight,
     what_ranks_disagree_about,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import pickle
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,20 @@ def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs meanwhile."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("accumkernels")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
 
 
 def parameters(module: torch.nn.Module) -> list[torch.Tensor]:

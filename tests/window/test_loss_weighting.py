@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from accumkernels.capture.captures import MicroBatch
+from accumkernels.ranks import weight_unit
 from accumkernels.window import loss_weighting as module
 from accumkernels.window.loss_weighting import LossWeighting, grad_weight, together
+
+KEY = "a unit"
 
 
 @pytest.fixture
@@ -17,7 +20,8 @@ def proposed(monkeypatch):
     """Several ranks, whose unit is what the first proposes."""
     asked = []
 
-    def agree(weight):
+    def agree(weight, key):
+        assert key == KEY
         asked.append(weight)
         exponent = 0 if isinstance(weight, torch.Tensor) or weight == 0 else math.frexp(weight)[1] - 1
         return 2.0**exponent
@@ -38,7 +42,7 @@ def weighed(weighting, weight, dtype):
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
 def test_parts_are_the_weight(proposed, dtype, on_device):
     """Exactly, whatever the loss's dtype rounds; the unit is agreed on once."""
-    weighting = LossWeighting()
+    weighting = LossWeighting(KEY)
     for weight in (1001.0, 0.3, 7.0, 1e-3):
         given = torch.tensor(weight, dtype=torch.float64) if on_device else weight
         both, _, micro_batch = weighed(weighting, given, dtype)
@@ -53,7 +57,7 @@ def test_parts_are_the_weight(proposed, dtype, on_device):
 def test_the_loss_stays_as_large_as_it_is(proposed):
     """Weighted by the unit's multiple between 1 and 2; a weight that is a power of two leaves it alone."""
     for weight in (1.0, 4096.0, 0.25, 1000.0, 0.3):
-        _, grad, micro_batch = weighed(LossWeighting(), weight, torch.float32)
+        _, grad, micro_batch = weighed(LossWeighting(KEY), weight, torch.float32)
         assert 3 <= grad < 6.0001
         assert (micro_batch.loss_weight is None) is (math.frexp(weight)[0] == 0.5)
 
@@ -61,7 +65,7 @@ def test_the_loss_stays_as_large_as_it_is(proposed):
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
 def test_zero_keeps_the_unit(proposed, on_device):
     """What comes from other ranks' losses is still multiplied by the unit."""
-    weighting = LossWeighting()
+    weighting = LossWeighting(KEY)
     weighed(weighting, 12.0, torch.float64)
     zero = torch.zeros((), dtype=torch.float64) if on_device else 0.0
     _, grad, micro_batch = weighed(weighting, zero, torch.float64)
@@ -73,8 +77,9 @@ def test_zero_keeps_the_unit(proposed, on_device):
 def test_zero_proposes_nothing(proposed, known_to_others, monkeypatch):
     """A first weight of 0 says nothing of how large weights are; gradients of others' losses have theirs."""
     units = [8.0 if known_to_others else None]
-    monkeypatch.setattr(module, "agreed_unit", lambda: units[-1])
-    weighting = LossWeighting()
+    for place in (module, weight_unit):
+        monkeypatch.setattr(place, "agreed_unit", lambda key: units[-1] if key == KEY else None)
+    weighting = LossWeighting(KEY)
     _, grad, micro_batch = weighed(weighting, 0.0, torch.float64)
     assert (grad, proposed) == (0, [])
     assert grad_weight(micro_batch) == (8 if known_to_others else 1)
