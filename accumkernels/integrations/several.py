@@ -127,6 +127,8 @@ def backward_coupled_of_all(
             run_for_all(is_open, loss, weight, _scaled(scaler))
 
         def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], _: bool) -> None:
+            if is_open and (micro_batch := is_open[0].under_way) is not None:
+                is_open[0].parts.runner.inspect_part(tensors, micro_batch)
             _run(is_open, functools.partial(torch.autograd.backward, tensors, grads), tensors[0])
 
         return coupled.run(devices, backward, backward_part)

@@ -165,8 +165,13 @@ class MicroBatchRunner:
         """Put the weight into the loss if backward may cross ranks."""
         return self._weighting.weigh(loss, micro_batch) if backward_may_cross_ranks() else (loss, micro_batch)
 
+    def inspect_part(self, tensors: Sequence[Tensor], micro_batch: MicroBatch) -> None:
+        """Warn of Functions behind these tensors whose own gradients would lack what the loss has of the weight."""
+        self._weighting.inspect(tensors, micro_batch)
+
     def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], micro_batch: MicroBatch) -> None:
         """Run backward of part of a micro-batch, from gradients with the loss scale and the weight's part in them."""
+        self.inspect_part(tensors, micro_batch)
         backward = functools.partial(torch.autograd.backward, tensors, grads)
         if self.captures.add_early:
             self.run(backward, tensors[0], micro_batch)

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
 from tests.support.models import relative_error
-from tests.support.towers import Towers, chunked, data
+from tests.support.ranks import logged
+from tests.support.towers import PassOn, Towers, chunked, data
 
 EXACT = 1e-12  # fp64 rounding
 WEIGHTS = [1.0, 3.0]  # of the micro-batches of a window
@@ -131,5 +132,19 @@ def gathered_encodings_of_shards(rank, size):
         assert abs(acc.metrics()["loss"].item() / mean - 1) < EXACT, release
 
 
-TWO_RANKS = [gathered_encodings, gathered_without_gradients]
+def functions_of_encoders(rank, size):
+    """Are named once by a warning if the loss has a part of the weight in it, as those of a plain loss are."""
+    for release, weight in itertools.product(("microbatch", "backward"), (4, 3)):
+        model = Towers()
+        acc = ak.FusedAccumulator(model, process_group=dist.group.WORLD, release=release, bucket_bytes=64)
+        with logged() as texts:
+            for step in range(2):
+                encode = lambda pair, model=model: tuple(map(PassOn.apply, model.encode(pair)))  # noqa: E731
+                acc.backward_coupled(pairs(step, rank, EQUAL), encode, model.loss, weight=weight)
+        assert len(texts) == (weight == 3)
+        assert all("has PassOn: " in text for text in texts)
+        acc.zero_()
+
+
+TWO_RANKS = [gathered_encodings, gathered_without_gradients, functions_of_encoders]
 TWO_RANKS_FSDP2 = [gathered_encodings_of_shards]

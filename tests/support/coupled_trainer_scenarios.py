@@ -24,6 +24,14 @@ class Towers(towers.Towers):
         return self.encode(pair)
 
 
+class PassingOn(Towers):
+    """Encodes through a Function."""
+
+    def forward(self, pair):
+        """One row per sample."""
+        return tuple(map(towers.PassOn.apply, self.encode(pair)))
+
+
 def sgd(params):
     """Moves parameters by the gradient itself."""
     return torch.optim.SGD(params, lr=1.0)
@@ -72,6 +80,24 @@ def accelerate_coupled(rank, size):
                     optimizer.step()
                     optimizer.zero_grad()
         check(towers_, gathered, size)
+        one.free_memory()
+
+
+def functions_of_encoders(rank, size):
+    """Are named once by a warning if the loss has a part of the weight in it, whoever counts their gradients."""
+    environment(rank, size)
+    for number, weight in itertools.product((1, 2), (4, 3)):
+        one = accelerator(steps=2)
+        towers_ = PassingOn()
+        model, *stepped = one.prepare(towers_, *optimizers(towers_, number))
+        with ranks.logged() as texts:
+            for step in range(2):
+                with one.accumulate(model):
+                    one.backward_coupled(pairs(step, rank, EQUAL), model, towers_.loss, weight=weight)
+                    for optimizer in stepped:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        assert sum("has PassOn: " in text for text in texts) == (weight == 3)
         one.free_memory()
 
 
@@ -172,4 +198,4 @@ def transformers_coupled(rank, size):
         assert relative_error(found, way) < EXACT
 
 
-TWO_RANKS = [accelerate_coupled, lightning_coupled, transformers_coupled]
+TWO_RANKS = [accelerate_coupled, functions_of_encoders, lightning_coupled, transformers_coupled]

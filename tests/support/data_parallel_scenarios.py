@@ -178,6 +178,89 @@ def long_form_warns_of_synchronised_norms(rank, size):
         acc.zero_()
 
 
+class AddAuxiliaryLoss(torch.autograd.Function):
+    """Passes `x` on; backward adds the gradient of an auxiliary loss, whatever gradient it gets."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        """`x`, and a loss of one element."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """The gradient of the sum of both losses."""
+        return grad, grad.new_ones(())
+
+
+def with_auxiliary_loss(model, x, y, in_backward):
+    """A loss and an auxiliary one, which is in the value or only in the gradient."""
+    out = model(x)
+    auxiliary = 0.5 * out.square().mean()
+    if in_backward:
+        return mse_loss(AddAuxiliaryLoss.apply(out, auxiliary), y)
+    return mse_loss(out, y) + auxiliary
+
+
+def gradients_that_functions_add(rank, size):
+    """Have the whole weight where all weights are 1 or one power of two, and in the long form; else a warning says so.
+
+    Another accumulator of the job, whose weights have another unit, does not matter.
+    """
+    other = mlp(torch.float64)
+    counts = ak.FusedAccumulator(other, process_group=group())
+    counts.backward(other(data(rank)[0][0]).sum(), 12)
+    counts.zero_()
+    equal, unequal = [[4, 4]] * size, SIZES[:size]
+    cases = [(equal, 1), (equal, 0.25), (equal, 3), (unequal, 1)]
+    for (sizes, unit), form in itertools.product(cases, ("backward", "long form")):
+        model, twin = mlp(torch.float64), mlp(torch.float64)
+        acc = ak.FusedAccumulator(model, process_group=group())
+        with logged() as texts:
+            for x, y in data(rank, sizes[rank]):
+                loss = with_auxiliary_loss(model, x, y, True)
+                if form == "backward":
+                    acc.backward(loss, unit * len(x))
+                else:
+                    loss.backward()
+                    acc.accumulate(unit * len(x))
+        acc.finalize(sgd(acc))
+        total = sum(map(sum, sizes))
+        for x, y in (part for r in range(size) for part in data(r, sizes[r])):
+            (with_auxiliary_loss(twin, x, y, False) * (len(x) / total)).backward()
+        found, expected = ([p.grad for p in m.parameters()] for m in (model, twin))
+        if form == "backward" and (unit == 3 or sizes is unequal):
+            assert len(texts) == 1, (unit, form)
+            assert "has AddAuxiliaryLoss: if its backward adds a gradient of its own" in texts[0]
+            with pytest.raises(AssertionError):  # nobody can know: other Functions need the weight in the loss
+                assert_close(found, expected)
+        else:
+            assert texts == []
+            assert_close(found, expected)
+        acc.zero_()
+
+
+def functions_of_torch(rank, size):
+    """No warning, though their gradients come from other ranks."""
+    reduces = (
+        dist.nn.functional.all_reduce,
+        lambda x: torch.distributed._functional_collectives.all_reduce(x, "sum", group()),
+        lambda x: dist.nn.functional.all_gather(x)[rank],
+    )
+    for reduce in reduces:
+        model = mlp(torch.float64)
+        acc = ak.FusedAccumulator(model, process_group=group())
+        loss = reduce(model(batch(2, torch.float64)[0])).sum()
+        node, functions = loss.grad_fn, 0
+        while node.next_functions and node.next_functions[0][0] is not None:
+            node = node.next_functions[0][0]
+            functions += isinstance(node, torch.autograd.function.BackwardCFunction)
+        assert functions
+        with logged() as texts:
+            acc.backward(loss, 3 + rank)
+        assert texts == []
+        acc.zero_()
+
+
 def units_of_accumulators(rank, size):
     """Each has its own, near its weights, if all ranks have built it together; those of some ranks share one."""
     keys = []
@@ -577,6 +660,8 @@ TWO_RANKS = [
     equal_weights_keep_their_bits,
     units_change_no_bits,
     long_form_warns_of_synchronised_norms,
+    gradients_that_functions_add,
+    functions_of_torch,
     units_of_accumulators,
     collectives_of_the_users,
     accumulators_side_by_side,

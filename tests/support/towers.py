@@ -32,6 +32,18 @@ class Towers(nn.Module):
         return (cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
 
 
+class PassOn(torch.autograd.Function):
+    """Passes gradients on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 def data(seed=1, dtype=torch.float64):
     """Pairs of inputs, one row per sample."""
     torch.manual_seed(seed)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from accumkernels.capture.captures import MicroBatch
 from accumkernels.ranks import weight_unit
@@ -94,3 +95,93 @@ def test_sums_have_one_multiplier():
     """Gradients that were summed by FSDP2 are multiplied by what all were."""
     first, second = MicroBatch(6.0, 1, loss_weight=1.5, unit=4.0), MicroBatch(4.0, 2)._replace(unit=4.0)
     assert grad_weight(together(first, second)) == 4
+
+
+# ---- Functions that may add a gradient of their own
+
+
+class AddAuxiliaryLoss(torch.autograd.Function):
+    """Passes `x` on; backward adds the gradient of an auxiliary loss, whatever gradient it gets."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones_like(grad)
+
+
+class PassOn(torch.autograd.Function):
+    """Passes gradients on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@torch.library.custom_op("accumkernels_tests::pass_on", mutates_args=())
+def pass_on(x: torch.Tensor) -> torch.Tensor:
+    """Pass gradients on."""
+    return x.clone()
+
+
+pass_on.register_autograd(lambda ctx, grad: grad)
+
+
+def with_auxiliary_loss(x):
+    """`3 x` and an auxiliary loss of `5 x`, which only backward knows."""
+    return AddAuxiliaryLoss.apply(3 * x, 5 * x)
+
+
+def told(caplog):
+    """What the warnings so far name; forgets them."""
+    texts = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    assert all(text.startswith("backward(weight): on several ranks a part of the weight") for text in texts)
+    return [text.partition(" has ")[2].partition(":")[0] for text in texts]
+
+
+def test_a_gradient_of_its_own(proposed, caplog):
+    """Gets the whole weight where the loss is left as it is, and where it is not, there is a warning."""
+    for weight in (1.0, 16.0, 12.0):
+        x = torch.ones((), requires_grad=True)
+        loss, micro_batch = LossWeighting(KEY).weigh(with_auxiliary_loss(x), MicroBatch(weight, 1))
+        loss.backward()
+        right = float(grad_weight(micro_batch)) * x.grad.item() == weight * (3 + 5)
+        assert (right, told(caplog)) == ((True, []) if weight in (1, 16) else (False, ["AddAuxiliaryLoss"]))
+
+
+@pytest.mark.parametrize("weight", [12.0, 0.0, torch.tensor(1.0, dtype=torch.float64)], ids=str)
+def test_each_function_is_named_once(proposed, caplog, monkeypatch, weight):
+    """Functions and custom ops of users, wherever they are in the graph and whichever graph they come in."""
+    monkeypatch.setattr(module, "agreed_unit", lambda key: None)
+    weighting, x = LossWeighting(KEY), torch.ones((), requires_grad=True)
+
+    def weigh(loss):
+        weighting.weigh(loss, MicroBatch(weight, 1))
+        return told(caplog)
+
+    assert weigh(3 * x) == []
+    assert weigh(x.detach()) == []
+    assert weigh(checkpoint(torch.tanh, x, use_reentrant=True) * 2) == []  # a Function of torch's
+    assert weigh(torch.tanh(with_auxiliary_loss(2 * x)) + PassOn.apply(x)) == ["AddAuxiliaryLoss, PassOn"]
+    assert weigh(with_auxiliary_loss(x)) == []
+    assert weigh(PassOn.apply(pass_on(x))) == ["accumkernels_tests_pass_on_default"]
+    assert weigh(pass_on(x)) == []
+    LossWeighting(KEY).weigh(PassOn.apply(x), MicroBatch(weight, 1))
+    assert told(caplog) == ["PassOn"]
+
+
+def test_parts_of_a_weighted_loss(proposed, caplog):
+    """Graphs behind encodings are inspected too, from all tensors that backward begins at."""
+    weighting, x = LossWeighting(KEY), torch.ones((), requires_grad=True)
+    roots = 2 * x, PassOn.apply(x)
+    for weight, names in ((8.0, []), (12.0, ["PassOn"])):
+        _, micro_batch = weighting.weigh(3 * x, MicroBatch(weight, 1))
+        weighting.inspect(roots, micro_batch)
+        assert told(caplog) == names
