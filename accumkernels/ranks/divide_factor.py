@@ -20,15 +20,19 @@ class DivideFactor:
     """
 
     def __init__(self, named: Sequence[NamedParameter]) -> None:
-        ours = {id(entry.param): entry.name for entry in named}
+        ours = {id(entry.param): number for number, entry in enumerate(named)}
         kind = getattr(sys.modules.get(_MODULE), "FSDPParamGroup", None)
-        self._groups: list[tuple[str, Any, int]] = []  # name of a parameter, FSDP2's group, and how many ranks reduce
+        numbered: list[tuple[int, Any]] = []
         # A parameter does not know its group, and the user may have passed parameters alone.
         for found in gc.get_objects() if kind is not None else ():
             if type(found) is kind:
-                names = [ours[id(p)] for p in (held.sharded_param for held in found.fsdp_params) if id(p) in ours]
-                if names:
-                    self._groups.append((names[0], found, _ranks_of(found)))
+                numbers = [ours[id(p)] for p in (held.sharded_param for held in found.fsdp_params) if id(p) in ours]
+                if numbers:
+                    numbered.append((min(numbers), found))
+        # Name of a parameter, FSDP2's group, and how many ranks reduce. In the parameters' order: that of all objects
+        # depends on when garbage was collected, and an error would name other parameters on other ranks.
+        numbered.sort(key=lambda pair: pair[0])
+        self._groups = [(named[number].name, group, _ranks_of(group)) for number, group in numbered]
         self._ranks = max((ranks for _, _, ranks in self._groups), default=1)
 
     def over_mean(self) -> float:
