@@ -561,7 +561,8 @@ class FusedAccumulator:
 
         Raises:
             TypeError, ValueError: An argument is wrong, or tensors of the batch differ in their number of samples.
-            torch.OutOfMemoryError: One sample does not fit; the message has its cost.
+            torch.OutOfMemoryError: One sample does not fit; the message has its cost, and says so if the try broke the
+                window, which `zero_()` then drops.
             RuntimeError: As `accumulate`; or memory ran out where it had not before, after gradients had been added,
                 and the window has other micro-batches. After any other exception of `loss_fn` or of backward, the
                 micro-batches that ran stay in the window.

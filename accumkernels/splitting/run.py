@@ -98,7 +98,7 @@ class BatchRunner:
             The first four fields of its `BatchReport`.
 
         Raises:
-            torch.OutOfMemoryError: One sample does not fit.
+            torch.OutOfMemoryError: One sample does not fit. The message says whether the last try broke the window.
             RuntimeError: A micro-batch that used to fit did not, and the window cannot begin anew.
         """
         outer = sys.exc_info()[1]
@@ -142,13 +142,14 @@ class BatchRunner:
             if window.agree is not None:
                 raise torch.OutOfMemoryError(
                     f"backward_batch(): a micro-batch of cost {cost:g} ran out of memory, and cannot be split, since "
-                    f"other ranks wait in forward or backward: pass a smaller budget or micro_batch ({message})"
+                    "other ranks wait in forward or backward: pass a smaller budget or micro_batch"
+                    f"{_broken(window)} ({message})"
                 )
             if len(indices) > 1:
                 learned.fail(cost)
             elif proven or alone or not window.adds_early():
                 learned.fail(cost)
-                raise torch.OutOfMemoryError(self._too_dear(cost, message))
+                raise torch.OutOfMemoryError(self._too_dear(cost, message) + _broken(window))
             alone = len(indices) == 1
             if not window.is_broken():
                 before.restore()
@@ -215,6 +216,16 @@ class BatchRunner:
                 learned.splits,
                 learned.batches,
             )
+
+
+def _broken(window: Window) -> str:
+    """What an error adds if the micro-batch that failed broke the window, so that nothing can be added to it."""
+    if not window.is_broken():
+        return ""
+    return (
+        ". Some of its gradients were added before memory ran out, so that the window is broken: drop it with "
+        "acc.zero_(), or acc.discard() with several ranks"
+    )
 
 
 def _note(error: BaseException, text: str) -> None:

@@ -469,6 +469,39 @@ def test_one_sample_that_does_not_fit():
         ak.FusedAccumulator(model).backward_batch((x[3:], y[3:]), loss_fn)
 
 
+@pytest.mark.parametrize("release", ["backward", "microbatch"])
+@pytest.mark.parametrize("proven", [False, True])
+def test_one_sample_that_breaks_the_window(release, proven):
+    """Where its gradients were added in buckets before memory ran out, the error says so, and zero_() goes on."""
+    model = mlp(torch.float64)
+    x, y = batch(4, torch.float64)
+    acc = ak.FusedAccumulator(model, release=release, bucket_bytes=8)
+    if proven:
+        acc.backward_batch((x, y), simple(model), micro_batch=1)
+        acc.zero_()
+    acc.backward_batch((x[:2], y[:2]), simple(model), micro_batch=1)
+
+    def late(grad):
+        raise torch.OutOfMemoryError("of the allocator")
+
+    hook = model[0].weight.register_hook(late)
+    with pytest.raises(torch.OutOfMemoryError, match="one sample of cost 1.* does not fit in memory: of") as caught:
+        acc.backward_batch((x[2:3], y[2:3]), simple(model))
+    hook.remove()
+    breaks = release == "backward"
+    assert ("the window is broken: drop it with acc.zero_()" in str(caught.value)) == breaks
+    rows = slice(2)
+    if breaks:
+        with pytest.raises(RuntimeError, match="this window is broken"):
+            acc.backward_batch((x, y), simple(model))
+        acc.zero_()
+        acc.backward_batch((x, y), simple(model))
+        rows = slice(4)
+    acc.finalize()
+    expected = truth(model, lambda twin: mse_loss(twin(x[rows]), y[rows]))[1]
+    assert relative_error(grads_of(acc), expected) < EXACT
+
+
 @pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt(), RuntimeError("CUDA error: illegal access")])
 def test_other_exceptions(error):
     """They come out as they are, with a note; what ran counts, the failed one adds nothing."""
