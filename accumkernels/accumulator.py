@@ -103,8 +103,9 @@ class FusedAccumulator:
         bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
             any moment. None (default): 16 MiB on a GPU; on a CPU twice the largest gradient, 2 to 32 MiB.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
-            and after any optimizer's step they are rounded into the model. Without them 16-bit parameters get `.grad`s
-            of their own dtype, rounded once.
+            and after any optimizer's step they are rounded into the model. What you write to the model's weights
+            yourself is taken over into the masters, except by way of `.data` (`refresh_masters`). Without masters
+            16-bit parameters get `.grad`s of their own dtype, rounded once.
         process_group: The ranks of data parallel training. False: do not reduce across ranks. Leave it out if `params`
             is a DistributedDataParallel module, which has a group, and for DTensors, which know their ranks. The
             constructor broadcasts parameters and module buffers from the group's rank 0, and every window ends with a
@@ -256,7 +257,13 @@ class FusedAccumulator:
         return self._store.masters.param_groups(groups)
 
     def refresh_masters(self) -> None:
-        """Copy the model's values into the masters, after `model.load_state_dict` or another change by hand."""
+        """Copy all of the model's values into the masters, after an edit of weights that torch does not count.
+
+        Most edits need no call: in-place ops on the weights (`model.load_state_dict`, `p.clamp_()` under
+        `torch.no_grad()`) and `p.data = x` are noticed before the next step or checkpoint, and the elements that they
+        have changed are taken over. `p.data.clamp_()` and other in-place ops by way of `.data` or NumPy are not, since
+        they leave no trace but the values, nor are any edits between replays of a CUDA graph.
+        """
         if self._store.masters is not None:
             self._store.masters.refresh()
 

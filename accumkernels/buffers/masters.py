@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from ..hooks import Follower, follow, unfollow
 from .dtensors import local, shaped_like
 from .flat import FlatBuffer
-from .layout import aligned
+from .layout import Segment, aligned
 from .pages import zeros
 from .parameters import NamedParameter
+
+_param = attrgetter("param")
+_version = attrgetter("_version")
+_address = attrgetter("_cdata")  # of a storage
+_PLAIN = frozenset((Tensor, nn.Parameter))
+
+
+class _Pair(NamedTuple):
+    """A master that has memory, and the parameter that it is rounded into."""
+
+    master: nn.Parameter
+    param: Tensor
+    segment: Segment
+    ops: ModuleType
 
 
 class Masters(Follower):
     """The masters of one store, as views of flat fp32 buffers, one for each flat buffer of gradients.
 
-    After a step of any optimizer that owns masters, their values are rounded into the model's parameters.
+    After a step of any optimizer that owns masters, their values are rounded into the model's parameters. What somebody
+    else writes to these is taken over into the masters before the next step, which would overwrite it otherwise.
+
+    In-place edits show in version counters, and `p.data = x` in the parameter's memory. An in-place edit of an alias
+    that has a counter of its own (`p.data.clamp_()`, numpy) shows in neither. Finding these means to read all values
+    before each step, which takes as long as the step itself: `refresh` has to be called after them.
 
     Args:
         named: All parameters. Each 16-bit parameter gets a master. The master of a frozen parameter has its shape but
@@ -31,7 +52,9 @@ class Masters(Follower):
     def __init__(self, named: Sequence[NamedParameter]) -> None:
         self.flat: list[Tensor] = []
         self._masters: dict[int, nn.Parameter] = {}  # by id of the parameter
-        self._pairs: dict[int, tuple[nn.Parameter, Tensor, ModuleType]] = {}  # by id of the master, once it has memory
+        self._pairs: dict[int, _Pair] = {}  # by id of the master, once it has memory
+        self._stamps: dict[int, tuple[Any, ...]] = {}  # of the parameters when they last had their masters' values
+        self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
         for entry in named:
             p = entry.param
             if p.dtype in (torch.float16, torch.bfloat16):
@@ -55,16 +78,50 @@ class Masters(Follower):
                 master = self._masters[id(segment.param)]
                 local(master).data = flat.as_strided(segment.shape, segment.stride, offset)
                 master.requires_grad_(True)
-                self._pairs[id(master)] = (master, segment.param, buffer.ops)
-                with torch.no_grad():
-                    local(master).copy_(local(segment.param))
+                pair = self._pairs[id(master)] = _Pair(master, segment.param, segment, buffer.ops)
+                self._copy([pair])
                 offset += size
 
     def refresh(self) -> None:
         """Copy the model's values into the masters."""
+        self._copy(list(self._pairs.values()))
+
+    @torch.no_grad()
+    def _copy(self, pairs: Sequence[_Pair]) -> None:
+        for pair in pairs:
+            local(pair.master).copy_(local(pair.param))
+            self._watch(pair)
+        self._stamp(pairs)
+
+    def take_over(self) -> None:
+        """Copy into the masters what somebody has written to the model's parameters, element by element.
+
+        Elements that the edit has left as they were keep their master, which is more precise. Nothing is read from the
+        device, and no value of a parameter that nobody has edited is read at all.
+        """
+        stamps = dict(zip(self._pairs, _stamps(list(map(_param, self._pairs.values()))), strict=True))
+        if stamps == self._stamps:
+            return
         with torch.no_grad():
-            for master, param, _ in self._pairs.values():
-                local(master).copy_(local(param))
+            for key, pair in self._pairs.items():
+                # A changed dtype or shape is refused with the parameter's name when a window begins or ends.
+                if stamps[key] != self._stamps[key] and pair.segment.drift() is None:
+                    param, master = local(pair.param), local(pair.master)
+                    edited = param != master.to(param.dtype)
+                    torch.where(edited, param, master, out=master)
+                    self._watch(pair)
+        self._stamps = stamps
+
+    def _watch(self, pair: _Pair) -> None:
+        """Let no other storage get the address of the parameter's, as long as this is compared."""
+        part = local(pair.param)
+        if type(part) in _PLAIN:
+            self._storages[id(pair.master)] = StorageWeakRef(part.untyped_storage())
+
+    def _stamp(self, pairs: Sequence[_Pair]) -> None:
+        """Note that parameters have their masters' values."""
+        stamps = _stamps(list(map(_param, pairs)))
+        self._stamps.update(zip([id(pair.master) for pair in pairs], stamps, strict=True))
 
     def round(self, masters: Iterable[Tensor] | None = None) -> None:
         """Round masters (None: all) into the model's parameters: one pass per device."""
@@ -73,9 +130,9 @@ class Masters(Follower):
         else:
             pairs = [self._pairs[id(m)] for m in masters if id(m) in self._pairs]
         parts: dict[torch.device, tuple[ModuleType, list[Tensor], list[Tensor]]] = {}
-        for sharded_master, sharded_param, ops in pairs:
-            master, param = local(sharded_master), local(sharded_param)
-            _, outputs, inputs = parts.setdefault(param.device, (ops, [], []))
+        for pair in pairs:
+            master, param = local(pair.master), local(pair.param)
+            _, outputs, inputs = parts.setdefault(param.device, (pair.ops, [], []))
             if param.stride() == master.stride():
                 outputs.append(param.detach())
                 inputs.append(master.detach())
@@ -84,7 +141,13 @@ class Masters(Follower):
         for ops, outputs, inputs in parts.values():
             ops.scaled_copy_(outputs, inputs)
         # Our ops do not bump version counters by themselves, and a backward through old values must fail.
-        torch.autograd.graph.increment_version([param for _, param, _ in pairs])
+        torch.autograd.graph.increment_version([pair.param for pair in pairs])
+        self._stamp(pairs)
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Take over edits if the optimizer steps masters."""
+        if any(id(p) in self._pairs for group in optimizer.param_groups for p in group["params"]):
+            self.take_over()
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Round the masters that the optimizer stepped."""
@@ -92,7 +155,7 @@ class Masters(Follower):
 
     def values(self) -> dict[int, Tensor]:
         """The masters that have memory, by id of their parameters."""
-        return {id(param): master for master, param, _ in self._pairs.values()}
+        return {id(pair.param): pair.master for pair in self._pairs.values()}
 
     def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
         """Param groups with every parameter replaced by the tensor that an optimizer steps for it."""
@@ -105,5 +168,17 @@ class Masters(Follower):
         return translated
 
     def remove(self) -> None:
-        """Stop following optimizers."""
+        """Take over the last edits, and stop following optimizers."""
+        self.take_over()
         unfollow(self)
+
+
+def _stamps(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """For each parameter, what an edit changes: its version, and the memory that it has."""
+    if not _PLAIN.issuperset(map(type, params)):
+        # An op on a DTensor bumps its version, an op on its local part that part's. Other subclasses may lack memory.
+        parts = list(map(local, params))
+        of_parts: Iterable[Any] = _stamps(parts) if _PLAIN.issuperset(map(type, parts)) else map(_version, parts)
+        return list(zip(map(_version, params), of_parts, strict=True))
+    storages = map(_address, map(Tensor.untyped_storage, params))
+    return list(zip(map(_version, params), map(Tensor.data_ptr, params), storages, strict=True))

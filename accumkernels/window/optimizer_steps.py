@@ -139,6 +139,9 @@ class OptimizerSteps:
         if (caller, *optimizers) != self._checked:
             self._check_kinds(caller, optimizers)
         self._store.check_drift()
+        if self._store.masters is not None:
+            # Hooks on steps do so too, but run before a closure that finalizes, and not in compiled steps.
+            self._store.masters.take_over()
         if self._scaler.scaler is not None:
             self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
             self._scaler.check_not_stepped(optimizers)

@@ -432,7 +432,10 @@ def autocast_is_left_alone(rank, size):
 
 
 def master_weights(rank, size):
-    """Sharded bf16 parameters: masters are fp32 DTensors, stepped as whole fp32 tensors would be, and rounded back."""
+    """Sharded bf16 parameters: masters are fp32 DTensors, stepped as whole fp32 tensors would be, and rounded back.
+
+    What a loop writes to shards is taken over.
+    """
     model = shard(net(torch.bfloat16))
     model.last.bias.requires_grad_(False)
     acc = ak.FusedAccumulator(model, master_weights=True)
@@ -453,6 +456,11 @@ def master_weights(rank, size):
         acc.zero_()
         assert_close(full(acc.parameters()), masters, rtol=0, atol=0)
         assert_close(full(model.parameters()), [m.bfloat16() for m in masters], rtol=0, atol=0)
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                (p if trains else p.to_local()).mul_(0.5)
+                (edited,) = full([p])
+                master.copy_(torch.where(edited == master.bfloat16(), master, edited.float()))
 
 
 # ---- measuring
