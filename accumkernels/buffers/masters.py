@@ -53,7 +53,10 @@ class Masters(Follower):
         self.flat: list[Tensor] = []
         self._masters: dict[int, nn.Parameter] = {}  # by id of the parameter
         self._pairs: dict[int, _Pair] = {}  # by id of the master, once it has memory
-        self._stamps: dict[int, tuple[Any, ...]] = {}  # of the parameters when they last had their masters' values
+        # Versions and memory of the parameters, by id of the master, when they last had their masters' values.
+        self._versions: dict[int, Any] = {}
+        self._memory: dict[int, Any] = {}
+        self._window_steps = False
         self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
         for entry in named:
             p = entry.param
@@ -93,24 +96,33 @@ class Masters(Follower):
             self._watch(pair)
         self._stamp(pairs)
 
+    def _edited(self) -> list[_Pair]:
+        """Pairs whose parameter may have been written to since the last call, and by somebody else."""
+        params = list(map(_param, self._pairs.values()))
+        versions = dict(zip(self._pairs, _versions(params), strict=True))
+        memory = dict(zip(self._pairs, _memory(params), strict=True))
+        if versions == self._versions and memory == self._memory:
+            return []
+        old_versions, self._versions = self._versions, versions
+        old_memory, self._memory = self._memory, memory
+        edited = []
+        for key, pair in self._pairs.items():
+            if versions[key] != old_versions[key] or memory[key] != old_memory[key]:
+                edited.append(pair)
+                self._watch(pair)
+        return edited
+
     def take_over(self) -> None:
         """Copy into the masters what somebody has written to the model's parameters, element by element.
 
         Elements that the edit has left as they were keep their master, which is more precise. Nothing is read from the
         device, and no value of a parameter that nobody has edited is read at all.
         """
-        stamps = dict(zip(self._pairs, _stamps(list(map(_param, self._pairs.values()))), strict=True))
-        if stamps == self._stamps:
-            return
-        with torch.no_grad():
-            for key, pair in self._pairs.items():
-                # A changed dtype or shape is refused with the parameter's name when a window begins or ends.
-                if stamps[key] != self._stamps[key] and pair.segment.drift() is None:
-                    param, master = local(pair.param), local(pair.master)
-                    edited = param != master.to(param.dtype)
-                    torch.where(edited, param, master, out=master)
-                    self._watch(pair)
-        self._stamps = stamps
+        for pair in self._edited():
+            # A changed dtype or shape is refused with the parameter's name when a window begins or ends.
+            if pair.segment.drift() is None:
+                param, master = local(pair.param).detach(), local(pair.master).detach()
+                torch.where(param != master.to(param.dtype), param, master, out=master)
 
     def _watch(self, pair: _Pair) -> None:
         """Let no other storage get the address of the parameter's, as long as this is compared."""
@@ -120,15 +132,16 @@ class Masters(Follower):
 
     def _stamp(self, pairs: Sequence[_Pair]) -> None:
         """Note that parameters have their masters' values."""
-        stamps = _stamps(list(map(_param, pairs)))
-        self._stamps.update(zip([id(pair.master) for pair in pairs], stamps, strict=True))
+        keys, params = [id(pair.master) for pair in pairs], list(map(_param, pairs))
+        self._versions.update(zip(keys, _versions(params), strict=True))
+        self._memory.update(zip(keys, _memory(params), strict=True))
 
-    def round(self, masters: Iterable[Tensor] | None = None) -> None:
-        """Round masters (None: all) into the model's parameters: one pass per device."""
-        if masters is None:
-            pairs = list(self._pairs.values())
-        else:
-            pairs = [self._pairs[id(m)] for m in masters if id(m) in self._pairs]
+    def round(self) -> None:
+        """Round all masters into the model's parameters."""
+        self._round(list(self._pairs.values()))
+
+    def _round(self, pairs: Sequence[_Pair]) -> None:
+        """Round masters into the model's parameters: one pass per device."""
         parts: dict[torch.device, tuple[ModuleType, list[Tensor], list[Tensor]]] = {}
         for pair in pairs:
             master, param = local(pair.master), local(pair.param)
@@ -141,17 +154,42 @@ class Masters(Follower):
         for ops, outputs, inputs in parts.values():
             ops.scaled_copy_(outputs, inputs)
         # Our ops do not bump version counters by themselves, and a backward through old values must fail.
-        torch.autograd.graph.increment_version([pair.param for pair in pairs])
-        self._stamp(pairs)
+        params = list(map(_param, pairs))
+        torch.autograd.graph.increment_version(params)
+        self._versions.update(zip([id(pair.master) for pair in pairs], _versions(params), strict=True))
+
+    def begin_steps(self) -> None:
+        """Take over edits before a window steps its optimizers, so that none of these steps has to look for them."""
+        self.take_over()
+        self._window_steps = True
+
+    def end_steps(self) -> None:
+        """Look for edits before each step again."""
+        self._window_steps = False
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Take over edits if the optimizer steps masters."""
+        if self._window_steps:
+            return
         if any(id(p) in self._pairs for group in optimizer.param_groups for p in group["params"]):
             self.take_over()
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Round the masters that the optimizer stepped."""
-        self.round(p for group in optimizer.param_groups for p in group["params"])
+        """Round the masters that the optimizer stepped.
+
+        Raises:
+            RuntimeError: A hook on the step has written to a parameter, which then had the value from before the step.
+        """
+        keys = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in self._pairs]
+        pairs = [self._pairs[key] for key in keys]
+        versions = _versions(list(map(_param, pairs)))
+        edited = [p for key, p, v in zip(keys, pairs, versions, strict=True) if v != self._versions[key]]
+        self._round(pairs)
+        if edited:
+            raise RuntimeError(
+                f"{edited[0].segment.name!r} was edited while {type(optimizer).__name__}.step() ran, before its master "
+                "was rounded into it, and the edit is lost: edit weights after the step, not in its hooks or closure"
+            )
 
     def values(self) -> dict[int, Tensor]:
         """The masters that have memory, by id of their parameters."""
@@ -173,12 +211,18 @@ class Masters(Follower):
         unfollow(self)
 
 
-def _stamps(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """For each parameter, what an edit changes: its version, and the memory that it has."""
+def _versions(params: Sequence[Tensor]) -> list[Any]:
+    """Version counters, which in-place ops bump: on a DTensor its own, on its local part that part's."""
+    versions = list(map(_version, params))
+    if _PLAIN.issuperset(map(type, params)):
+        return versions
+    return list(zip(versions, map(_version, map(local, params)), strict=True))
+
+
+def _memory(params: Sequence[Tensor]) -> list[Any]:
+    """Addresses and storages, which `p.data = x` changes; None for all if there are subclasses that may lack both."""
     if not _PLAIN.issuperset(map(type, params)):
-        # An op on a DTensor bumps its version, an op on its local part that part's. Other subclasses may lack memory.
-        parts = list(map(local, params))
-        of_parts: Iterable[Any] = _stamps(parts) if _PLAIN.issuperset(map(type, parts)) else map(_version, parts)
-        return list(zip(map(_version, params), of_parts, strict=True))
-    storages = map(_address, map(Tensor.untyped_storage, params))
-    return list(zip(map(_version, params), map(Tensor.data_ptr, params), storages, strict=True))
+        params = list(map(local, params))
+        if not _PLAIN.issuperset(map(type, params)):
+            return [None] * len(params)
+    return list(zip(map(Tensor.data_ptr, params), map(_address, map(Tensor.untyped_storage, params)), strict=True))

@@ -139,9 +139,8 @@ class OptimizerSteps:
         if (caller, *optimizers) != self._checked:
             self._check_kinds(caller, optimizers)
         self._store.check_drift()
-        if self._store.masters is not None:
-            # Hooks on steps do so too, but run before a closure that finalizes, and not in compiled steps.
-            self._store.masters.take_over()
+        if self._store.masters is not None and caller != "step()":
+            self._store.masters.take_over()  # hooks on the step do so too, but before a closure, and not if compiled
         if self._scaler.scaler is not None:
             self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
             self._scaler.check_not_stepped(optimizers)
@@ -194,7 +193,10 @@ class OptimizerSteps:
         """
         fused, scaled = self.plan.fused, self._scaler.scaler is not None
         surely = is_known_zero(verdict.skip)
+        masters = self._store.masters
         try:
+            if masters is not None:
+                masters.begin_steps()
             for optimizer in fused:
                 scale = verdict.single[Judged.DIVIDE_BY] if optimizer in folding else None
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
@@ -206,6 +208,8 @@ class OptimizerSteps:
                 elif optimizer in fused or not skipped:
                     optimizer.step()
         finally:
+            if masters is not None:
+                masters.end_steps()
             for optimizer in fused:
                 for name in ("grad_scale", "found_inf"):
                     vars(optimizer).pop(name, None)

@@ -310,6 +310,36 @@ def test_an_edit_of_masters_stays():
     assert all(torch.equal(p, torch.full_like(p, 0.1)) for p in model.parameters())
 
 
+@pytest.mark.parametrize("form", ["step", "long", "closure"])
+def test_an_edit_inside_a_step_is_refused(form):
+    """Hooks on the step find the old weights in the model, which are about to be replaced; the next step goes on."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+
+    def clamp(*args):
+        with torch.no_grad():
+            model[2].weight.clamp_(-0.1, 0.1)
+
+    handle = None if form == "closure" else optimizer.register_step_post_hook(clamp)
+    window(acc, model)
+    with pytest.raises(RuntimeError, match=r"'2.weight' was edited while SGD.step\(\) ran.*edit weights after"):
+        if form == "step":
+            acc.step(optimizer)
+        else:
+            acc.finalize(optimizer)
+            optimizer.step(clamp if form == "closure" else None)
+    if handle is not None:
+        handle.remove()
+    acc.zero_()
+    assert all(torch.equal(m.bfloat16(), p) for m, p in zip(acc.parameters(), model.parameters(), strict=True))
+    clamp()
+    edited = values(model.parameters())
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(acc, model, optimizer, windows=1)
+    assert all(torch.equal(p, e) for p, e in zip(model.parameters(), edited, strict=True))
+
+
 def test_another_dtype_is_refused_by_name():
     """As without an edit; what does not use the parameter goes on."""
     model = mlp(torch.bfloat16)
