@@ -982,7 +982,7 @@ class FusedAccumulator:
     def remove(self) -> None:
         """Release the parameters, so that another accumulator may take them. Leaving `with` does this too."""
         self._patience.excuse()
-        self._runner.captures.remove_hooks()
+        self._runner.remove_hooks()
         unfollow(self._misuse)
         if self._silence is not None:
             self._silence.remove()

@@ -13,7 +13,8 @@ from ..boundary import profiled
 from ..buffers.store import Store
 from ..capture.captures import Bucket, MicroBatch, Sink
 from ..capture.choice import Captures
-from ..hooks import Hook
+from ..capture.static_grads import watch
+from ..hooks import Handles, Hook
 from ..ranks.base import Ranks
 from ..ranks.weight_unit import backward_may_cross_ranks
 from .grad_scaler import LossScaler, scaled_backward
@@ -67,6 +68,8 @@ class MicroBatchRunner:
         self._crosses_ranks: bool | None = None  # whether backward may; known after the open window's first backward
         add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
         options.update(overflow=overflow, scaled=scaler.scaler is not None, sends=ranks.reduces_sums)
+        self._watches = Handles(self)
+        watch(store.buffers, self._watches)  # before captures take gradients
         self.captures = Captures(module, store, self, add, **options)
         self._sums = Sums(store, ranks, scaler, overflow, noise)
         self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
@@ -107,7 +110,14 @@ class MicroBatchRunner:
         self._store.allocate()
         if fresh := self._store.unplaced():
             self._ranks.check_trainable(self._store.named)
-            self.captures.listen_to(self._store.grow(fresh))
+            grown = self._store.grow(fresh)
+            watch(grown, self._watches)
+            self.captures.listen_to(grown)
+
+    def remove_hooks(self) -> None:
+        """Take off every hook."""
+        self._watches.remove()
+        self.captures.remove_hooks()
 
     def is_ready(self) -> bool:
         """Restore modules after an interrupted forward; returns False if a backward was interrupted."""
