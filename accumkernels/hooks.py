@@ -62,14 +62,16 @@ class Handles:
 
     def __init__(self, owner: object) -> None:
         self._handles: list[Any] = []
-        weakref.finalize(owner, _remove_all, self._handles).atexit = False
+        self._finalizer = weakref.finalize(owner, _remove_all, self._handles)
+        self._finalizer.atexit = False
 
     def add(self, handle: Any) -> None:
         """Keep a handle that `register_*_hook` returned."""
         self._handles.append(handle)
 
     def remove(self) -> None:
-        """Remove every hook."""
+        """Remove every hook; none may be added afterwards."""
+        self._finalizer.detach()  # an owner may have many, one after another
         _remove_all(self._handles)
 
 

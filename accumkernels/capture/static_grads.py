@@ -21,16 +21,31 @@ from ..hooks import Handles
 _OF_GRAD = 2  # uses of the storage of a `.grad` that nobody else has: its own, and the object that asks for the count
 
 
-def watch(buffers: Sequence[FlatBuffer], handles: Handles) -> None:
-    """Put a hook on each trainable parameter that is no DTensor, to be called before all hooks registered later.
+class Watches:
+    """Hooks that look for such memory in the first backward of each parameter.
 
-    It removes itself in the first backward, unless it finds a gradient in memory that somebody else holds, too: in an
-    ordinary model no later backward runs it.
+    A hook removes itself then, unless it finds a gradient in memory that somebody else holds, too: in an ordinary model
+    no later backward runs it.
+
+    Args:
+        owner: Hooks are removed when it is freed.
     """
-    for buffer in buffers:
-        for param in () if buffer.sharded else buffer.params:
-            if param.requires_grad:
-                handles.add(_watch(param))
+
+    def __init__(self, owner: object) -> None:
+        self._handles = Handles(owner)
+        self._seen: set[int] = set()  # ids of parameters that have, or had, a hook
+
+    def follow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Put a hook on each trainable parameter that is no DTensor, to be called before all hooks registered later."""
+        for buffer in buffers:
+            for param in () if buffer.sharded else buffer.params:
+                if param.requires_grad and id(param) not in self._seen:
+                    self._seen.add(id(param))
+                    self._handles.add(_watch(param))
+
+    def remove(self) -> None:
+        """Take off every hook."""
+        self._handles.remove()
 
 
 def _watch(param: Tensor) -> torch.utils.hooks.RemovableHandle:

@@ -13,8 +13,8 @@ from ..boundary import profiled
 from ..buffers.store import Store
 from ..capture.captures import Bucket, MicroBatch, Sink
 from ..capture.choice import Captures
-from ..capture.static_grads import watch
-from ..hooks import Handles, Hook
+from ..capture.static_grads import Watches
+from ..hooks import Hook
 from ..ranks.base import Ranks
 from ..ranks.weight_unit import backward_may_cross_ranks
 from .grad_scaler import LossScaler, scaled_backward
@@ -68,8 +68,8 @@ class MicroBatchRunner:
         self._crosses_ranks: bool | None = None  # whether backward may; known after the open window's first backward
         add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
         options.update(overflow=overflow, scaled=scaler.scaler is not None, sends=ranks.reduces_sums)
-        self._watches = Handles(self)
-        watch(store.buffers, self._watches)  # before captures take gradients
+        self._watches = Watches(self)
+        self._watches.follow(store.buffers)  # before captures take gradients
         self.captures = Captures(module, store, self, add, **options)
         self._sums = Sums(store, ranks, scaler, overflow, noise)
         self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
@@ -111,7 +111,7 @@ class MicroBatchRunner:
         if fresh := self._store.unplaced():
             self._ranks.check_trainable(self._store.named)
             grown = self._store.grow(fresh)
-            watch(grown, self._watches)
+            self._watches.follow(grown)
             self.captures.listen_to(grown)
 
     def remove_hooks(self) -> None:
