@@ -293,13 +293,16 @@ class FusedAccumulator:
         """Free the flat buffers between windows, for evaluation or generation.
 
         The next `accumulate` allocates them again; until then `flat_buffers` is empty. Old views keep the old memory.
-        Masters stay.
+        Masters stay. Parameters that are frozen now get memory only once they are unfrozen; with several ranks, that is
+        left to the end of the next window, when they agree about it.
 
         Raises:
             RuntimeError: inside a window.
         """
         if self.micro_batches or self._window.phase is not Phase.OPEN or self._runner.captures.added:
             raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
+        if self._ranks.size == 1:  # other ranks may not call this
+            self._give_back(self._store.idle(least=0.0))
         self._store.release()
 
     @property
@@ -861,10 +864,13 @@ class FusedAccumulator:
             self._stop_taking()
             norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
         self._ended, self._iterated = self._window.number + 1, False
-        self._drop_window()
+        found: Tensor | list[Tensor] | None = None
         if parts is not None:
-            return self._end.results(norms[: len(parts)])
-        return None if max_norm is None else self._end.result(norms[0])
+            found = self._end.results(norms[: len(parts)])
+        elif max_norm is not None:
+            found = self._end.result(norms[0])
+        self._drop_window()
+        return found
 
     @opaque
     def zero_(self) -> None:
@@ -1020,7 +1026,17 @@ class FusedAccumulator:
             self._scaler.forget()
         self._store.drop_grads()
         self._store.open_window()
+        if self._window.idle:
+            self._give_back(self._window.idle)
+            self._store.allocate()
         self._open()
+
+    def _give_back(self, idle: bytes) -> None:
+        """Between windows, free the segments of frozen parameters; the same on all ranks that sum them."""
+        if 1 in idle:
+            self._store.give_back(idle)
+            self._ranks.follow(self._store.buffers)
+            self._runner.renew_captures()
 
     def _open(self) -> None:
         self._window = Window(self._ended, WindowLoss(self._store.device), self._patience)

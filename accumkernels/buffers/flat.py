@@ -35,10 +35,12 @@ class FlatBuffer:
             micro-batch that was added without a check.
         sharded: whether any parameter is a DTensor.
         ops: the backend's module.
+
+    It has no memory before `allocate`, and none after `release`.
     """
 
     def __init__(
-        self, named: Sequence[NamedParameter], dtype: torch.dtype, device: torch.device, ops: ModuleType
+        self, named: Sequence[NamedParameter | Segment], dtype: torch.dtype, device: torch.device, ops: ModuleType
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -65,20 +67,30 @@ class FlatBuffer:
         self.all_indices = list(range(len(self.segments)))
         self.contiguous = all(s.contiguous for s in self.segments)
         self._alone: dict[int, tuple[Tensor, Tensor]] = {}
-        self.allocate()
-
-    def allocate(self) -> None:
-        """Allocate the tensor and its views, if `release` freed them."""
-        self.tensor = zeros(self.numel, self.dtype, self.device)
-        self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
-        self._handed_out: HandedOut | None = None
-        self._uses: int | None = None  # of the tensor's storage, before this window handed out anything
+        self.release()
 
     def release(self) -> None:
         """Free the tensor and keep the rest of the buffer. Views that a user has kept keep their memory."""
-        self.tensor = self.tensor.new_empty(0)
-        self.views = []
-        self._handed_out = None
+        self.tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.views: list[Tensor] = []
+        self._handed_out: HandedOut | None = None
+        self._uses: int | None = None  # of the tensor's storage, before this window handed out anything
+
+    def allocate(self) -> None:
+        """Allocate the tensor and its views."""
+        self.tensor = zeros(self.numel, self.dtype, self.device)
+        self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
+
+    def without(self, gone: Sequence[int]) -> FlatBuffer:
+        """Return a buffer of the other segments, which has no memory yet, with their flags.
+
+        Args:
+            gone: For each segment, not 0 if it is left out.
+        """
+        kept = [segment for segment, is_gone in zip(self.segments, gone, strict=True) if not is_gone]
+        rest = FlatBuffer(kept, self.dtype, self.device, self.ops)
+        rest.flags.copy_(self.flags[[segment.index for segment in kept]])
+        return rest
 
     @property
     def released(self) -> bool:
@@ -255,4 +267,7 @@ def flat_buffers(named: Sequence[NamedParameter], ops: dict[torch.device, Module
     groups: dict[tuple[torch.device, torch.dtype], list[NamedParameter]] = {}
     for entry in named:
         groups.setdefault((entry.param.device, buffer_dtype(entry.param.dtype)), []).append(entry)
-    return [FlatBuffer(group[::-1], dtype, device, ops[device]) for (device, dtype), group in groups.items()]
+    buffers = [FlatBuffer(group[::-1], dtype, device, ops[device]) for (device, dtype), group in groups.items()]
+    for buffer in buffers:
+        buffer.allocate()
+    return buffers

@@ -1,7 +1,8 @@
 """Where each parameter's gradient lives: segments of flat buffers.
 
-A layout only grows. Parameters that are frozen at first get a further buffer when they are unfrozen; existing views
-never move.
+A layout grows: parameters that are frozen at first get a further buffer when they are unfrozen, and existing views
+never move. It shrinks where parameters that are frozen again give their segments back (`Store.give_back`): a buffer
+that keeps some of its segments is laid out anew.
 """
 
 from __future__ import annotations

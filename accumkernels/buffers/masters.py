@@ -70,9 +70,13 @@ class Masters(Follower):
         return self._masters.get(id(param), param)
 
     def grow(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Allocate the masters of parameters that got a segment, and copy the parameters' values into them."""
+        """Allocate the masters of parameters that got a segment, and copy the parameters' values into them.
+
+        One that was unfrozen before has its master, which is more exact than the parameter.
+        """
         for buffer in buffers:
-            segments = [s for s in buffer.segments if id(s.param) in self._masters]
+            with_master = [s for s in buffer.segments if id(s.param) in self._masters]
+            segments = [s for s in with_master if id(self._masters[id(s.param)]) not in self._pairs]
             sizes = [aligned(s.numel, torch.float32) for s in segments]
             flat = zeros(sum(sizes), torch.float32, buffer.device)
             self.flat.append(flat)

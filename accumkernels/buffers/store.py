@@ -66,11 +66,12 @@ class _AsBuilt:
 
 
 class Store:
-    """Flat buffers and device states, which grow when frozen parameters are unfrozen.
+    """Flat buffers and device states: of parameters that are trainable, and of frozen ones that gave nothing back yet.
 
     Attributes:
         named: All parameters, in the order given, frozen ones too.
-        buffers: The flat buffers of parameters that were ever trainable.
+        buffers: The flat buffers; always the same list.
+        layout: How often they were laid out: what is planned for one layout may not fit the next.
         masters: fp32 masters of 16-bit parameters, or None.
         states: For each device, the fp64 state tensor that the kernels update (`ops.schema.State`).
         has_claim: Whether the parameters belong to this store, until `release_claim`.
@@ -82,6 +83,7 @@ class Store:
     def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
         self.named = named
         self.buffers: list[FlatBuffer] = []
+        self.layout = 0
         self.states: dict[torch.device, Tensor] = {}
         self.rounds = False
         self.device = devices_of(named)[0]
@@ -164,14 +166,75 @@ class Store:
                 self.masters.grow(buffers)
             for device in devices:
                 self.states.setdefault(device, torch.zeros(len(State), dtype=torch.float64, device=device))
+        self.buffers += buffers
         for buffer in buffers:
-            self.buffers.append(buffer)
             _log.debug("%s", buffer)
+        self._see_layout()
+        return buffers
+
+    def idle(self, least: float = 0.5) -> bytes:
+        """Find the segments whose parameters are frozen and that hold no sum, so that they could be given back.
+
+        Args:
+            least: The part of all bytes that they have to be.
+
+        Returns:
+            For each segment, in the order of buffers, 1 if it is idle; empty if there are too few.
+        """
+        touched = self.touched_bytes()
+        if 0 not in touched:  # nearly always: their parameters were trainable
+            return b""
+        pairs = [(segment, buffer.dtype.itemsize) for buffer in self.buffers for segment in buffer.segments]
+        idle = bytes(
+            not is_touched and not segment.param.requires_grad
+            for is_touched, (segment, _) in zip(touched, pairs, strict=True)
+        )
+        # Whole sizes of DTensors, since ranks may have shards of different sizes, and are to decide alike.
+        sizes = [segment.param.numel() * itemsize for segment, itemsize in pairs]
+        freed = sum(size for size, is_idle in zip(sizes, idle, strict=True) if is_idle)
+        # The first device counts weights, and needs a buffer for that while others have one.
+        left = [buffer.device for buffer, gone in self._by_buffer(idle) if 0 in gone]
+        if 1 not in idle or freed < least * sum(sizes) or (left and left[0] != self.device):
+            return b""
+        return idle
+
+    def give_back(self, idle: Sequence[int]) -> None:
+        """Forget segments between windows, as if their parameters had always been frozen.
+
+        A buffer that keeps some of its segments is laid out anew and has no memory until `allocate`. A buffer that
+        keeps all of them stays as it is. Masters stay, too, since they hold values and not sums.
+
+        Args:
+            idle: For each segment, in the order of buffers, not 0 if it goes.
+        """
+        buffers = []
+        for buffer, gone in self._by_buffer(idle):
+            if not any(gone):
+                buffers.append(buffer)
+                continue
+            buffer.release()
+            if not all(gone):
+                with torch.inference_mode(False), torch.no_grad():
+                    buffers.append(buffer.without(gone))
+        self.buffers[:] = buffers
+        self._see_layout()
+        _log.debug("frozen parameters gave back %d segments: %s", sum(map(bool, idle)), self)
+
+    def _by_buffer(self, values: Sequence[int]) -> Iterator[tuple[FlatBuffer, Sequence[int]]]:
+        """Split values, one for each segment in the order of buffers, by buffer."""
+        start = 0
+        for buffer in self.buffers:
+            end = start + len(buffer.segments)
+            yield buffer, values[start:end]
+            start = end
+
+    def _see_layout(self) -> None:
+        """Take note of what follows from the buffers."""
+        self.layout += 1
+        self._places.clear()
+        for buffer in self.buffers:
             for segment in buffer.segments:
-                self._places[id(segment.param)] = (buffer, segment)
-                target = self.target(segment.param)
-                if target is not segment.param:
-                    self._places[id(target)] = (buffer, segment)
+                self._places[id(segment.param)] = self._places[id(self.target(segment.param))] = (buffer, segment)
         if self.buffers:
             self.device = self.buffers[0].device
         wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
@@ -179,7 +242,6 @@ class Store:
         self.rounds = self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
         sharded = any(buffer.sharded for buffer in self.buffers)
         self._as_built = None if sharded else _AsBuilt(self.named, [s for b in self.buffers for s in b.segments])
-        return buffers
 
     def check_drift(self) -> None:
         """Refuse parameters that have changed since construction.
@@ -268,11 +330,8 @@ class Store:
             self.states[self.device].copy_(state)
         if touched is None:
             return
-        start = 0
-        for buffer in self.buffers:
-            end = start + len(buffer.segments)
-            buffer.set_touched(touched[start:end])
-            start = end
+        for buffer, of_buffer in self._by_buffer(touched):
+            buffer.set_touched(of_buffer)
 
     def drop_grads(self) -> None:
         """Set every `.grad` to None, and leave those that somebody keeps as they are."""

@@ -34,6 +34,8 @@ class LocalStats(NamedTuple):
         norms: How many norms the step clips by: 0, 1 for the norm of all parameters, 1 + n for a list of n parts.
         limit: fp64 0-d, the clipping norm, added up over parts; None without clipping.
         averaged: Whether the sums are already averages over all ranks: the window was loaded as finalized.
+        idle: For each segment, in the order of buffers, 1 if its parameter is frozen and could give it back; empty to
+            give nothing back.
     """
 
     state: Tensor
@@ -49,6 +51,7 @@ class LocalStats(NamedTuple):
     norms: int = 0
     limit: Tensor | None = None
     averaged: bool = False
+    idle: bytes = b""
 
     @property
     def loss_sums(self) -> Tensor:
@@ -69,6 +72,7 @@ class GlobalStats(NamedTuple):
         dropped: Whether any rank dropped it; None if only the device knows.
         weight: The sum of weights; None if only the device knows.
         error: What ranks disagree about; raise it once nobody waits for this rank any more.
+        idle: As in `LocalStats`: the segments that all ranks that sum them give back when the window ends.
     """
 
     state: Tensor
@@ -79,6 +83,7 @@ class GlobalStats(NamedTuple):
     dropped: bool | None = None
     weight: float | None = None
     error: str | None = None
+    idle: bytes = b""
 
 
 class Look(Protocol):
@@ -201,7 +206,7 @@ class Ranks:
     # ---- while a window is open
 
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Reduce these flat buffers from now on; the list may grow between windows."""
+        """Reduce these flat buffers from now on, the same on all ranks; the list may grow between windows."""
 
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
         """Make ranks take these tensors, instead of the module's buffers, from rank 0 after each window."""
@@ -310,4 +315,4 @@ class SingleProcess(Ranks):
         """See `Ranks`; returns this process's own report."""
         state = torch.zeros_like(report.state) if report.dropped else report.state
         squares = None if report.squares is None else report.squares[0]
-        return GlobalStats(state, report.divisor, squares)
+        return GlobalStats(state, report.divisor, squares, idle=report.idle)

@@ -51,7 +51,7 @@ class DataParallel(Ranks):
         self.sender = ChunkSender(group, early)
         self.weight_key = next_key(self.size)
         self._group = group
-        self._touched = Touched(parameters, self.sender, self.rank == 0)
+        self._touched = Touched(parameters, self.sender, self.rank, self.size)
 
     def __str__(self) -> str:
         return str(self._group)
@@ -59,6 +59,7 @@ class DataParallel(Ranks):
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
         """See `Ranks`."""
         self.sender.follow(buffers)
+        self._touched.follow()
 
     def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
         """See `Ranks`."""
@@ -89,7 +90,7 @@ class DataParallel(Ranks):
             measuring=report.squares is not None,
             marked=self.sender.marked,
             unmarked=not self.sender.marked and report.micro_batches > 0 and not report.dropped,
-            **self._touched.fields(own),
+            **self._touched.fields(own, report.idle),
         )
         packer.add_alike(
             window=report.window,
@@ -123,8 +124,9 @@ class DataParallel(Ranks):
         sums, differs = packed.on_host()
         if "placed" in differs:  # even the sums of ranks that hold others have no common layout
             raise RuntimeError(packed.explain(differs, _disagreement))
-        touched = self._touched.agree(own, sums, functools.partial(self._sum, device))
+        touched, idle = self._touched.agree(own, report.idle, sums, functools.partial(self._sum, device))
         return agreement._replace(
+            idle=idle,
             touched=None if touched == own else touched,
             dropped=sums["dropped"][0] > 0,
             weight=sums["state"][State.WEIGHT],

@@ -156,6 +156,7 @@ class Sharded(Ranks):
             divisor=report.divisor,
             squares=None if report.squares is None else report.squares[0],
             loss=torch.where(packed["dropped"] > 0, 0.0, packed["loss"]),
+            idle=report.idle,  # no rank sends sums to another
         )
 
         # The host concludes the rest, where it may look.

@@ -73,20 +73,19 @@ class ChunkSender(Sender):
     def __init__(self, group: Group, early: bool) -> None:
         self._group = group
         self._early = early
-        self._buffers: Sequence[FlatBuffer] = ()
-        self._known = 0
-        self._agreements = 0  # number since the layout last grew
+        self.follow(())
+        self.open_window()
+
+    def follow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Send these flat buffers from now on, which all ranks have; the list may grow between windows."""
+        self._buffers = buffers
+        self._known = len(buffers)  # number of first buffers whose parameters ranks have compared
+        self._agreements = 0  # number since the layout last changed
         self._chunks: list[Chunk] = []
         self._chunked = 0  # number of buffers that have chunks
         self._agreed = 0  # number of first chunks that all ranks are known to have
         self._came: Sequence[float] = ()  # see `as_they_come`; empty while unknown
         self._last: Set[Place] = frozenset()  # each chunk's segment that comes last
-        self.open_window()
-
-    def follow(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Send these flat buffers from now on; the list may grow between windows."""
-        self._buffers = buffers
-        self._known = len(buffers)  # number of first buffers whose parameters ranks have compared
 
     def open_window(self) -> None:
         """See `Sender`."""
@@ -214,7 +213,7 @@ class ChunkSender(Sender):
             torch._foreach_zero_(stale)
 
     def _list_chunks(self) -> None:
-        """List the chunks of new buffers; the layout only grows, between windows."""
+        """List the chunks of new buffers; they come between windows."""
         if self._chunked < len(self._buffers):
             self._agreements, self._came = 0, ()
             chunks = [cut(buffer, self._group.comm_dtype) for buffer in self._buffers]

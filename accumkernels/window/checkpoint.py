@@ -118,7 +118,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
         "loss": losses.tolist(),
         "state": state,
         "touched": [segment.name for _, segment, _, is_touched in rows if is_touched],
-        "sums": {row[1].name: _sum(*row) for row in rows if of_all or row[-1]},
+        "sums": {row[1].name: _sum(*row) for row in rows if row[-1] or (of_all and row[1].param.requires_grad)},
         "masters": {e.name: masters[id(e.param)].detach().clone() for e in store.named if id(e.param) in masters},
         "flags": [
             [s.name, tag]

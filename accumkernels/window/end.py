@@ -49,6 +49,7 @@ class End:
         self.steps = OptimizerSteps(store, scaler)
         self._skipped: bool | Tensor = False  # whether the last step was skipped; on the device until somebody reads it
         self._captured = False  # whether `_skipped` belongs to a CUDA graph and changes with every replay
+        self._graphs = False  # whether any window was captured: a graph holds addresses of buffers
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
@@ -191,9 +192,10 @@ class End:
         its own norm.
         """
         store, checks = self._store, self._overflow is not None
+        state = store.state()
         squares = self._noise.sums(store.device) if self._noise.measuring else None
         report = LocalStats(
-            state=store.state(),
+            state=state,
             touched=store.touched_bytes(),
             dropped=window.dropped,
             squares=squares,
@@ -206,6 +208,7 @@ class End:
             norms=1 + len(parts) if parts else int(max_norm is not None),
             limit=self.limit(sum(part.max_norm for part in parts)) if parts else max_norm,
             averaged=window.phase is Phase.AVERAGED,
+            idle=self._idle(window, state),
         )
         look = Inspection(
             store,
@@ -224,6 +227,11 @@ class End:
         if stats.touched is not None:
             self.steps.refresh(optimizers)  # other ranks may have touched more parameters
         return Verdict(store.ops, stats.state, stats.divisor, ended.norm, max_norm, ended.overflow), ended
+
+    def _idle(self, window: Window, state: Tensor) -> bytes:
+        """Find what frozen parameters could give back; nothing once a CUDA graph may hold its addresses."""
+        self._graphs = self._graphs or _captures(state)
+        return b"" if self._graphs or window.phase is Phase.AVERAGED else self._store.idle()
 
     def _finish(
         self,
@@ -244,7 +252,7 @@ class End:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
         self.reached = 1 in self._store.touched_bytes()
-        window.finalize(verdict, grads)
+        window.finalize(verdict, grads, ended.stats.idle)
         self._skipped, self._captured = skip, _captures(skip)
         self.metrics.end_window(window.micro_batches, verdict.exact, window.loss.sums)
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if

@@ -70,7 +70,8 @@ class MicroBatchRunner:
         options.update(overflow=overflow, scaled=scaler.scaler is not None, sends=ranks.reduces_sums)
         self._watches = Watches(self)
         self._watches.follow(store.buffers)  # before captures take gradients
-        self.captures = Captures(module, store, self, add, **options)
+        self._make_captures = functools.partial(Captures, module, store, add=add, **options)
+        self.captures = self._make_captures(owner=self)
         self._sums = Sums(store, ranks, scaler, overflow, noise)
         self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
 
@@ -113,6 +114,11 @@ class MicroBatchRunner:
             grown = self._store.grow(fresh)
             self._watches.follow(grown)
             self.captures.listen_to(grown)
+
+    def renew_captures(self) -> None:
+        """Make captures anew between windows, after segments have moved: the old ones know the old places."""
+        self.captures.remove_hooks()
+        self.captures = self._make_captures(owner=self)
 
     def remove_hooks(self) -> None:
         """Take off every hook."""

@@ -54,6 +54,7 @@ class StepPlan:
         self._ignored = ignored
         self._owned = owned(optimizers)
         self._touched = store.touched_bytes()
+        self._layout = store.layout
         if optimizers:  # without any, the caller updates parameters by hand
             touched = {id(s.param) for _, s in store.touched()}
             named = ((e.name, store.target(e.param)) for e in store.named if id(e.param) in touched)
@@ -77,6 +78,7 @@ class StepPlan:
         return (
             len(found) == len(self._owned)
             and all(map(is_, found, self._owned))
+            and self._store.layout == self._layout
             and self._store.touched_bytes() == self._touched
             and ignored == self._ignored
         )

@@ -138,6 +138,7 @@ class Window:
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
         verdict: Its verdict, once it is finalized.
         handed_out: Whether optimizers have got `.grad`s.
+        idle: For each segment, 1 if its parameter is frozen and gives it back when this window is over; may be empty.
     """
 
     number: int = 0
@@ -154,6 +155,7 @@ class Window:
     dropped: bool = field(default=False, init=False)
     verdict: Verdict | None = field(default=None, init=False)
     handed_out: bool = field(default=False, init=False)
+    idle: bytes = field(default=b"", init=False)
     _decided_on_device: bool = field(default=False, init=False)  # only the device knows a weight or the divisor
     _grads: WindowGrads | None = field(default=None, init=False)
 
@@ -219,11 +221,11 @@ class Window:
         else:
             self.dropped, self.host_weight = stats.dropped, stats.weight
 
-    def finalize(self, verdict: Verdict, grads: WindowGrads) -> None:
-        """End the window with its verdict and the gradients that it hands out."""
+    def finalize(self, verdict: Verdict, grads: WindowGrads, idle: bytes) -> None:
+        """End the window with its verdict, the gradients that it hands out, and what is given back afterwards."""
         if self.micro_batches > self.patience.longest:
             self.patience.end(self.micro_batches, used=True)
-        self.phase, self.verdict, self._grads = Phase.FINALIZED, verdict, grads
+        self.phase, self.verdict, self._grads, self.idle = Phase.FINALIZED, verdict, grads, idle
 
     def hand_out(self) -> None:
         """Let optimizers have their `.grad`s."""

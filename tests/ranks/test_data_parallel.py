@@ -32,12 +32,16 @@ from tests.support.rank_option_scenarios import (
 from tests.support.rank_scenarios import (
     HEADS,
     MAX_NORM,
+    TRAINED,
     WINDOWS,
     Heads,
     adamw,
+    data_of,
     distributed_data_parallel,
     divides,
     equals_one_process,
+    freezing,
+    frozen_on_one_rank,
     long_form,
     micro_batches,
     mixed_dtypes,
@@ -65,6 +69,8 @@ SCENARIOS = [
     noise,
     last_is_last,
     unfreezing,
+    freezing,
+    frozen_on_one_rank,
     mixed_dtypes,
     removed,
     errors,
@@ -388,6 +394,38 @@ def test_unfreezing(found):
     for values, buffers in results:
         assert relative_error(values, parameters(model)) < RTOL[torch.float64]
         assert buffers == 2
+
+
+def test_freezing(found):
+    """All ranks give the same layers back, when a window ends, and train as one process on all their data."""
+    results = of(found, freezing)
+    model = mlp(torch.float64)
+    optimizer = sgd(model.parameters())
+    for window, layers in enumerate(TRAINED):
+        parts = [part for rank in range(len(results)) for part in data_of(window, rank)]
+        for index in (0, 2, 4):
+            model[index].requires_grad_(index in layers)
+        (sum(nn.functional.mse_loss(model(x), y) for x, y in parts) / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_layer = {index: sum(p.numel() for p in model[index].parameters()) for index in (0, 2, 4)}
+    # After windows 1 and 3 at least half is frozen, and goes; after window 4 it is 24 of 94.
+    layers = [(0, 2, 4), (0,), (0,), (4,), (2, 4), (2, 4), (0, 2, 4)]
+    for by_options in zip(*results, strict=True):
+        assert_same([values for values, _, _ in by_options])
+        for values, elements, names in by_options:
+            assert relative_error(values, parameters(model)) < RTOL[torch.float64]
+            assert elements == [sum(map(of_layer.get, held)) for held in layers]
+            assert names == sorted(name for name, _ in model.named_parameters())
+
+
+def test_frozen_on_one_rank(found):
+    """Nobody gives anything back, and what the others train is trained."""
+    results = of(found, frozen_on_one_rank)
+    assert_same([values for values, _ in results])
+    for values, elements in results:
+        assert elements >= sum(value.numel() for value in values)
+        assert not any(map(torch.equal, values, parameters(mlp(torch.float64))))
 
 
 def test_mixed_dtypes(found):

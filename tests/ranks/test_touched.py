@@ -34,22 +34,28 @@ class Ranks:
     """Ranks that end windows; counts collectives."""
 
     def __init__(self, size):
-        self.all = [Touched(PARAMETERS, Sender(), rank == 0) for rank in range(size)]
+        self.all = [Touched(PARAMETERS, Sender(), rank, size) for rank in range(size)]
         self.numbers = []  # by collective
 
-    def end(self, windows):
-        """What each rank concludes of a window in which ranks have touched these segments."""
+    def end(self, windows, idle=None):
+        """What each rank concludes of a window in which ranks have touched these segments; with `idle`, see `both`."""
+        found = self.both(windows, [b""] * len(windows) if idle is None else idle)
+        return [touched for touched, _ in found] if idle is None else found
+
+    def both(self, windows, idle):
+        """What was touched, and what is given back."""
+        triples = list(zip(self.all, windows, idle, strict=True))
         for ranks, own in zip(self.all, windows, strict=True):
             ranks._sender.segments = len(own)
-        sums = self._sum([t.fields(own) for t, own in zip(self.all, windows, strict=True)])
-        counted = [t._counted(own) for t, own in zip(self.all, windows, strict=True)]
+        sums = self._sum([t.fields(own, gone) for t, own, gone in triples])
+        counted = [t._counted(own, gone) for t, own, gone in triples]
         asked = []
 
         def ask(fields):
             asked.append(fields)
             return {name: [sum(n) for n in zip(*(f[name] for f in counted), strict=True)] for name in fields}
 
-        found = [t.agree(own, sums, ask) for t, own in zip(self.all, windows, strict=True)]
+        found = [t.agree(own, gone, sums, ask) for t, own, gone in triples]
         assert len(asked) in (0, len(windows))  # all ranks, or none
         if asked:
             self.numbers.append(2 * PARAMETERS)
@@ -114,3 +120,31 @@ def test_growth_is_beyond_what_was_touched():
         ranks.end([b"\1\1\1\1"] * 2)
     assert ranks.end([b"\1\1\1\1\0\0"] * 2) == [b"\1\1\1\1\0\0"] * 2
     assert ranks.numbers == [12, 12, 3, 3, 12]
+
+
+def test_what_is_given_back():
+    """What all ranks could give back, in the window in which they no longer touch it, and in no other collective."""
+    whole, part, idle = b"\1" * 6, b"\1\1\0\0\0\0", b"\0\0\1\1\1\1"
+    some, none = b"\0\0\0\0\1\1", bytes(6)
+    for size in (1, 2, 3, 1000):
+        ranks = Ranks(size)
+        for _ in range(3):
+            ranks.end([whole] * size)
+        before = len(ranks.numbers)
+        assert ranks.end([part] * size, [idle] * size) == [(part, idle)] * size
+        assert len(ranks.numbers) == before + 2
+        assert ranks.end([none] * size, [idle, *[some] * (size - 1)])[0] == (none, some if size > 1 else idle)
+        if size > 1:
+            assert ranks.end([part] * size, [b"", *[idle] * (size - 1)])[0] == (part, none)
+            assert ranks.end([whole, *[part] * (size - 1)], [b"", *[idle] * (size - 1)])[0] == (whole, none)
+
+
+def test_another_layout_is_counted():
+    """Whatever was touched in the last one, so that ranks learn the order of gradients anew."""
+    ranks = Ranks(2)
+    for _ in range(3):
+        ranks.end([b"\1\1"] * 2)
+    for rank in ranks.all:
+        rank.follow()
+    ranks.end([b"\1\1"] * 2)
+    assert ranks.numbers == [12, 12, 3, 12]

@@ -246,6 +246,45 @@ def frozen_and_unused(rank, size):
     assert_close(full(p.grad for p in params if p.grad is not None), [g for g in expected if g is not None])
 
 
+def frozen_again(rank, size):
+    """Shards of layers that are frozen again give their segments back; a state has the same names before and after."""
+    model, twin = shard(net()), net()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    of_stock = torch.optim.SGD(twin.parameters(), lr=0.1)
+    everything = sum(buffer.numel() for buffer in acc.flat_buffers)
+    held = []
+    for trained in (("first", "middle"), ("first",), ("first",), ("middle",), ("first", "middle")):
+        for m in (model, twin):
+            for name, p in m.named_parameters():
+                p.requires_grad_(name.startswith(trained))
+        run_window(acc, model)
+        names = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert set(acc.state_dict()["sums"]) == names
+        acc.step(optimizer)
+        held.append(sum(buffer.numel() for buffer in acc.flat_buffers))
+        true_grads(window(), twin)
+        of_stock.step()
+        of_stock.zero_grad()
+        assert_close(full(model.parameters()), list(twin.parameters()))
+    assert held[0] == everything
+    assert held[1] == held[2] < everything / 2
+    assert held[2] < held[3] == held[4] <= everything  # without the last layer, of which rank 1 has nothing
+
+
+def frozen_on_one_rank_mostly(rank, size):
+    """A layer that is a third of all, and half of what rank 0 has, stays on both."""
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    held = sum(buffer.numel() for buffer in acc.flat_buffers)
+    model[1].requires_grad_(False)
+    acc.backward(model(torch.ones(1, 2)).sum())
+    acc.step(optimizer)
+    assert sum(buffer.numel() for buffer in acc.flat_buffers) == held
+    acc.state_dict()
+
+
 # ---- unequal weights
 
 
@@ -542,6 +581,8 @@ TWO_RANKS = [
     long_form_hands_out_dtensors,
     tied_parameters,
     frozen_and_unused,
+    frozen_again,
+    frozen_on_one_rank_mostly,
     unequal_weights,
     units_of_accumulators,
     weights_under_a_divide_factor,

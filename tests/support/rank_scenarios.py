@@ -209,6 +209,60 @@ def unfreezing(rank, size):
     return parameters(model), len(acc.flat_buffers)
 
 
+TRAINED = [(0, 2, 4), (0,), (0,), (4,), (2,), (2, 4), (0, 2, 4)]  # the layers that are trained in each window
+
+
+def data_of(window, rank):
+    """One or two micro-batches; the last rank has none in the window that is the first with frozen layers."""
+    if window == 1 and rank > 0:
+        return []
+    return [batch(4, torch.float64, seed=100 * window + 10 * rank + i) for i in range(1 + rank % 2)]
+
+
+def freezing(rank, size):
+    """Layers are frozen and unfrozen again; a rank is empty then, and one releases its buffers."""
+    found = []
+    for options in (
+        {},
+        {"release": "backward", "bucket_bytes": 64},
+        {"release": "backward", "bucket_bytes": 64, "last": True},
+        {"comm_dtype": "auto", "fuse_weight_gradients": True},
+    ):
+        last = options.pop("last", False)
+        model = mlp(torch.float64)
+        acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD, **options)
+        optimizer = sgd(acc.parameters())
+        elements = []
+        for window, layers in enumerate(TRAINED):
+            for index in (0, 2, 4):
+                model[index].requires_grad_(index in layers)
+            if window == 3 and rank == 1:
+                acc.release_buffers()
+            parts = data_of(window, rank)
+            for i, (x, y) in enumerate(parts):
+                acc.backward(nn.functional.mse_loss(model(x), y), last=last and i + 1 == len(parts))
+            acc.step(optimizer)
+            elements.append(sum(segment.numel for buffer in acc._store.buffers for segment in buffer.segments))
+        state = acc.state_dict(reduced=True)
+        found.append((parameters(model), elements, sorted(state["sums"])))
+        acc.remove()
+    return found
+
+
+def frozen_on_one_rank(rank, size):
+    """Against the rules, but no rank waits for another: nothing is given back."""
+    model = mlp(torch.float64)
+    acc = ak.FusedAccumulator(model, process_group=torch.distributed.group.WORLD)
+    optimizer = sgd(acc.parameters())
+    if rank == 0:
+        model[2:].requires_grad_(False)
+    for window in range(3):
+        x, y = batch(4, torch.float64, seed=10 * window + rank)
+        acc.backward(nn.functional.mse_loss(model(x), y))
+        acc.step(optimizer)
+    return parameters(model), sum(buffer.numel() for buffer in acc.flat_buffers)
+
+
 def mixed_dtypes(rank, size):
     """fp32 and fp64 parameters in one model: two buffers."""
     model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 3).double()])
