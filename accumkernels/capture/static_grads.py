@@ -58,9 +58,9 @@ def _watch(param: Tensor) -> torch.utils.hooks.RemovableHandle:
 
     def take_own_memory(param: Tensor) -> None:
         nonlocal found
-        grad = param.grad
-        if is_dynamo_compiling() or grad is None:  # compiled autograd copies what it does not own
+        if is_dynamo_compiling():  # under compiled autograd, which copies what it does not own
             return
+        grad = param.grad  # None where the op that computes it has added it
         storage = grad.untyped_storage() if type(grad) is Tensor and grad.layout is torch.strided else None
         shared = storage is not None and use_count(storage._cdata) > _OF_GRAD
         if found is None and shared:
@@ -68,7 +68,7 @@ def _watch(param: Tensor) -> torch.utils.hooks.RemovableHandle:
         elif found is None or found.expired():
             handle.remove()
             return
-        if shared:
+        if grad is not None and shared:
             with torch.no_grad():
                 param.grad = grad.clone()
 
