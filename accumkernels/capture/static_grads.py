@@ -8,11 +8,13 @@ the first one's gradient, and then add the result to itself: a stock loop has th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
 from ..buffers.flat import FlatBuffer
 from ..buffers.handed_out import use_count
@@ -22,10 +24,12 @@ _OF_GRAD = 2  # uses of the storage of a `.grad` that nobody else has: its own, 
 
 
 class Watches:
-    """Hooks that look for such memory in the first backward of each parameter.
+    """Looks for such memory in the first backward of parameters, and gives their gradients memory of their own.
 
-    A hook removes itself then, unless it finds a gradient in memory that somebody else holds, too: in an ordinary model
-    no later backward runs it.
+    Where gradients are taken while backward runs, each parameter has a hook for that, and gets another. Elsewhere hooks
+    would cost: torch calls into Python for a parameter that ever had one, 0.3 microseconds in each backward. There only
+    the first and the last parameter of a buffer have a hook, which looks at all gradients when that backward ends.
+    These hooks remove themselves, except from parameters whose gradients came in memory that somebody else holds, too.
 
     Args:
         owner: Hooks are removed when it is freed.
@@ -33,45 +37,90 @@ class Watches:
 
     def __init__(self, owner: object) -> None:
         self._handles = Handles(owner)
-        self._seen: set[int] = set()  # ids of parameters that have, or had, a hook
+        self._seen: set[int] = set()  # ids of parameters that are, or were, watched
 
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Put a hook on each trainable parameter that is no DTensor, to be called before all hooks registered later."""
+        """Watch the trainable parameters of new buffers, except DTensors, once their gradients have other hooks."""
         for buffer in buffers:
-            for param in () if buffer.sharded else buffer.params:
-                if param.requires_grad and id(param) not in self._seen:
-                    self._seen.add(id(param))
-                    self._handles.add(_watch(param))
+            params = [p for p in buffer.params if p.requires_grad and id(p) not in self._seen]
+            self._seen.update(map(id, params))
+            if not buffer.sharded:
+                for param in params:
+                    if param._post_accumulate_grad_hooks:
+                        self._handles.add(_watch(param))
+                quiet = [p for p in params if not p._post_accumulate_grad_hooks]
+                if quiet:
+                    _look_once(quiet, self._handles)
 
     def remove(self) -> None:
         """Take off every hook."""
         self._handles.remove()
 
 
-def _watch(param: Tensor) -> torch.utils.hooks.RemovableHandle:
-    """Put the hook on one parameter.
+def _shared(grad: Tensor | None) -> torch.UntypedStorage | None:
+    """Return the memory of a gradient if somebody else holds it, too."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided:
+        return None
+    storage = grad.untyped_storage()
+    return storage if use_count(storage._cdata) > _OF_GRAD else None
+
+
+def _take_own_memory(param: Tensor) -> None:
+    assert param.grad is not None
+    with torch.no_grad():
+        param.grad = param.grad.clone()
+
+
+def _watch(param: Tensor, found: StorageWeakRef | None = None) -> RemovableHandle:
+    """Put a hook on a parameter that gives its `.grad` memory of its own, before any other hook sees it.
 
     Memory that several gradients share looks like memory that somebody keeps: cuDNN's RNNs return views of one tensor.
     It shows in the next backward which it was, since memory that nobody kept is gone then.
-    """
-    found: StorageWeakRef | None = None  # memory that a gradient came in, and that somebody else held
 
-    def take_own_memory(param: Tensor) -> None:
+    Args:
+        param: The parameter.
+        found: Memory that a gradient came in, and that somebody else held; None before its first backward.
+    """
+
+    def look(param: Tensor) -> None:
         nonlocal found
         if is_dynamo_compiling():  # under compiled autograd, which copies what it does not own
             return
-        grad = param.grad  # None where the op that computes it has added it
-        storage = grad.untyped_storage() if type(grad) is Tensor and grad.layout is torch.strided else None
-        shared = storage is not None and use_count(storage._cdata) > _OF_GRAD
-        if found is None and shared:
+        storage = _shared(param.grad)  # there is no `.grad` where the op that computes it has added it
+        if found is None and storage is not None:
             found = StorageWeakRef(storage)
         elif found is None or found.expired():
             handle.remove()
             return
-        if grad is not None and shared:
-            with torch.no_grad():
-                param.grad = grad.clone()
+        if storage is not None:
+            _take_own_memory(param)
 
-    take_own_memory.of_accumulator = True  # type: ignore[attr-defined]  # see `gradients.is_ours_alone`
-    handle = param.register_post_accumulate_grad_hook(take_own_memory)
+    look.of_accumulator = True  # type: ignore[attr-defined]  # see `gradients.is_ours_alone`
+    handle = param.register_post_accumulate_grad_hook(look)
+    hooks: Any = param._post_accumulate_grad_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)  # torch calls them in the order of insertion, which move_to_end leaves as it was
     return handle
+
+
+def _look_once(params: Sequence[Tensor], handles: Handles) -> None:
+    """Look at the gradients of parameters when a backward ends that reached the first or the last of them."""
+    own: list[RemovableHandle] = []
+
+    def look() -> None:
+        while own:  # only now: a backward that raises does not come here
+            own.pop().remove()
+        for param in params:
+            storage = _shared(param.grad)
+            if storage is not None:
+                handles.add(_watch(param, StorageWeakRef(storage)))
+                _take_own_memory(param)
+
+    def ask(_: Tensor) -> None:
+        if not is_dynamo_compiling():
+            torch.autograd.Variable._execution_engine.queue_callback(look)
+
+    ask.of_accumulator = True  # type: ignore[attr-defined]
+    for param in dict.fromkeys((params[0], params[-1])):
+        own.append(param.register_post_accumulate_grad_hook(ask))
+        handles.add(own[-1])

@@ -68,10 +68,10 @@ class MicroBatchRunner:
         self._crosses_ranks: bool | None = None  # whether backward may; known after the open window's first backward
         add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
         options.update(overflow=overflow, scaled=scaler.scaler is not None, sends=ranks.reduces_sums)
-        self._watches = Watches(self)
-        self._watches.follow(store.buffers)  # before captures take gradients
         self._make_captures = functools.partial(Captures, module, store, add=add, **options)
         self.captures = self._make_captures(owner=self)
+        self._watches = Watches(self)
+        self._watches.follow(store.buffers)
         self._sums = Sums(store, ranks, scaler, overflow, noise)
         self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
 
@@ -112,8 +112,8 @@ class MicroBatchRunner:
         if fresh := self._store.unplaced():
             self._ranks.check_trainable(self._store.named)
             grown = self._store.grow(fresh)
-            self._watches.follow(grown)
             self.captures.listen_to(grown)
+            self._watches.follow(grown)
 
     def renew_captures(self) -> None:
         """Make captures anew between windows, after segments have moved: the old ones know the old places."""

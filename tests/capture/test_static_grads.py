@@ -154,16 +154,54 @@ def watched(model):
     return {name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks}
 
 
-def test_ordinary_models_run_no_hook_after_the_first_backward():
-    """Only weights whose gradients came in somebody else's memory keep theirs; remove() takes that off too."""
-    model = graphed()
+def test_ordinary_parameters_run_no_hook_after_the_first_backward():
+    """Only those whose gradients came in somebody else's memory do; most never had a hook; remove() takes all off."""
+    model = nn.Sequential(graphed(), nn.Linear(3, 3), nn.Linear(3, 3))
     acc = ak.FusedAccumulator(model, release="microbatch")
-    assert len(watched(model)) == 4
-    for index in range(3):
-        loss_of(model, index).backward()
-        assert watched(model) == {"0.weight", "4.weight"}
+    assert watched(model) == {"0.0.weight", "2.bias"}
+    never = [p for p in model[1:].parameters() if p is not model[2].bias] + list(model[0][2].parameters())
+    x, y = PARTS[0]
+    for _ in range(3):
+        mse_loss(model(x), y).backward()
+        assert watched(model) == {"0.0.weight", "0.4.weight"}
+        assert not any(p._post_accumulate_grad_hooks is not None for p in never)
     acc.remove()
     assert watched(model) == set()
+
+
+@pytest.mark.parametrize("release", ["microbatch", "backward"])
+def test_a_backward_that_raises_is_not_the_first(release):
+    """The next one is looked at."""
+    model = graphed()
+    acc = ak.FusedAccumulator(model, release=release)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        handle = model[0].weight.register_hook(lambda grad: exec('raise RuntimeError("out of memory")'))
+        loss_of(model, 0).backward()
+    handle.remove()
+    acc.zero_()
+    for first in (0, 2):
+        loss_of(model, first).backward()
+        loss_of(model, first + 1).backward()
+        acc.accumulate()
+    assert end(acc, model, divisor=sum(WEIGHTS)) < 1e-6
+
+
+def test_each_hook_of_buckets_has_another_at_first():
+    """It is called before, whatever the order of registration, and leaves in the first backward."""
+    model = graphed()
+    seen = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+    acc = ak.FusedAccumulator(model, release="backward")
+    memory = {model[0].memory[0].data_ptr(), model[4].memory[0].data_ptr()}
+    counts = [[len(p._post_accumulate_grad_hooks) for p in model.parameters()]]
+    for index in range(2):
+        loss_of(model, index).backward()
+        counts.append([len(p._post_accumulate_grad_hooks) for p in model.parameters()])
+    assert counts == [[3] * 4, [3, 2, 2, 3], [3, 2, 2, 3]]
+    assert len(seen) == 8 and not memory & set(seen)
+    acc.remove()
+    assert [len(p._post_accumulate_grad_hooks) for p in model.parameters()] == [1] * 4
 
 
 class _Views(torch.autograd.Function):
