@@ -115,22 +115,20 @@ class FusedAccumulator:
             see docs/pipeline.md.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
-        autocast_route: Take the 16-bit gradients of fp32 parameters before autocast's backward widens them, which moves
-            10 bytes per element and micro-batch instead of 24 and gives the same bits. `params` must be a module.
-            "auto" (default) does so inside `acc.backward`, where no code can miss a `.grad`, for modules with a
-            parameter of at least 2**17 elements, and leaves fp32 `.grad`s as torch does elsewhere. True does so in
-            every backward, for all modules. False never does so. After `param.data.copy_` in mid-window, which torch's
-            version counters do not notice either, old values are used until the window ends.
-        fuse_weight_gradients: Let the backward of `nn.Linear` and `nn.Embedding` add the weight's gradient to the flat
-            buffer, so that it never exists on its own. This happens inside `acc.backward`, if `params` is a module and
-            the weight has no hooks of yours. Such a gradient is not rounded to 16 bit first, so it is nearer to float64
-            and not bit-equal to stock's. "auto" (default) fuses weights of at least 2**18 elements if gradients are
-            added in buckets (`release`): embeddings, and linear weights in bf16 and fp32 if no GradScaler is enabled,
-            except in bf16 if the sums stay in the cache of a CPU with AMX. True fuses every such weight, also with
-            `release="microbatch"`, where an exception in backward then breaks the window, and in fp16 with a
-            GradScaler, where a sum that overflows fp16 and not fp32 no longer skips the step. False fuses nothing.
-            `overflow="microbatch"`, "raise" and a measured noise scale need whole gradients, and fuse nothing. Under
-            autocast linear weights are fused where the autocast route takes them.
+        fuse_weight_gradients: Add weight gradients of matrix products and embeddings to the flat buffer by the op that
+            computes them, so that they never exist on their own. This happens inside `acc.backward` for weights that
+            the graph of this very backward uses in nothing else, and that have no hooks of yours. Such a gradient is
+            not rounded to 16 bit first, so it is nearer to float64 and not bit-equal to stock's. "auto" (default) fuses
+            weights of at least 2**18 elements if gradients are added in buckets (`release`): embeddings, and weights of
+            products in bf16 and fp32 if no GradScaler is enabled, except in bf16 if the sums stay in the cache of a CPU
+            with AMX. True fuses every such weight, also with `release="microbatch"`, where an exception in backward
+            then breaks the window, and in fp16 with a GradScaler, where a sum that overflows fp16 and not fp32 no
+            longer skips the step. "deferred" fuses as "auto" does, whatever `release` is, and keeps the operands of
+            short products (on a CPU of up to 32 tokens), to multiply those of several micro-batches together: for
+            micro-batches of few tokens, where reading and writing the sums is what a product costs. Operands take at
+            most a sixteenth of the memory of the sums, and must not be changed in place before the window ends: that is
+            an error. False fuses nothing. `overflow="microbatch"`, "raise" and a measured noise scale need
+            whole gradients, and fuse nothing.
         backend: "auto", "native", "triton" or "reference".
         comm_dtype: The dtype in which fp32 sums are reduced over ranks. torch.bfloat16 halves the bytes; every rank's
             sum is rounded (a relative error of at most 2**-8), and so are the partial sums of N ranks: the error of an
@@ -138,6 +136,7 @@ class FusedAccumulator:
             "auto": bf16 for sums of bf16 parameters, fp32 for others.
         memory_limit: Bytes of the first parameter's device that `backward_batch` may use, for tensors of the whole
             process. None: all that the device has; a CPU's memory is not known.
+        autocast_route: Removed, an error: 16-bit gradients are always taken before autocast's backward widens them.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it and its value.
@@ -156,11 +155,11 @@ class FusedAccumulator:
         master_weights: bool = False,
         process_group: Any = None,
         noise_scale: bool | float = False,
-        autocast_route: str | bool = "auto",
         fuse_weight_gradients: str | bool = "auto",
         backend: str = "auto",
         comm_dtype: torch.dtype | str = torch.float32,
         memory_limit: int | None = None,
+        autocast_route: None = None,
     ) -> None:
         check_options(
             params,
@@ -170,10 +169,10 @@ class FusedAccumulator:
             bucket_bytes,
             master_weights,
             noise_scale,
-            autocast_route,
             fuse_weight_gradients,
             comm_dtype,
             memory_limit,
+            autocast_route,
         )
         # Where a micro-batch may be dropped, all of it has to be there before anything is added.
         self._release = "microbatch" if overflow in ("microbatch", "raise") else release
@@ -184,7 +183,6 @@ class FusedAccumulator:
         self._ranks = chosen.join(
             named,
             comm_dtype,
-            autocast_route=autocast_route,
             noise_scale=noise_scale,
             scaled=self._scaler.scaler is not None,
             overflow=overflow,
@@ -201,7 +199,6 @@ class FusedAccumulator:
         self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
         self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
         self._runner = MicroBatchRunner(
-            None if self._ranks.judged_together else self._module,
             self._store,
             self._ranks,
             self._scaler,
@@ -209,7 +206,6 @@ class FusedAccumulator:
             self._noise,
             release=self._release,
             bucket_bytes=bucket_bytes,
-            autocast_route=autocast_route,
             fuse_weight_gradients=fuse_weight_gradients,
         )
         self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
@@ -327,6 +323,7 @@ class FusedAccumulator:
         if self._window.verdict is not None:
             return self._window.verdict.found_inf.clone()
         if not self._ranks.sender.begun:
+            self._runner.flush()
             self._store.check_sums(self.micro_batches, self._overflow is not None)
         return self._store.state()[State.FOUND_INF].float()
 
@@ -360,8 +357,6 @@ class FusedAccumulator:
         """
         if not self._noise.on:
             self._noise.turn_on(now=self.micro_batches == 0)
-            if self._noise.measuring:
-                self._runner.keep_whole()
         return self._noise.read()
 
     def metrics(self) -> dict[str, float | Tensor]:
@@ -392,13 +387,12 @@ class FusedAccumulator:
         position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         norm = "none yet" if self._end.last_norm is None else f"{self._end.last_norm.item():.6g}"
         captures = self._runner.captures
-        routed = "" if captures.routed is None else f", autocast route for {len(captures.routed)} parameters"
-        ways = ", ".join(f"{count:,} {way}" for way, count in captures.ways().items())
+        ways = "" if captures.graph is None else f", elements in the last backward: {captures.graph}"
         ranks = f", {self._ranks}" if str(self._ranks) else ""
         learned = self._batches.learned
         batches = f"micro-batches of backward_batch: {learned}, " if learned.batches else ""
         return (
-            f"FusedAccumulator({self._store}{routed}, elements: {ways}{ranks}, overflow={self._overflow!r}, "
+            f"FusedAccumulator({self._store}{ways}{ranks}, overflow={self._overflow!r}, "
             f"release={captures}, {batches}{position}, last norm {norm})"
         )
 
@@ -707,18 +701,18 @@ class FusedAccumulator:
             self._window.miss_end()
             self._ended = self._window.number
         self._iterated = True
+        token = object()
         try:
             batch = next(iterator)
-        except StopIteration:
+            for following in iterator:
+                yield batch
+                batch = following
+            self._in_last = token
+            if self._sends_in_backward:  # also where the batch fails, and is discarded
+                self._ranks.sender.mark_last()
+            yield batch
+        except StopIteration:  # there is no batch
             return
-        for following in iterator:
-            yield batch
-            batch = following
-        self._in_last = token = object()
-        if self._sends_in_backward:  # also where the batch fails, and is discarded
-            self._ranks.sender.mark_last()
-        try:
-            yield batch
         finally:
             if self._in_last is token:
                 self._in_last = None
@@ -943,6 +937,7 @@ class FusedAccumulator:
                 "it keeps one rank's values, and each rank has sums of its own. Save a state of all ranks, "
                 '{"acc": acc.state_dict(reduced=True)}, or save between windows'
             )
+        self._runner.flush()
         self._store.check_sums(self.micro_batches, self._overflow is not None)
         self._patience.excuse()
         saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
@@ -1014,6 +1009,7 @@ class FusedAccumulator:
 
     def _excuse_reader(self) -> None:
         """Whoever reads sums, such as a probe of gradients, may need no step."""
+        self._runner.flush()
         if self.micro_batches:
             self._patience.excuse()
 
@@ -1094,6 +1090,7 @@ class FusedAccumulator:
         self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object, ignore: Iterable[Tensor]
     ) -> None:
         self._require_accumulating(caller)
+        self._runner.flush()
         if self._silence is not None:
             self._silence.check_end(caller)
         if self._window.unsynced:

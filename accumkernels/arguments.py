@@ -25,10 +25,10 @@ def check_options(
     bucket_bytes: Any,
     master_weights: Any,
     noise_scale: Any,
-    autocast_route: Any,
     fuse_weight_gradients: Any,
     comm_dtype: Any,
     memory_limit: Any,
+    autocast_route: Any,
 ) -> None:
     """Check the options that do not depend on the parameters themselves.
 
@@ -49,8 +49,11 @@ def check_options(
         raise wrong_type("memory_limit", "an int", memory_limit)
     if memory_limit is not None and memory_limit <= 0:
         raise ValueError(f"memory_limit must be positive, got {memory_limit}")
-    if autocast_route != "auto" and not isinstance(autocast_route, bool):
-        raise ValueError(f"autocast_route must be 'auto', True or False, got {autocast_route!r}")
+    if autocast_route is not None:
+        raise TypeError(
+            f"autocast_route={autocast_route!r}: there is no such option any more, leave it out. acc.backward takes "
+            "16-bit gradients from the graph of each backward, and never changes the model"
+        )
 
     if isinstance(noise_scale, bool | int | float):
         if not (isinstance(noise_scale, bool) or 0 < noise_scale < math.inf):
@@ -65,15 +68,9 @@ def check_options(
         )
     if not isinstance(master_weights, bool):
         raise wrong_type("master_weights", "a bool", master_weights)
-    if autocast_route is True and not isinstance(params, torch.nn.Module):
+    if fuse_weight_gradients not in ("auto", "deferred") and not isinstance(fuse_weight_gradients, bool):
         raise ValueError(
-            "autocast_route=True needs params to be a module, whose forward it changes; use 'auto' or False"
-        )
-    if fuse_weight_gradients != "auto" and not isinstance(fuse_weight_gradients, bool):
-        raise ValueError(f"fuse_weight_gradients must be 'auto', True or False, got {fuse_weight_gradients!r}")
-    if fuse_weight_gradients is True and not isinstance(params, torch.nn.Module):
-        raise ValueError(
-            "fuse_weight_gradients=True needs params to be a module, whose layers it finds; use 'auto' or False"
+            f"fuse_weight_gradients must be 'auto', 'deferred', True or False, got {fuse_weight_gradients!r}"
         )
     if comm_dtype not in COMM_DTYPES:
         raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, got {comm_dtype!r}")

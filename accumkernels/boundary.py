@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 # torch.profiler.record_function's context manager without its arguments and its own op: 0.2 microseconds instead of 5
 # if nothing is profiled. Inductor writes it into the code that it generates.
-_range = torch._C._profiler._RecordFunctionFast
+profiling_range = torch._C._profiler._RecordFunctionFast
 
 _WHY_OPAQUE = (
     "calls of a FusedAccumulator break the graph, since they depend on counts and on .grad: compile the model with "
@@ -52,7 +52,7 @@ def profiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            with _range(name):
+            with profiling_range(name):
                 return method(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)

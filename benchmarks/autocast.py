@@ -1,4 +1,4 @@
-"""What the usual AMP loop pays for gradients, and what the autocast route leaves of it.
+"""What the usual AMP loop pays for gradients, and what FusedAccumulator leaves of it.
 
     python -m benchmarks.autocast [--device cpu|cuda] [--csv FILE]
 
@@ -8,9 +8,6 @@ cost if nobody cast weights or accumulated anything: K times forward and backwar
 bit where autocast computes in 16 bit, and whose gradients are dropped (`floor`), and one step of the same optimizer.
 Left in it: casts of weights, widening, adding, unscaling, checking, norm, clip and zeroing. Methods take turns, window
 by window. Of compiled models the graphs are counted that all windows took, with those that warm up.
-
-The route's own cost on the host is measured apart: the forward pass of a model with GPT-2's modules, so narrow that
-nothing else takes time, with the route and without.
 """
 
 from __future__ import annotations
@@ -22,36 +19,31 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-import accumkernels as ak
 from accumkernels.demo.model import GPT
 
 from .harness.arguments import command_line, usable
 from .harness.case import DTYPES
 from .harness.machine import environment
 from .harness.measure import median_and_spread, milliseconds
-from .harness.results import Row, groups, write_csv
+from .harness.results import Row, write_csv
 from .harness.tables import Table, track
 from .methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build, graphs_compiled
 
 STOCK = "stock GradScaler + clip_grad_norm_"
 METHODS = (
     Method(STOCK, Stock, {"scale_loss": True}),
-    Method("FusedAccumulator, no autocast route", Fused, {"scale_loss": True, "autocast_route": False}),
-    Method("FusedAccumulator, autocast route", Fused, {"scale_loss": True, "fuse_weight_gradients": False}),
+    Method('FusedAccumulator, release="microbatch"', Fused, {"scale_loss": True, "release": "microbatch"}),
     Method(
-        'FusedAccumulator, release="backward", route',
-        Fused,
-        {"scale_loss": True, "release": "backward", "fuse_weight_gradients": False},
+        "FusedAccumulator, fuse_weight_gradients=False", Fused, {"scale_loss": True, "fuse_weight_gradients": False}
     ),
     Method("FusedAccumulator, fused weight gradients", Fused, {"scale_loss": True, "fuse_weight_gradients": True}),
     Method("FusedAccumulator, defaults", Fused, {"scale_loss": True}),
 )
-ROUTED = "FusedAccumulator, autocast route"
 FLOOR, OPTIMIZER = "floor: forward and backward, K times", "fused AdamW"
 COLUMNS = (
-    *("table", "model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
+    *("model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
     *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "gradient_side_ms", "stock_to_this", "share_of_window"),
-    *("fused", "routed", "graphs"),
+    *("fused", "in_16_bits", "graphs"),
     *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
@@ -133,50 +125,13 @@ def windows(
     return seconds, seen
 
 
-def forwards(dtype: torch.dtype, device: torch.device, micro_batches: int, repetitions: int) -> dict[bool, list[float]]:
-    """Seconds of a narrow model's forward, without the route and with it, each the mean over a window."""
-    size = Size(64, 32, SIZES["gpt2"].depth, 2, 8, 1)
-    data = batches(size, micro_batches, device)
-    models: dict[bool, nn.Module] = {}
-    for route in (False, True):
-        with torch.device(device):
-            models[route] = GPT(*size[:5])
-    accumulators = {route: ak.FusedAccumulator(model, autocast_route=route) for route, model in models.items()}
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for repetition in range(repetitions + 2):
-        for route, model in models.items():
-            total = 0.0
-            for batch in data:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                start = time.perf_counter()
-                with torch.autocast(device.type, dtype=dtype):
-                    loss = model(*batch)
-                total += time.perf_counter() - start
-                accumulators[route].backward(loss)
-            accumulators[route].zero_()
-            if repetition >= 2:
-                seconds[route].append(total / micro_batches)
-    return seconds
-
-
-def rows(
-    of_windows: dict[str, list[float]],
-    of_forwards: dict[bool, list[float]],
-    micro_batches: int,
-    common: Row,
-    seen: dict[str, Row],
-) -> list[Row]:
-    """A row per method of a window, and two for the forward where it was measured."""
+def rows(of_windows: dict[str, list[float]], micro_batches: int, common: Row, seen: dict[str, Row]) -> list[Row]:
+    """A row per method, the floor and the optimizer among them."""
     medians = {name: median_and_spread(found)[0] for name, found in of_windows.items()}
     rest = medians[FLOOR] + medians[OPTIMIZER]
     found: list[Row] = []
-
-    def row(table: str, method: str, seconds: list[float]) -> Row:
-        return {"table": table, "method": method, "samples": len(seconds), **milliseconds(seconds), **common}
-
     for name, seconds in of_windows.items():
-        added = {**row("window", name, seconds), **seen.get(name, {})}
+        added: Row = {"method": name, "samples": len(seconds), **milliseconds(seconds), **common, **seen.get(name, {})}
         if name not in (FLOOR, OPTIMIZER):
             side = medians[name] - rest
             tokens = int(str(common["tokens_per_micro_batch"])) * micro_batches
@@ -185,31 +140,21 @@ def rows(
             added["stock_to_this"] = float(f"{(medians[STOCK] - rest) / side:.3g}")
             added["share_of_window"] = float(f"{side / medians[name]:.3g}")
         found.append(added)
-    for route, seconds in of_forwards.items():
-        added = row("forward", "with the route" if route else "without the route", seconds)
-        if route:  # its cost in a window of GPT-2
-            cost = (median_and_spread(seconds)[0] - median_and_spread(of_forwards[False])[0]) * micro_batches
-            added["share_of_window"] = float(f"{cost / medians[ROUTED]:.2g}")
-        added["model"] = "GPT-2's modules, 32 wide"
-        added["parameters"] = added["tokens_per_micro_batch"] = None
-        found.append(added)
     return [{column: r.get(column) for column in COLUMNS} for r in found]
 
 
 def show(found: Sequence[Row]) -> None:
-    """A table of windows, and one of forwards."""
-    for (name,), of_table in groups(found, "table").items():
-        first = of_table[0]
-        title = f"{name}: {first['model']}, {first['dtype']}, {first['micro_batches']} micro-batches"
-        if first["tokens_per_micro_batch"] is not None:
-            title += f" of {first['tokens_per_micro_batch']} tokens"
-        headers = ("method", "tokens/s", "ms", "p10 to p90", "gradient side, ms", "stock to this", "share of window")
-        table = Table(f"{title}; torch {first['torch']}, {first['device']}", headers)
-        for r in of_table:
-            cells = [r["tokens_per_second"], r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}"]
-            cells += [r[c] for c in ("gradient_side_ms", "stock_to_this", "share_of_window")]
-            table.add(r["method"], *cells)
-        table.print()
+    """Print the rows as a table."""
+    first = found[0]
+    title = f"{first['model']}, {first['dtype']}, {first['micro_batches']} micro-batches of "
+    title += f"{first['tokens_per_micro_batch']} tokens; torch {first['torch']}, {first['device']}"
+    headers = ("method", "tokens/s", "ms", "p10 to p90", "gradient side, ms", "stock to this", "share of window")
+    table = Table(title, headers)
+    for r in found:
+        cells = [r["tokens_per_second"], r["ms_median"], f"{r['ms_p10']:g} to {r['ms_p90']:g}"]
+        cells += [r[c] for c in ("gradient_side_ms", "stock_to_this", "share_of_window")]
+        table.add(r["method"], *cells)
+    table.print()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,9 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     common: Row = {"model": label, "parameters": parameters, "dtype": arguments.dtype, "micro_batches": k}
     common.update(tokens_per_micro_batch=arguments.tokens, **about)
     of_windows, seen = windows(size, dtype, device, k, arguments.windows, methods, arguments.compile)
-    with_forwards = not arguments.compile and any(m.name == ROUTED for m in methods)
-    of_forwards = forwards(dtype, device, k, max(20, arguments.windows)) if with_forwards else {}
-    found = rows(of_windows, of_forwards, k, common, seen)
+    found = rows(of_windows, k, common, seen)
     show(found)
     if arguments.csv:
         write_csv(arguments.csv, found)

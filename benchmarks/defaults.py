@@ -6,7 +6,7 @@ A byte-level GPT (GPT-2 124M for `gpt2`) is trained by stock accumulation and by
 windows of four micro-batches of one sample. They take turns, and a window's time is held against that of the window
 before or after it: the median of these ratios, above 1 where FusedAccumulator is faster, and their quartiles. Rows that
 the file has are not measured again, so that a long run may be cut. `--options` also measures other choices of
-`release`, the autocast route and fusion, which is how the defaults were found.
+`release` and fusion, which is how the defaults were found.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ FEWEST = 5  # pairs of windows
 DEFAULTS = "defaults"
 OPTIONS: dict[str, dict[str, object]] = {
     DEFAULTS: {},
-    "microbatch": {"release": "microbatch", "autocast_route": False},
-    "microbatch + route": {"release": "microbatch", "autocast_route": True},
-    "buckets": {"fuse_weight_gradients": False, "autocast_route": False},
-    "buckets + route": {"fuse_weight_gradients": False, "autocast_route": True},
+    "microbatch": {"release": "microbatch"},
+    "buckets": {"fuse_weight_gradients": False},
     "fused": {"fuse_weight_gradients": True},
 }
 COLUMNS = (
     *("model", "parameters", "tokens_per_micro_batch", "mode", "options", "speed_to_stock", "quartile_1", "quartile_3"),
-    *("windows", "ms_median", "stock_ms_median", "fused", "routed", "device", "threads", "instruction_set", "torch"),
-    *("commit", "date"),
+    *("windows", "ms_median", "stock_ms_median", "fused", "in_16_bits", "device", "threads", "instruction_set"),
+    *("torch", "commit", "date"),
 )
 
 

@@ -32,8 +32,8 @@ from .methods.training import METHODS, SIZES, STOCK, Batch, Method, Size, batche
 COLUMNS = (
     *("model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
     *("tokens_per_second", "ms_median", "ms_p10", "ms_p90", "peak_MB", "speed_to_stock", "memory_to_stock", "windows"),
-    *("fused", "routed", "graphs", "unavailable", "threads", "instruction_set", "driver", "cuda", "triton", "torch"),
-    *("python", "commit", "date"),
+    *("fused", "in_16_bits", "graphs", "unavailable", "threads", "instruction_set", "driver", "cuda", "triton"),
+    *("torch", "python", "commit", "date"),
 )
 
 
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
     seconds: list[float]  # of each window
     peak: int | None  # in bytes
-    ways: dict[str, float]  # the parts of the elements that are fused and routed
+    ways: dict[str, float]  # see `Loop.ways`
     graphs: int  # compiled in all windows
 
 
@@ -172,13 +172,13 @@ def show(table_rows: Sequence[Row]) -> None:
         title = f"{first['model']}, {first['parameters']:,} parameters, {first['dtype']}, {first['micro_batches']} "
         title += f"micro-batches of {first['tokens_per_micro_batch']} tokens; torch {first['torch']}, {first['device']}"
         headers = ("method", "tokens/s", "ms a window", "p10 to p90", "to stock", "peak MB", "to stock")
-        table = Table(title, (*headers, "fused", "routed"))
+        table = Table(title, (*headers, "fused", "in 16 bits"))
         for r in group:
             if r["unavailable"]:
                 continue
             spread = f"{r['ms_p10']:g} to {r['ms_p90']:g}"
             cells = (f"{r['tokens_per_second']:,.0f}", r["ms_median"], spread, r["speed_to_stock"], r["peak_MB"])
-            table.add(r["method"], *cells, r["memory_to_stock"], r["fused"], r["routed"])
+            table.add(r["method"], *cells, r["memory_to_stock"], r["fused"], r["in_16_bits"])
         table.print()
         for r in group:
             if r["unavailable"]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.weight_gradients [--device cpu|cuda] [--csv FILE]
 
-Per shape and number of tokens: the product in the operands' dtype and the accumulate op, which is the way of the
-autocast route; every GEMM with beta = 1 that the machine has; and which of them is chosen. A window has many layers, so
-each call takes the next of several weights in one flat buffer, as many as do not fit into the last-level cache.
+Per shape and number of tokens: the product in the operands' dtype and then the accumulate op, as for a weight that is
+not fused; every GEMM with beta = 1 that the machine has; and which of them is chosen. A window has many layers, so each
+call takes the next of several weights in one flat buffer, as many as do not fit into the last-level cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import accumkernels as ak
+import accumkernels.ops.products as products
 from accumkernels import ops
-from accumkernels.capture.fused import gemm
 from accumkernels.ops import native
 
 from .harness.arguments import command_line, listed, usable
@@ -29,25 +29,25 @@ from .harness.tables import Table, track
 
 SHAPES = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (50257, 768), (1024, 4096), (512, 512))
 TOKENS = (8, 32, 64, 256, 1024)
-ROUTE = "product, then accumulate"
+SEPARATE = "product, then accumulate"
 COLUMNS = (
-    *("dtype", "device", "rows", "columns", "tokens", "way", "chosen", "ms_median", "ms_p10", "ms_p90", "to_route"),
+    *("dtype", "device", "rows", "columns", "tokens", "way", "chosen", "ms_median", "ms_p10", "ms_p90", "to_separate"),
     *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
 
-def ways(dtype: torch.dtype, device: torch.device) -> dict[str, gemm.Gemm]:
+def ways(dtype: torch.dtype, device: torch.device) -> dict[str, products.Gemm]:
     """The GEMMs with beta = 1 of this machine, by what they are called in the table."""
     if dtype == torch.float32:
         own = device.type == "cpu" and native.multiplies(dtype)
-        return {"addmm": gemm.same_dtype} | ({"accumkernels": gemm.native} if own else {})
+        return {"addmm": products.same_dtype} | ({"accumkernels": products.native} if own else {})
     if device.type == "cuda":
-        return {"addmm(out_dtype=float32)": gemm.cuda}
-    found = {"addmm of widened operands": gemm.widened}
-    if gemm.mkl_gemm(dtype) is not None:
-        found["MKL"] = gemm.mkl
+        return {"addmm(out_dtype=float32)": products.cuda}
+    found = {"addmm of widened operands": products.widened}
+    if products.mkl_gemm(dtype) is not None:
+        found["MKL"] = products.mkl
     if dtype == torch.bfloat16 and native.multiplies(dtype):
-        found["accumkernels"] = gemm.native
+        found["accumkernels"] = products.native
     return found
 
 
@@ -58,7 +58,7 @@ def prepare(
     count = max(2, 2 * last_level_cache_bytes(device) // (4 * rows * columns)) if rows * columns < 2**24 else 2
     count = min(count, 64)
     weights = nn.ParameterList(torch.empty(rows, columns, device=device) for _ in range(count))
-    accumulator = ak.FusedAccumulator(weights, fuse_weight_gradients=False, autocast_route=False)
+    accumulator = ak.FusedAccumulator(weights, fuse_weight_gradients=False)
     views = [accumulator.main_grad(weight) for weight in weights]  # on the pages that a model's have
     generator = torch.Generator(device).manual_seed(0)
     grad = torch.randn(tokens, rows, device=device, generator=generator).to(dtype)
@@ -69,16 +69,16 @@ def prepare(
 
     accumulate = ops.select("native", device).accumulate_
 
-    def route(i: int) -> None:
+    def separate(i: int) -> None:
         accumulate(
             views[i % count].view(-1), state, [grad.t().mm(input)], [0], [False], layout, layout_host, count=False
         )
 
-    def one(add: gemm.Gemm) -> Callable[[int], None]:
+    def one(add: products.Gemm) -> Callable[[int], None]:
         return lambda i: add(views[i % count], grad, input, 1.0, 1.0)
 
-    chosen = gemm.choose(views[0], dtype, tokens)
-    found = {ROUTE: (route, chosen is None)}
+    chosen = products.choose(views[0], dtype, tokens)
+    found = {SEPARATE: (separate, chosen is None)}
     return found | {name: (one(add), add is chosen) for name, add in ways(dtype, device).items()}
 
 
@@ -98,12 +98,12 @@ def measure(
         if repetition:  # the first warms up
             seconds[name].append(taken)
     found: list[Row] = []
-    route = median_and_spread(seconds[ROUTE])[0]
+    separate = median_and_spread(seconds[SEPARATE])[0]
     for name, (_, chosen) in calls.items():
-        to_route = median_and_spread(seconds[name])[0] / route
+        to_separate = median_and_spread(seconds[name])[0] / separate
         row: Row = {"dtype": dtype, "rows": rows, "columns": columns, "tokens": tokens, "way": name, **about}
         row |= milliseconds(seconds[name])
-        row |= {"chosen": "yes" if chosen else "", "to_route": float(f"{to_route:.3g}"), "samples": repetitions}
+        row |= {"chosen": "yes" if chosen else "", "to_separate": float(f"{to_separate:.3g}"), "samples": repetitions}
         found.append({column: row.get(column) for column in COLUMNS})
     return found
 
@@ -129,12 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += group
         if arguments.csv:
             write_csv(arguments.csv, rows)
-        table = Table(
-            f"weight gradients, {dtype}, {about['device']}", ("weight", "tokens", "way", "ms", "to the route")
-        )
+        table = Table(f"weight gradients, {dtype}, {about['device']}", ("weight", "tokens", "way", "ms", "to separate"))
         for row in group:
             way = f"{row['way']} *" if row["chosen"] else row["way"]
-            table.add(f"{row['rows']} x {row['columns']}", row["tokens"], way, row["ms_median"], row["to_route"])
+            table.add(f"{row['rows']} x {row['columns']}", row["tokens"], way, row["ms_median"], row["to_separate"])
         table.print()
     print("* chosen")
     return 0

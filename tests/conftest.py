@@ -36,11 +36,11 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def autocast_route_for_small_modules(monkeypatch):
-    """The models of tests are too small for the autocast route to be worth it; it is tested on them all the same."""
-    from accumkernels.capture import autocast_presence
+def casts_of_small_weights(monkeypatch):
+    """The models of tests are too small for hooks on their casts to be worth it; they are tested all the same."""
+    from accumkernels.capture import graph
 
-    monkeypatch.setattr(autocast_presence, "SMALLEST", 0)
+    monkeypatch.setattr(graph, "SMALLEST_CAST", 0)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -55,9 +55,9 @@ def nothing_at_exit():
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch):
     """The sums of tests' models fit into any, where gradients in bf16 are made and added with AMX; they are fused."""
-    from accumkernels.capture.fused import gemm
+    from accumkernels.ops import products
 
-    monkeypatch.setattr(gemm, "last_level_cache", lambda: 0)
+    monkeypatch.setattr(products, "last_level_cache", lambda: 0)
 
 
 def pytest_configure(config):

@@ -135,12 +135,12 @@ def test_fullgraph_says_why_not():
 @pytest.mark.parametrize(("release", "bucket_bytes"), [("microbatch", 1), ("backward", 1), ("backward", 2**25)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_autograd(release, bucket_bytes, autocast):
-    """A backward that compiled autograd runs, hooks and the autocast route's node in its graph, then accumulate().
+    """A backward that compiled autograd runs, with the buckets' hooks in its graph, then accumulate().
 
     It forgets callbacks for the end of a backward; the window counted as broken.
     """
     model = mlp()
-    acc = ak.FusedAccumulator(model, release=release, bucket_bytes=bucket_bytes, autocast_route=True)
+    acc = ak.FusedAccumulator(model, release=release, bucket_bytes=bucket_bytes)
 
     def forward_and_backward(x, y):
         # A bare backward has weight 1 with release="backward"; the loss carries the weight.

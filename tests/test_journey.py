@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from accumkernels.capture import autocast_presence
+from accumkernels.capture import graph
+from accumkernels.capture.graph import SMALLEST_CAST
 from tools.journey import CASES
 
-# Frames and files, counted by Python 3.11; later versions make no frames for comprehensions.
+# Frames and files, counted by Python 3.11; later versions make no frames for comprehensions. Of fused weights, what
+# reads the graph stands for hooks in forward, which a trace of the backward did not show.
 LIMITS = {
     "whole": (30, 10),
-    "buckets": (60, 13),
-    "fused": (95, 15),
+    "buckets": (62, 13),
+    "fused": (125, 15),
     "autocast": (110, 16),
-    "autocast, fused": (110, 16),
+    "autocast, fused": (126, 16),
     "step, whole": (90, 16),
     "step, buckets": (90, 16),
-    "step, fused": (90, 16),
+    "step, fused": (92, 16),
     "step, autocast": (90, 16),
 }
 
@@ -28,8 +30,8 @@ def test_every_case_has_a_limit():
 
 @pytest.mark.parametrize("case", CASES)
 def test_journey_is_short(case, one_thread, monkeypatch):
-    """A settled window stays within its limits, with the module sizes for the autocast route that users get."""
-    monkeypatch.setattr(autocast_presence, "SMALLEST", 2**16)
+    """A settled window stays within its limits, with the sizes from which users' casts are looked at."""
+    monkeypatch.setattr(graph, "SMALLEST_CAST", SMALLEST_CAST)
     journey = CASES[case]()
     frames, files = LIMITS[case]
     assert len(journey.calls) <= frames and journey.files <= files, "\n".join(map(" ".join, journey.calls))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import accumkernels as ak
 
 PACKAGE = Path(ak.__file__).resolve().parent
-_SETTLED = 3  # windows: the first two teach the autocast route and the plans of steps
+_SETTLED = 3  # windows: the first two make the plans of steps
 
 
 class Journey:

@@ -20,6 +20,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def is_offloaded(tensor: Any) -> bool:
+    """Whether this is a DTensor whose shard is on the host while its mesh is not, as by FSDP2's CPUOffloadPolicy."""
+    return is_dtensor(tensor) and tensor._local_tensor.device.type != tensor.device_mesh.device_type
+
+
 def local_grad(param: Tensor) -> Tensor | None:
     """The local shard of `param.grad`, placed on the mesh as the parameter is.
 

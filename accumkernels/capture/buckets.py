@@ -13,13 +13,32 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..boundary import opaque
-from ..buffers.dtensors import is_dtensor, local_grad
+from ..buffers.dtensors import is_dtensor, is_offloaded, local_grad
 from ..buffers.flat import FlatBuffer
 from ..hooks import Handles
 from .captures import Bucket, Capture, Captured, MicroBatch, Place, Sink
+from .gradients import have_hooks, others_find_grad
 from .streams import StreamOrder, Streams
 
 _Item = tuple[Place, Tensor]
+
+
+def _references() -> int:
+    """Count the references to a leaf's node in a hook, where nobody else holds it; torch 2.13 keeps one of its own."""
+    counts = [0]
+
+    def count(_: Tensor) -> None:
+        node = torch._C._current_autograd_node()
+        counts.append(sys.getrefcount(node))
+
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+        leaf.register_post_accumulate_grad_hook(count)
+        leaf.clone().backward()
+    return counts[-1]
+
+
+HELD = _references()
 
 
 def default_bucket_bytes(device: torch.device, largest: int) -> int:
@@ -40,7 +59,8 @@ class Buckets(Capture):
     """Takes each `.grad` as soon as backward has made it, and hands gradients over in buckets.
 
     Less than `bucket_bytes` is pending whenever a hook returns, so at most `bucket_bytes` and one gradient, the one
-    that fills the bucket, are alive at any moment. A gradient for which others registered hooks later stays in `.grad`.
+    that fills the bucket, are alive at any moment. A gradient that others have hooks for stays in `.grad` until the
+    backward has ended.
 
     Parameters keep the hooks, and hooks keep this object, so it must not keep the accumulator. Hooks find the caches
     cold, since a layer has just run: each Python call between a gradient and its op takes microseconds.
@@ -61,6 +81,8 @@ class Buckets(Capture):
         listens: Whether any parameter has a hook.
         bucket_bytes: As the argument.
         order: The streams that write to flat buffers in one backward.
+        frozen: Parameters that have no hook yet, because they were frozen.
+        held: References to a leaf's node while its hooks run, if nobody else holds it.
     """
 
     def __init__(self, bucket_bytes: int, usual: Callable[[Bucket], None], always: bool, handles: Handles) -> None:
@@ -81,14 +103,21 @@ class Buckets(Capture):
         self.bucket_bytes = self._limit = bucket_bytes
         self._awaited: Set[Place] = frozenset()
         self._streams = Streams()
+        self.held = HELD
+        self.frozen: list[Place] = []
 
     def listen(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Put a hook on every parameter of new buffers."""
-        for buffer in buffers:
-            for index, param in enumerate(buffer.params):
+        """Put a hook on every parameter of new buffers; on those that are frozen once they are unfrozen."""
+        places = [(buffer, index) for buffer in buffers for index in buffer.all_indices] + self.frozen
+        self.frozen = []
+        for buffer, index in places:
+            param = buffer.params[index]
+            if not param.requires_grad:
+                self.frozen.append((buffer, index))
+            elif not is_offloaded(param):  # FSDP2 may still copy the gradient to the host while hooks run
                 hook = self._hook((buffer, index), is_dtensor(param))
                 self._handles.add(param.register_post_accumulate_grad_hook(hook))
-                self.listens = True
+            self.listens = True
 
     def _hook(self, place: Place, sharded: bool) -> Callable[[Tensor], None]:
         """Make the hook that a parameter calls when backward has made its `.grad`."""
@@ -105,8 +134,10 @@ class Buckets(Capture):
             grad = local_grad(param) if sharded else param.grad
             if grad is None:  # another hook may have taken it
                 return
-            if len(param._post_accumulate_grad_hooks or ()) > 1 and _is_awaited(param):
-                return
+            node = torch._C._current_autograd_node()
+            if len(param._post_accumulate_grad_hooks or ()) > 1 or sys.getrefcount(node) > self.held:
+                if _others_wait(param, node):
+                    return
             param.grad = None
             if on_gpu:
                 self._streams.see(grad.device)
@@ -121,9 +152,13 @@ class Buckets(Capture):
     def take_first(self, place: Place, param: Tensor) -> None:
         """Take a backward's first gradient (or any, if nobody knows that a backward has begun), if it takes any."""
         grad = local_grad(param) if self.takes else None
-        if grad is not None and not (len(param._post_accumulate_grad_hooks or ()) > 1 and _is_awaited(param)):
+        if grad is not None and not _others_wait(param, torch._C._current_autograd_node()):
             param.grad = None
             self.collect(place, grad)
+
+    def hold_leaves(self, hold: bool) -> None:
+        """Note whether the running backward's `inputs` hold the nodes of leaves."""
+        self.held = HELD + hold
 
     def set_listening(self, listening: bool) -> None:
         """Take gradients, or leave them in `.grad`."""
@@ -136,7 +171,7 @@ class Buckets(Capture):
         return self.listens and self._listening and (self._always or self._inside)
 
     def begin(self, micro_batch: MicroBatch, sink: Sink) -> None:
-        """See `Capture`."""
+        """Begin a backward; gradients taken in it go to the sink."""
         self._sink = functools.partial(sink.add, micro_batch=micro_batch)
         if sink.awaited is None:
             self._limit = 0
@@ -185,7 +220,7 @@ class Buckets(Capture):
 
     def _begin(self, *_: Any) -> None:
         """Note that a backward runs, and ask to be called at its end."""
-        if not self._ready and self.takes and not _in_compiled_autograd():
+        if not self._ready and self.takes and not in_compiled_autograd():
             self.interrupted = self._ready = True
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
@@ -223,12 +258,8 @@ class Buckets(Capture):
             for device in dict.fromkeys(buffer.device for (buffer, _), _ in items):
                 self.order.take(device)
 
-    def is_ready(self) -> bool:
-        """See `Capture`."""
-        return not self.interrupted
-
     def drain(self) -> list[Bucket]:
-        """See `Capture`."""
+        """Return what is left to add, in this order; keep it until `forget`, so that a failed op loses nothing."""
         if not self._items:
             return []
         if self._streams.seen:
@@ -295,13 +326,12 @@ def _grouped(items: list[_Item]) -> tuple[dict[FlatBuffer, dict[int, Tensor]], l
     return found, later
 
 
-def _is_awaited(param: Tensor) -> bool:
-    """Whether hooks registered after ours are to find `.grad` yet; it is then added after backward."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    return not hasattr(hooks[next(reversed(hooks))], "of_accumulator")
+def _others_wait(param: Tensor, node: Any) -> bool:
+    """Whether hooks of others, on the parameter or on the node that runs, are to find its `.grad`."""
+    return others_find_grad(param) or (node is not None and have_hooks((node,)))
 
 
-def _in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs this backward: it drops callbacks for the end."""
+def in_compiled_autograd(enabled: bool = False) -> bool:
+    """Whether compiled autograd runs this backward, or, with `enabled`, will run the next; it drops callbacks."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and getattr(module, "in_compiled_autograd_region", False)
+    return getattr(module, "compiled_autograd_enabled" if enabled else "in_compiled_autograd_region", False)

@@ -1,8 +1,8 @@
-"""The protocol of everything that takes gradients: `.grad`, buckets, the autocast route and fused weights.
+"""The protocol of everything that takes gradients: `.grad`, buckets, and hooks on the graph.
 
-An accumulator holds the captures that it uses. Around each backward they get the micro-batch and a sink, which adds
-what they hand over while it runs; afterwards `drain` returns the rest. Captures report to the sink what they added and
-what is complete, and decide nothing about windows, weights or ranks.
+An accumulator holds the captures that it uses. Before each backward they get the micro-batch and a sink, which adds
+what they hand over while it runs; afterwards the rest is drained. Captures report to the sink what they added and what
+is complete, and decide nothing about windows, weights or ranks.
 """
 
 from __future__ import annotations
@@ -92,15 +92,8 @@ class Capture:
 
     added = broken = False
 
-    def begin(self, micro_batch: MicroBatch, sink: Sink) -> None:
-        """Begin a backward; gradients taken early go to the sink."""
-
     def end(self, failed: bool) -> None:
         """End a backward, which may have raised."""
-
-    def drain(self) -> list[Bucket]:
-        """Return what is left to add, in this order; keep it until `forget`, so that a failed op loses nothing."""
-        return []
 
     def forget(self) -> None:
         """Forget what was taken, because the micro-batch was counted."""
@@ -111,19 +104,11 @@ class Capture:
         self.forget()
         return broken
 
-    def is_ready(self) -> bool:
-        """Restore modules after an interrupted forward; return False if a backward was interrupted."""
-        return True
-
     def set_listening(self, listening: bool) -> None:
         """Take gradients from backward, or leave them to torch."""
 
     def reports(self, place: Place) -> bool:
         """Whether `Sink.leaf_ran` will report when all gradients of a segment have come."""
-        return False
-
-    def in_parts(self, place: Place) -> bool:
-        """Whether a segment's gradient may come in parts without a sign of the last one."""
         return False
 
     def remove(self) -> None:

@@ -1,53 +1,79 @@
-"""Chooses an accumulator's captures by its options, its model and its backwards."""
+"""Chooses an accumulator's captures by its options, its parameters and its backwards."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
-from torch import nn
+import torch
 
 from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..hooks import Handles
-from .autocast import AutocastRoute
-from .autocast_presence import AutocastPresence, may_route
+from ..ops.products import sums_fit_in_cache
 from .buckets import Buckets, default_bucket_bytes
 from .captures import Bucket, Capture
-from .fused.gemm import sums_fit_in_cache
-from .fused.policy import FusionPolicy
-from .fused.weights import FusedWeights
 from .gradients import Gradients
+from .graph import FusionPolicy, GraphCapture
+
+_SMALLEST_FUSED = 2**18  # elements; below, hooks cost more than the bytes that they save
+_WIDE_RANGE = frozenset({torch.bfloat16, torch.float32})
+_ALL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def fusion_policy(
+    scaled: bool, wanted: str | bool, overflow: str | None, adds_in_backward: bool, sums_fit_in_cache: bool
+) -> FusionPolicy:
+    """Decide which weight gradients of one accumulator are added by the op that computes them.
+
+    A GradScaler acts on overflows. A sum over tokens that overflows when autograd makes it in fp16, or from scaled
+    gradients, may be finite in the buffer, so products are then fused only on demand.
+
+    A backward's additions cannot be undone. By default, weights are fused only if all gradients are added in backward
+    anyway; if a micro-batch can be dropped as a whole, they never are.
+
+    Args:
+        scaled: Whether losses are scaled.
+        wanted: FusedAccumulator's `fuse_weight_gradients`.
+        overflow: FusedAccumulator's argument.
+        adds_in_backward: Whether gradients are added while backward runs in any case.
+        sums_fit_in_cache: Whether making and adding 16-bit gradients of linear weights is faster than fusing them.
+    """
+    on_demand, deferred = wanted is True, wanted == "deferred"
+    by_default = _WIDE_RANGE - {torch.bfloat16} if sums_fit_in_cache else _WIDE_RANGE
+    return FusionPolicy(
+        fuses=wanted is not False and overflow in (None, "window") and (on_demand or deferred or adds_in_backward),
+        min_numel=0 if on_demand else _SMALLEST_FUSED,
+        linear=_ALL if on_demand else frozenset() if scaled else by_default,
+        embedding=_ALL if on_demand or not scaled else _ALL - {torch.float16},
+        deferred=deferred,
+    )
 
 
 class Captures(list[Capture]):
     """The captures in use: those that take gradients while a backward runs, and `gradients`, which is drained last.
 
     Args:
-        module: The autocast route and fused weights may change its forward; None: nothing changes.
         store: Flat buffers.
         owner: Hooks are removed when it is freed.
         add: Adds gradients of the loop's own backwards, with `release="backward"`.
         overflow: FusedAccumulator's argument.
         release: FusedAccumulator's argument; "auto" only if `overflow` allows buckets.
         bucket_bytes: FusedAccumulator's argument.
-        autocast_route: FusedAccumulator's argument.
         fuse_weight_gradients: FusedAccumulator's argument.
         scaled: Whether losses are scaled.
-        sends: Whether sums may be sent to other ranks while the last backward runs.
+        whole: Whether every gradient is to be left to autograd.
 
     Attributes:
         buckets: Takes gradients while backward runs, if it listens.
         gradients: Takes what is left in `.grad`.
-        presence: Decides whether to use the autocast route; None if it is never used.
+        graph: Takes gradients where the graph shows that nobody else needs them; None if no parameter is large enough.
         add_early: Whether gradients may be added while backward runs.
         release_early: Whether they ever may, so that sums may be sent.
     """
 
     def __init__(
         self,
-        module: nn.Module | None,
         store: Store,
         owner: object,
         add: Callable[[Bucket], None],
@@ -55,45 +81,48 @@ class Captures(list[Capture]):
         overflow: str | None,
         release: str,
         bucket_bytes: int | None,
-        autocast_route: str | bool,
         fuse_weight_gradients: str | bool,
         scaled: bool,
-        sends: bool,
+        whole: bool,
     ) -> None:
         super().__init__()
         self._store = store
         self._release = release
         self.release_early = release != "microbatch"
         self.gradients = Gradients(store)
+        self.graph: GraphCapture | None = None
         self.add_early = False
         if bucket_bytes is None:
             segments = (s for buffer in store.buffers for s in buffer.segments)
             largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
             bucket_bytes = default_bucket_bytes(store.device, largest)
         self.buckets = Buckets(bucket_bytes, add, release == "backward", Handles(owner))
+        self._policy: FusionPolicy | None = None
         self.listen_to(store.buffers)
+        if not whole:
+            cheap = store.device.type == "cpu" and sums_fit_in_cache(sum(b.tensor.nbytes for b in store.buffers))
+            self._policy = fusion_policy(scaled, fuse_weight_gradients, overflow, self.buckets.listens, cheap)
+            self.add_early = self.add_early or self._policy.fuses
+            self._read_graphs(store.buffers)
 
-        cheap = store.device.type == "cpu" and sums_fit_in_cache(sum(buffer.tensor.nbytes for buffer in store.buffers))
-        policy = FusionPolicy(scaled, fuse_weight_gradients, overflow, self.buckets.listens, cheap)
-        self._fused: FusedWeights | None = None
-        if module is not None and policy.fuses and any(p.numel() >= policy.min_numel for p in module.parameters()):
-            self._fused = FusedWeights(module, store, self.buckets, policy, sends)
-            self.append(self._fused)
-            self.add_early = True
-
-        self.presence: AutocastPresence | None = None
-        if module is not None and may_route(module, autocast_route):
-            always = autocast_route is True
-            make = functools.partial(AutocastRoute, store, self.buckets, self.gradients, self._fused, always)
-            self.presence = AutocastPresence(module, store, self, always, make)
+    def _read_graphs(self, grown: Sequence[FlatBuffer]) -> None:
+        """Take gradients of new buffers where graphs show that nobody else needs them, if any is large enough."""
+        if self._policy is not None:
+            graph = self.graph or GraphCapture(self._store, self.buckets, self.gradients, self._policy)
+            graph.follow(grown)
+            if self.graph is None and graph.weights:
+                self.graph = graph
+                self.append(graph)
 
     def listen_to(self, grown: Sequence[FlatBuffer]) -> None:
-        """Release gradients of new buffers in backward if that is worth it; small models get no hooks."""
+        """Take gradients of new buffers; release them in backward if that is worth it: small models get no hooks."""
+        self._read_graphs(grown)
         if not self.release_early:
             return
         if not self.buckets.listens:
             params = [param for buffer in self._store.buffers for param in buffer.params]
-            if self._release == "auto" and sum(local(param).nbytes for param in params) <= self.buckets.bucket_bytes:
+            nbytes = sum(local(param).nbytes for param in params if param.requires_grad)
+            if self._release == "auto" and nbytes <= self.buckets.bucket_bytes:
                 return
             grown = self._store.buffers
             self.append(self.buckets)
@@ -114,20 +143,6 @@ class Captures(list[Capture]):
         """Remove every hook."""
         for capture in self:
             capture.remove()
-
-    def ways(self) -> dict[str, int]:
-        """Count the trainable elements that are fused, routed, and neither."""
-        fused = set() if self._fused is None else self._fused.parameters
-        routed = (self.routed or set()) - fused
-        numel = {id(s.param): s.numel for buffer in self._store.buffers for s in buffer.segments}
-        counts = {"fused": sum(map(numel.__getitem__, fused)), "routed": sum(map(numel.__getitem__, routed))}
-        return {**counts, "ordinary": sum(numel.values()) - sum(counts.values())}
-
-    @property
-    def routed(self) -> set[int] | None:
-        """Return the ids of the parameters that take the autocast route; None while there is none."""
-        route = None if self.presence is None else self.presence.route
-        return None if route is None else route.parameters
 
     def __str__(self) -> str:
         """Name the way that `release` resolves to."""

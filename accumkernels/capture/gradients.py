@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Gradients(Capture):
         self.stashed.setdefault(place[0], {}).setdefault(place[1], []).append(grad)
 
     def drain(self) -> list[Bucket]:
-        """See `Capture`.
+        """Return what is left to add; keep it until `forget`.
 
         Raises:
             RuntimeError: a stashed gradient is sparse.
@@ -115,20 +115,28 @@ def _joined(buffer: FlatBuffer, index: int, grad: Tensor | None, parts: list[Ten
 
 def is_ours_alone(param: Tensor) -> bool:
     """Whether nobody else waits for a parameter's gradient; hooks would not see what never gets there."""
-    if not param.requires_grad or param._backward_hooks:
-        return False
+    return param.requires_grad and not param._backward_hooks and not others_find_grad(param)
+
+
+def others_find_grad(param: Tensor) -> bool:
+    """Whether others have hooks that are to find a parameter's `.grad`."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         if not hasattr(hook, "of_accumulator"):
-            return False
-    return True
+            return True
+    return False
 
 
-def fills_grad(leaf: Any) -> bool:
-    """Whether the running backward would add to the `.grad` behind an AccumulateGrad node.
+def have_hooks(nodes: Iterable[Any]) -> bool:
+    """Whether somebody has put Python hooks on nodes, which torch shows only to whoever registers another."""
+    for node in nodes:
+        for register in (node.register_prehook, node.register_hook):
+            handle = register(_nothing)
+            hooks = handle.hooks_dict_ref()
+            del hooks[handle.id]
+            if hooks:
+                return True
+    return False
 
-    `torch.autograd.grad` never does, and neither does a backward whose `inputs` omit the parameter.
-    """
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # torch.autograd.grad runs, and asked for this very leaf
-        return False
+
+def _nothing(*_: Any) -> None:
+    """Be a hook."""

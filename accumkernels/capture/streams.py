@@ -1,4 +1,4 @@
-"""The CUDA streams that compute gradients and shadows, and those that read them."""
+"""The CUDA streams that compute gradients, and those that read them."""
 
 from __future__ import annotations
 
@@ -64,20 +64,3 @@ class StreamOrder:
         for _, stream in list(self.writers.values()):
             self.take(stream.device)
         self.writers.clear()
-
-
-class Ready:
-    """Marks when something on a CUDA device was written: streams other than the writer's wait for it once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(device))
-        self._waited = {_raw(device)}
-
-    def wait(self) -> None:
-        """Make the current stream wait, if it has not."""
-        raw = _raw(self._device)
-        if raw not in self._waited:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-            self._waited.add(raw)

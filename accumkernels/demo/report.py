@@ -26,7 +26,7 @@ activations."""
 
 YOUR_LOOP = """\
 In your own loop:
-    acc = accumkernels.FusedAccumulator(model{scaler})   # before the loop
+    acc = accumkernels.FusedAccumulator(model{options})   # before the loop
     acc.backward(loss, weight=tokens)            # for {backward}
     acc.step(optimizer, max_norm=1.0)            # clips, steps, zeroes"""
 
@@ -123,7 +123,7 @@ def print_conclusion(console: Console, stock: Run, fused: Run, amp: str) -> None
     )
     scaled = amp == "float16"
     text = YOUR_LOOP.format(
-        scaler=", scaler=scaler" if scaled else "",
+        options=", scaler=scaler" if scaled else "",
         backward="scaler.scale(loss / K).backward()" if scaled else "(loss / K).backward()",
     )
     console.print(text, highlight=False, markup=False)

@@ -75,12 +75,17 @@ class FusedAccumulation(Callback):
         """Make the accumulator before the first forward, when MixedPrecision has made the scaler."""
         if self.accumulator is None:
             scaler = getattr(self.learn, "scaler", None) if self._precision is not None else None
-            options = {"autocast_route": True, **self.options}  # no callback finds a `.grad` inside a window
-            self.accumulator = FusedAccumulator(self.learn.model, scaler=scaler, **options)
+            self.accumulator = FusedAccumulator(self.learn.model, scaler=scaler, **self.options)
+
+    def before_backward(self) -> None:
+        """Let 16-bit gradients be taken as they are: no callback finds a `.grad` inside a window."""
+        assert self.accumulator is not None
+        parts_of(self.accumulator).runner.plan(self.learn.loss_grad)
 
     def after_backward(self) -> None:
         """Take the gradients."""
         assert self.accumulator is not None
+        parts_of(self.accumulator).runner.take_plan_back()
         samples = find_bs(self.learn.yb)
         weight = samples if self.weight is None else self.weight(self.learn)
         self.accumulator.accumulate(weight, loss=self.learn.loss)

@@ -148,11 +148,8 @@ class FusedAccumulation(pl.Callback):
         scaler = getattr(precision, "scaler", None)
         model = strategy.model if strategy.model is not None else pl_module
         alone = len(trainer.optimizers) == 1
-        # No code reads `.grad` inside a window. FSDP2 casts parameters itself.
-        routed = not isinstance(strategy, ModelParallelStrategy)
-        options = {"autocast_route": True, **self._options} if routed else self._options
         for optimizer in driven(trainer.optimizers):
-            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **options))
+            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **self._options))
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
         self._load()
@@ -163,7 +160,7 @@ class FusedAccumulation(pl.Callback):
         precision.clip_grad_by_norm = self._clip_grad_by_norm
         if self._windows:
             precision.backward = self._backward
-        if not routed:
+        if isinstance(strategy, ModelParallelStrategy):
             self._sharding = strategy
             strategy.optimizer_state = self._optimizer_state
         self._manual = not pl_module.automatic_optimization

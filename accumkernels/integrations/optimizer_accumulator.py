@@ -72,7 +72,7 @@ class OptimizerAccumulator:
                 for name, p in module.named_parameters()
                 if id(p) in stepped
             ]
-            options = {**self._options, "autocast_route": False}
+            options = dict(self._options)
             for ddp in wrapped:
                 self._cleanup.enter_context(silent(ddp))
             if wrapped:

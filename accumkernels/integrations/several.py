@@ -164,7 +164,7 @@ def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Te
     """Run a backward of the micro-batch that is under way in all windows, whose captures may add gradients early."""
     for window in windows:
         assert window.under_way is not None
-        backward = functools.partial(window.parts.runner.run, backward, root, window.under_way, shared=True)
+        backward = functools.partial(window.parts.runner.run, backward, (root,), window.under_way, shared=True)
     backward()
 
 

@@ -235,7 +235,7 @@ class TrainerWindow:
             last: See `backward`.
         """
         loss, self.under_way = self.weigh(loss, weight, last and self._current.sends_in_backward)
-        self.parts.runner.run(functools.partial(backward, loss), loss, self.under_way)
+        self.parts.runner.run(functools.partial(backward, loss), (loss,), self.under_way)
 
     def weigh(self, loss: Tensor, weight: float | Tensor, last: bool = False) -> tuple[Tensor, MicroBatch]:
         """The loss to run backward of, weighted if backward may cross ranks; and the micro-batch."""

@@ -44,7 +44,6 @@ class Choice:
         named: Sequence[NamedParameter],
         comm_dtype: torch.dtype | str,
         *,
-        autocast_route: Any,
         noise_scale: Any,
         scaled: bool,
         **options: Any,
@@ -54,7 +53,6 @@ class Choice:
         Args:
             named: The parameters.
             comm_dtype: FusedAccumulator's argument.
-            autocast_route: FusedAccumulator's argument.
             noise_scale: FusedAccumulator's argument.
             scaled: Whether there is a GradScaler.
             **options: Further arguments of FusedAccumulator that must be alike on all ranks.
@@ -66,12 +64,10 @@ class Choice:
         given = self.process_group if self.group is None else self.group
         stages, no_replicas = stages_of(named), False
         if stages:
-            group = group_of_stages(stages, options["release"], autocast_route, given)
+            group = group_of_stages(stages, options["release"], given)
             no_replicas = bool(given) and is_group_of(group, given)  # then only the parameters tell of other ranks
             options["release"] = "microbatch"  # a schedule's backwards are over before anything could be sent
-        replicas: Ranks | None = mesh_of(
-            self.params, named, None if no_replicas else given, autocast_route, noise_scale
-        )
+        replicas: Ranks | None = mesh_of(self.params, named, None if no_replicas else given, noise_scale)
         if replicas is not None:
             replicas.check_trainable(named)
         elif self.group is not None and not no_replicas:

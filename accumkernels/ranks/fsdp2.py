@@ -329,16 +329,13 @@ def _has_fsdp(params: Any) -> bool:
     return any(kind.__name__ == "FSDPModule" for module in params.modules() for kind in type(module).__mro__)
 
 
-def mesh_of(
-    params: Any, named: Sequence[NamedParameter], process_group: Any, autocast_route: Any, noise_scale: Any
-) -> Sharded | None:
+def mesh_of(params: Any, named: Sequence[NamedParameter], process_group: Any, noise_scale: Any) -> Sharded | None:
     """Find the meshes of the parameters; None if none is a DTensor.
 
     Args:
         params: The object that the parameters were found in.
         named: The parameters.
         process_group: FusedAccumulator's argument, or DistributedDataParallel's group.
-        autocast_route: FusedAccumulator's argument.
         noise_scale: FusedAccumulator's argument.
 
     Raises:
@@ -357,11 +354,6 @@ def mesh_of(
         raise ValueError(
             f"process_group must be None, as {first.name!r} is a DTensor: its mesh says which ranks there are, and "
             "FSDP2 reduces over them inside backward"
-        )
-    if autocast_route is True:
-        raise ValueError(
-            f"autocast_route=True is not for DTensors, as {first.name!r}: FSDP2 casts parameters itself "
-            "(MixedPrecisionPolicy); use 'auto' or False"
         )
     mesh = Sharded(named, _has_fsdp(params))
     if noise_scale is not False:

@@ -27,13 +27,12 @@ def stages_of(named: Iterable[NamedParameter]) -> list[Any]:
     ]
 
 
-def group_of_stages(stages: Sequence[Any], release: str, autocast_route: Any, process_group: Any) -> Any:
+def group_of_stages(stages: Sequence[Any], release: str, process_group: Any) -> Any:
     """Return the group of the ranks that have the stages of this pipeline.
 
     Args:
         stages: See `stages_of`; at least one.
         release: FusedAccumulator's argument.
-        autocast_route: FusedAccumulator's argument.
         process_group: FusedAccumulator's argument, or DistributedDataParallel's group.
 
     Raises:
@@ -44,11 +43,6 @@ def group_of_stages(stages: Sequence[Any], release: str, autocast_route: Any, pr
         raise ValueError(
             "release='backward' with a PipelineStage: its schedule divides .grad after all backwards, when they are "
             "gone; use release='auto' or 'microbatch', and call acc.accumulate() after each schedule.step()"
-        )
-    if autocast_route is True:
-        raise ValueError(
-            "autocast_route=True is not for a PipelineStage, whose schedule divides .grad after all backwards; use "
-            "'auto' or False"
         )
     if any(isinstance(stage.submod, DistributedDataParallel) for stage in stages):
         raise ValueError(

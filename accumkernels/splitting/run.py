@@ -149,7 +149,8 @@ class BatchRunner:
                 learned.fail(cost)
             elif proven or alone or not window.adds_early():
                 learned.fail(cost)
-                raise torch.OutOfMemoryError(self._too_dear(cost, message) + _broken(window))
+                message = self._too_dear(cost, message) + _broken(window)
+                raise torch.OutOfMemoryError(message)
             alone = len(indices) == 1
             if not window.is_broken():
                 before.restore()

@@ -248,7 +248,9 @@ _TORCHS_BACKWARD = _of("torch._tensor", Tensor.backward), _of("torch.autograd", 
 _run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
-def scaled_backward(loss: Tensor, scaler: torch.amp.GradScaler | None, kwargs: dict[str, Any]) -> Callable[[], None]:
+def scaled_backward(
+    loss: Tensor, scaler: torch.amp.GradScaler | None, kwargs: dict[str, Any]
+) -> tuple[Callable[..., None], bool]:
     """Return a function that makes the gradients of `scaler.scale(loss).backward(**kwargs)` bit for bit.
 
     The gradient of a product is the other factor, so backward of the plain loss may start from the scale. For a loss of
@@ -259,27 +261,40 @@ def scaled_backward(loss: Tensor, scaler: torch.amp.GradScaler | None, kwargs: d
         loss: The plain loss.
         scaler: An enabled one, or None.
         kwargs: Arguments of `Tensor.backward`.
+
+    Returns:
+        The function, and whether it takes the engine's `inputs`, graph edges to run; without any, it runs all.
     """
-    if not kwargs and _is_usual(loss):
-        scale = None if scaler is None else scaler._scale
+    if kwargs.keys() <= {"retain_graph"} and loss.dim() == 0 and _is_usual(loss):
+        gradient = None
         if scaler is None:
             gradient = torch.ones_like(loss)
-        elif scale is not None and scale.device == loss.device and _scales_as_torch(scaler):
-            gradient = scale.clone()  # a user's function may write to its gradient
-        else:
-            return scaler.scale(loss).backward
-        return partial(
-            _run_engine, (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-    return partial((loss if scaler is None else scaler.scale(loss)).backward, **kwargs)
+        elif _scales_as_torch(scaler):
+            if scaler._scale is None:  # its first loss, after a checkpoint too, takes the same way as all others
+                scaler.scale(loss.detach())
+            if scaler._scale is not None and scaler._scale.device == loss.device:
+                gradient = scaler._scale.clone()  # a user's function may write to its gradient
+        if gradient is not None:
+            return _from((loss,), (gradient,), bool(kwargs.get("retain_graph"))), True
+    return partial((loss if scaler is None else scaler.scale(loss)).backward, **kwargs), False
+
+
+def backward_from(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Callable[..., None], bool]:
+    """Return a function for `torch.autograd.backward(tensors, grads)`; see `scaled_backward`."""
+    if all(map(_is_usual, tensors)):
+        return _from(tuple(tensors), tuple(grads), False), True
+    return partial(torch.autograd.backward, tensors, grads), False
+
+
+def _from(tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], retain_graph: bool) -> Callable[..., None]:
+    return partial(_run_engine, tensors, grads, retain_graph, False, allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_usual(loss: Tensor) -> bool:
-    """Whether `loss.backward()` would pass one number to the engine by torch's own code, with nothing around it."""
+    """Whether its backward would go to the engine by torch's own code, with nothing around it."""
     return (
         type(loss) is Tensor
         and loss.requires_grad
-        and loss.dim() == 0
         and loss.is_floating_point()
         and _run_engine is not None
         and (Tensor.backward, torch.autograd.backward) == _TORCHS_BACKWARD

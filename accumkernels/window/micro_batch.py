@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..boundary import profiled
+from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.captures import Bucket, MicroBatch, Sink
 from ..capture.choice import Captures
@@ -17,7 +18,7 @@ from ..capture.static_grads import Watches
 from ..hooks import Hook
 from ..ranks.base import Ranks
 from ..ranks.weight_unit import backward_may_cross_ranks
-from .grad_scaler import LossScaler, scaled_backward
+from .grad_scaler import LossScaler, backward_from, scaled_backward
 from .loss_weighting import LossWeighting
 from .misuse import warn_of_nothing
 from .noise_scale import NoiseMeter
@@ -31,7 +32,6 @@ class MicroBatchRunner:
     """Runs the micro-batches of one accumulator.
 
     Args:
-        module: See `Captures`.
         store: Flat buffers and states.
         ranks: Their sender decides which gradients go out while a backward runs.
         scaler: Scales losses.
@@ -46,7 +46,6 @@ class MicroBatchRunner:
 
     def __init__(
         self,
-        module: nn.Module | None,
         store: Store,
         ranks: Ranks,
         scaler: LossScaler,
@@ -67,8 +66,8 @@ class MicroBatchRunner:
         self._counted_by_backward = False
         self._crosses_ranks: bool | None = None  # whether backward may; known after the open window's first backward
         add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
-        options.update(overflow=overflow, scaled=scaler.scaler is not None, sends=ranks.reduces_sums)
-        self._make_captures = functools.partial(Captures, module, store, add=add, **options)
+        options.update(overflow=overflow, scaled=scaler.scaler is not None, whole=ranks.judged_together)
+        self._make_captures = functools.partial(Captures, store, add=add, **options)
         self.captures = self._make_captures(owner=self)
         self._watches = Watches(self)
         self._watches.follow(store.buffers)
@@ -83,22 +82,22 @@ class MicroBatchRunner:
         self._crosses_ranks = None
         if self._shared_loss.found:
             self._shared_loss.forget()
-        captures, presence = self.captures, self.captures.presence
-        if presence is not None and (route := presence.route) is not None:
-            if route.backwards and not route.used:  # a window without a backward proves nothing
-                presence.take_off(route)
-            route.renew(self._noise.on)
-        if captures.gradients.stashed:
-            captures.gradients.forget()
-        for capture in captures:
+        if self.captures.gradients.stashed:
+            self.captures.gradients.forget()
+        for capture in self.captures:
             capture.forget()
             capture.set_listening(True)
+        if self.captures.graph is not None:
+            self.captures.graph.drop_kept()
 
-    def keep_whole(self) -> None:
-        """Take no gradient of the open window in several parts, since their squares are measured."""
-        presence = self.captures.presence
-        if presence is not None and presence.route is not None:
-            presence.route.keep_whole()
+    def flush(self) -> None:
+        """Add what captures keep over micro-batches, before sums are read."""
+        if self.captures.graph is not None:
+            try:
+                self.captures.graph.flush()
+            except BaseException:
+                self._window.break_()
+                raise
 
     def listen(self, listening: bool) -> None:
         """Take gradients from backward, or leave them to torch."""
@@ -109,9 +108,11 @@ class MicroBatchRunner:
         """At a window's first micro-batch, refuse drift and make room for unfrozen parameters."""
         self._store.check_drift()
         self._store.allocate()
+        grown: list[FlatBuffer] = []
         if fresh := self._store.unplaced():
             self._ranks.check_trainable(self._store.named)
             grown = self._store.grow(fresh)
+        if grown or self.captures.buckets.frozen:
             self.captures.listen_to(grown)
             self._watches.follow(grown)
 
@@ -126,11 +127,8 @@ class MicroBatchRunner:
         self.captures.remove_hooks()
 
     def is_ready(self) -> bool:
-        """Restore modules after an interrupted forward; returns False if a backward was interrupted."""
-        ready = True
-        for capture in self.captures:
-            ready = capture.is_ready() and ready
-        return ready
+        """Return False if a backward was interrupted."""
+        return not self.captures.buckets.interrupted
 
     def is_uncounted(self) -> bool:
         """Whether captures hold gradients that no `accumulate` has counted."""
@@ -174,12 +172,23 @@ class MicroBatchRunner:
                 self._window.weigh_late()
         if self._window.unsynced:
             self._window.check_unsynced(micro_batch)
-        self.run(scaled_backward(loss, self._scaler.scaler, kwargs), loss, micro_batch)
+        backward, selects = scaled_backward(loss, self._scaler.scaler, kwargs)
+        self.run(backward, (loss,), micro_batch, selects=selects)
         return micro_batch
 
     def weigh(self, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
         """Put the weight into the loss if backward may cross ranks."""
         return self._weighting.weigh(loss, micro_batch) if backward_may_cross_ranks() else (loss, micro_batch)
+
+    def plan(self, loss: Tensor) -> None:
+        """Before a backward that somebody else runs and `take_plan_back` follows, arrange to take 16-bit gradients."""
+        if self.captures.graph is not None:
+            self.captures.graph.plan((loss,), self.micro_batch(1.0), self._sums, excludes=False)
+
+    def take_plan_back(self) -> None:
+        """After that backward, leave those of others alone."""
+        if self.captures.graph is not None:
+            self.captures.graph.end(failed=False)
 
     def inspect_part(self, tensors: Sequence[Tensor], micro_batch: MicroBatch) -> None:
         """Warn of Functions behind these tensors whose own gradients would lack what the loss has of the weight."""
@@ -188,26 +197,34 @@ class MicroBatchRunner:
     def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], micro_batch: MicroBatch) -> None:
         """Run backward of part of a micro-batch, from gradients with the loss scale and the weight's part in them."""
         self.inspect_part(tensors, micro_batch)
-        backward = functools.partial(torch.autograd.backward, tensors, grads)
+        backward, selects = backward_from(tensors, grads)
         if self.captures.add_early:
-            self.run(backward, tensors[0], micro_batch)
-        else:  # sum them in `.grad` as torch does, because the autocast route would keep those of every part
-            self._shared_loss.run(backward, micro_batch)
+            self.run(backward, tensors, micro_batch, selects=selects)
+        else:  # sum them in `.grad` as torch does: captures would keep those of every part
+            self._shared_loss.run(functools.partial(backward, ()) if selects else backward, micro_batch)
 
-    def run(self, backward: Callable[[], None], root: Tensor, micro_batch: MicroBatch, *, shared: bool = False) -> None:
-        """Run a backward whose graph begins at `root`; some gradients may be added during it.
+    def run(
+        self,
+        backward: Callable[..., None],
+        roots: Sequence[Tensor],
+        micro_batch: MicroBatch,
+        *,
+        selects: bool = False,
+        shared: bool = False,
+    ) -> None:
+        """Run a backward; some gradients may be added during it.
 
         Args:
             backward: Runs it.
-            root: A tensor that it begins at.
+            roots: The tensors that it begins at.
             micro_batch: The micro-batch, with its loss's factor.
+            selects: Whether `backward` takes what the engine has to run, its `inputs`.
             shared: Whether all other accumulators that it reaches know this factor.
         """
-        captures, presence = self.captures, self.captures.presence
+        captures = self.captures
         if self._window.micro_batches == 0 and captures.add_early:
             with torch.no_grad():
                 self.prepare_window()
-        finds_casts = presence is not None and presence.route is None and presence.finds_casts(root)
         failed = True
         try:
             sink: Sink = self._sums
@@ -215,8 +232,13 @@ class MicroBatchRunner:
                 # Gradients left in `.grad`, also by an earlier backward of this micro-batch, are added after this one.
                 sends = micro_batch.last and captures.buckets.listens and not self.has_gradients
                 sink = self._sender.sink(sink, captures, sends)
-            for capture in captures:
-                capture.begin(micro_batch, sink)
+            inputs: tuple[Any, ...] = ()
+            if captures.graph is not None:
+                inputs = captures.graph.plan(roots, micro_batch, sink, selects)
+            if captures.buckets.listens:
+                captures.buckets.begin(micro_batch, sink)
+            if selects:
+                backward = functools.partial(backward, inputs)
             if micro_batch.loss_weight is None or shared:
                 backward()
             else:
@@ -229,8 +251,6 @@ class MicroBatchRunner:
                 if self._sender.begun or any(capture.broken for capture in captures):
                     self._window.break_()
                 self.discard()  # or the next micro-batch would add what this one has left in `.grad`
-        if finds_casts and presence is not None:
-            presence.put_on(keeps_whole=self._noise.on)
 
     @property
     def has_gradients(self) -> bool:
@@ -267,7 +287,8 @@ class MicroBatchRunner:
         added, buckets = False, []
         for capture in captures:
             added = added or capture.added
-            buckets += capture.drain()
+        if captures.buckets.listens:
+            buckets += captures.buckets.drain()
         buckets += captures.gradients.drain()
         if not (buckets or added) and self._is_nothing(micro_batch):
             return

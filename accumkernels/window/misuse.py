@@ -259,7 +259,7 @@ class MisuseDetector(Follower):
 
     def _holds(self, params: list[Tensor]) -> bool:
         """Whether this window has a sum for one of these parameters or masters."""
-        if self._uncounted():  # the autocast route holds gradients of parameters that are not touched yet
+        if self._uncounted():  # captures hold gradients of parameters that are not touched yet
             return any(self._store.place(p) is not None for p in params)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
         return any(id(p) in touched for p in params)

@@ -155,7 +155,7 @@ def _over(weight: float | Tensor, loss_scale: Tensor | None) -> float | Tensor:
     """Compute `weight / loss_scale`, as a number if that needs no wait for a device."""
     scale = 1.0 if loss_scale is None else loss_scale.reshape(()).double()
     if isinstance(scale, Tensor) and scale.device.type == "cpu":
-        scale = scale.item()
-    if scale == 0.0 and isinstance(scale, float):
+        scale = float(scale.tolist())  # type: ignore[arg-type]  # a number; no op that a dispatch mode would see
+    if isinstance(scale, float) and scale == 0.0:  # asking a tensor on a device would wait for it
         return math.nan
     return weight / scale

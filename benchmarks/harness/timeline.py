@@ -21,10 +21,9 @@ class Timeline(LiveStorages):
     """Bytes of each kind after every op, once per storage.
 
     Whoever holds a tensor says what it is (`held`). Of the rest, what has a weight's number of elements is a gradient
-    when it was made after backward began, and a 16-bit copy of the weight when a forward pass makes it, or a view of
-    it, in 16 bit: as autocast casts weights, and as the autocast route takes them from copies of its own. All other
-    tensors are activations when the forward pass made them, and workspace else. Batches must be chosen so that no
-    activation has a weight's number of elements; vectors (biases) count as workspace.
+    when it was made after backward began, and a 16-bit copy of the weight when a forward pass makes it in 16 bit, as
+    autocast casts weights. All other tensors are activations when the forward pass made them, and workspace else.
+    Batches must be chosen so that no activation has a weight's number of elements; vectors (biases) count as workspace.
 
     Args:
         model: What is trained.

@@ -78,7 +78,7 @@ class Loop(abc.ABC):
         return time.perf_counter() - start
 
     def ways(self) -> dict[str, float]:
-        """What part of the model's elements is `fused`, and what part `routed`; nothing where no accumulator is."""
+        """Shares of the model's elements: `fused` and taken `in_16_bits`; nothing where no accumulator is."""
         return {}
 
 
@@ -141,10 +141,12 @@ class Fused(Loop):
         self.accumulator.step(self.optimizer, max_norm=MAX_NORM)
 
     def ways(self) -> dict[str, float]:
-        """As the accumulator says it."""
-        found = re.findall(r"(\d[\d,]*) (fused|routed|ordinary)\b", repr(self.accumulator))
+        """As the accumulator counts them in its last backward."""
+        found = re.findall(r"(\d[\d,]*) (fused|taken in 16 bits)", repr(self.accumulator))
         counts = {way: int(number.replace(",", "")) for number, way in found}
-        return {way: counts[way] / sum(counts.values()) for way in ("fused", "routed")}
+        total = sum(p.numel() for p in self.model.parameters())
+        ways = {"fused": "fused", "in_16_bits": "taken in 16 bits"}
+        return {column: counts.get(way, 0) / total for column, way in ways.items()}
 
 
 class Method(NamedTuple):
@@ -161,10 +163,13 @@ METHODS = (
     Method("grad_dtype=float32, 16-bit model", GradDtype, {}),
     Method("FusedAccumulator, defaults", Fused, {}),
     Method("FusedAccumulator, fuse_weight_gradients=False", Fused, {"fuse_weight_gradients": False}),
-    Method("FusedAccumulator, no autocast route", Fused, {"release": "microbatch", "autocast_route": False}),
-    Method("FusedAccumulator, autocast route", Fused, {"release": "microbatch", "autocast_route": True}),
-    Method('FusedAccumulator, release="backward"', Fused, {"release": "backward", "autocast_route": False}),
-    Method('FusedAccumulator, release="backward", route', Fused, {"release": "backward", "autocast_route": True}),
+    Method('FusedAccumulator, release="microbatch"', Fused, {"release": "microbatch"}),
+    Method('FusedAccumulator, release="backward"', Fused, {"release": "backward"}),
+    Method(
+        'FusedAccumulator, release="backward", not fused',
+        Fused,
+        {"release": "backward", "fuse_weight_gradients": False},
+    ),
     Method("FusedAccumulator, fused weight gradients", Fused, {"fuse_weight_gradients": True}),
     Method("FusedAccumulator, masters", Fused, {"release": "microbatch", "master_weights": True}),
     Method('FusedAccumulator, masters, release="backward"', Fused, {"master_weights": True, "release": "backward"}),

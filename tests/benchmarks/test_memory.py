@@ -38,27 +38,17 @@ class TestTimeline:
         assert found["16-bit copies"] == LAYERS * WEIGHT * 2
         assert found["optimizer state"] == LAYERS * (WEIGHT + 64) * 2 * 4 + LAYERS * 2 * 4  # and a step count each
 
-    @pytest.mark.parametrize(
-        ("name", "gradients"),
-        [
-            ("FusedAccumulator, no autocast route", LAYERS * WEIGHT * 4 + WEIGHT * 2),  # the last is widened just then
-            ("FusedAccumulator, autocast route", LAYERS * WEIGHT * 2),
-            ("FusedAccumulator, masters", LAYERS * WEIGHT * 2),
-        ],
-    )
-    def test_all_gradients_live_at_once(self, name, gradients):
-        """With `release="microbatch"`; the autocast route and masters halve them."""
-        assert peaks(name)["gradients"] == gradients
+    @pytest.mark.parametrize("name", ['FusedAccumulator, release="microbatch"', "FusedAccumulator, masters"])
+    def test_all_gradients_live_at_once(self, name):
+        """With `release="microbatch"`, in 16 bits."""
+        assert peaks(name)["gradients"] == LAYERS * WEIGHT * 2
 
-    @pytest.mark.parametrize(("route", "size"), [(False, 4), (True, 2)])
     @pytest.mark.parametrize("weights", [1, 2, 3])
-    def test_buckets_bound_gradients(self, route, size, weights):
-        """With `release="backward"` a bucket's worth lives, and what is being widened."""
-        name = 'FusedAccumulator, release="backward"' + (", route" if route else "")
-        found = peaks(name, bucket_bytes=weights * WEIGHT * size)
-        widening = 0 if route else WEIGHT * 2
+    def test_buckets_bound_gradients(self, weights):
+        """With `release="backward"` a bucket's worth lives."""
+        found = peaks('FusedAccumulator, release="backward"', bucket_bytes=weights * WEIGHT * 2)
         # Biases fill a bucket too: one of `weights` weights and their biases is full before its last bias.
-        assert weights * WEIGHT * size <= found["gradients"] <= weights * WEIGHT * size + widening
+        assert found["gradients"] == weights * WEIGHT * 2
         assert found["accumulators"] == LAYERS * (WEIGHT + 64) * 4
 
     def test_thinned_keeps_peaks(self):

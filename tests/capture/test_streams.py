@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accumkernels.capture.streams import Ready, Streams
+from accumkernels.capture.streams import Streams
 
 DEVICE = torch.device("cuda", 0)
 OTHER = torch.device("cuda", 1)
@@ -83,15 +83,3 @@ def test_a_reader_that_nobody_saw_before(machine):
     machine.use("main")
     streams.join()
     assert machine.log == [("side", "main"), ("main", "side")]
-
-
-def test_readers_wait_once_and_the_writer_never(machine):
-    """An event, since the writer's stream may have gone on to other work by then."""
-    ready = Ready(DEVICE)
-    ready.wait()
-    machine.use("side")
-    ready.wait()
-    ready.wait()
-    machine.use("main")
-    ready.wait()
-    assert machine.log == [("side", "main")]

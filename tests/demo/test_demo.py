@@ -149,7 +149,7 @@ class TestCommand:
         end = short_run[1][short_run[1].index("On this machine") :]
         assert re.search(r"trained \d\.\d\d times as many tokens per second\s+as\s+stock", end)
         for line in (
-            "FusedAccumulator(model)",
+            "FusedAccumulator(model",
             "acc.backward(loss, weight=tokens)",
             "acc.step(optimizer, max_norm=1.0)",
         ):

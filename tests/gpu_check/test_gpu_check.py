@@ -352,7 +352,7 @@ class TestStages:
         """Another may need a package that the machine does not have, and pytest would run nothing at all."""
         (part,) = [p for p in stages.first(setting) if p.name == "tests"]
         files = {Path(a).name for a in part.command if a.endswith(".py")}
-        assert {"test_cuda_graph.py", "test_fusion_policy.py"} < files
+        assert {"test_cuda_graph.py", "test_buckets.py"} < files
         assert not {"test_demo.py", "test_structure.py", "test_gpu_check.py"} & files
 
     def test_parts_have_names_of_their_own(self, setting):

@@ -80,7 +80,7 @@ def moved(model):
     return [before - after for before, after in zip(mlp().parameters(), model.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize("options", [{}, {"release": "backward"}, {"autocast_route": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"release": "backward"}], ids=str)
 @pytest.mark.parametrize("optimizer_fn", [adamw, fused_adamw])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_same_bits_over_whole_windows(precision, optimizer_fn, options):

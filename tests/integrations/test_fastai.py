@@ -157,7 +157,7 @@ def test_bf16():
     made = learner(model, data, FusedAccumulation(8), Look()).to_bf16()
     with made.no_logging():
         made.fit(1)
-    assert "84 routed, 0 ordinary" in seen[0]
+    assert "84 taken in 16 bits" in seen[0]
     assert all(map(torch.equal, model.parameters(), before.parameters()))
 
 

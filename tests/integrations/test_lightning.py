@@ -116,7 +116,7 @@ def moved(model):
 PRECISIONS = {"fp32": dict, "bf16": lambda: {"precision": "bf16-mixed"}, "fp16": fp16}
 
 
-@pytest.mark.parametrize("options", [{}, {"release": "backward"}, {"autocast_route": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"release": "backward"}], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_same_bits_over_whole_windows(precision, fused, options):

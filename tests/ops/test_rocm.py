@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 
 from accumkernels import ops
 from accumkernels.__main__ import main
-from accumkernels.capture.fused import gemm
 from accumkernels.doctor.advice import allocator_advice
+from accumkernels.ops import products
 
 GPU = torch.device("cuda", 0)
 
@@ -59,10 +59,10 @@ def test_fused_products(rocm, monkeypatch):
     with FakeTensorMode():
         view = torch.zeros(8, 8, device="cuda")
     for dtype in (torch.float16, torch.bfloat16):
-        assert gemm.choose(view, dtype, 64) is None
-    assert gemm.choose(view, torch.float32, 64) is gemm.same_dtype
+        assert products.choose(view, dtype, 64) is None
+    assert products.choose(view, torch.float32, 64) is products.same_dtype
     monkeypatch.setattr(torch.version, "hip", None)
-    assert gemm.choose(view, torch.bfloat16, 64) is gemm.cuda
+    assert products.choose(view, torch.bfloat16, 64) is products.cuda
 
 
 def test_doctor(rocm, monkeypatch, capsys):

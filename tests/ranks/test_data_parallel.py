@@ -22,12 +22,12 @@ from tests.support.rank_failure_scenarios import (
     removed,
 )
 from tests.support.rank_option_scenarios import (
-    autocast_route,
     bf16_communication,
     frozen_kinds,
     fused_weights,
     masters,
     module_buffers,
+    under_autocast,
 )
 from tests.support.rank_scenarios import (
     HEADS,
@@ -61,7 +61,7 @@ SCENARIOS = [
     overflow,
     module_buffers,
     masters,
-    autocast_route,
+    under_autocast,
     fused_weights,
     frozen_kinds,
     failures,
@@ -300,11 +300,12 @@ def test_masters(found):
     assert not torch.equal(values[0], fresh[0])
 
 
-def test_autocast_route(found):
-    """Gradients are taken inside DistributedDataParallel as they are without it: the same bits by either way."""
-    results = of(found, autocast_route)
-    assert_same([result[route][0] for result in results for route in (False, True)])
-    assert "autocast route for 6 parameters" in results[0][True][1]
+def test_autocast(found):
+    """Gradients are taken in 16 bits inside DistributedDataParallel, as without it: the bits of fp32 ones."""
+    results = of(found, under_autocast)
+    assert_same([result[hooked][0] for result in results for hooked in (False, True)])
+    assert "148 taken in 16 bits" in results[0][False][1]
+    assert "0 taken in 16 bits" in results[0][True][1]
 
 
 def test_fused_weights(found):

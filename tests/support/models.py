@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import torch
 from torch import Tensor, nn
@@ -57,3 +58,15 @@ def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 def grads_of(acc: ak.FusedAccumulator) -> list[Tensor]:
     """What the optimizer will see."""
     return [p.grad for p in acc.parameters()]
+
+
+def elements(acc: ak.FusedAccumulator) -> dict[str, int]:
+    """By way, how many elements were taken from the graph in the last backward, as its repr says."""
+    found = repr(acc).partition("elements in the last backward: ")[2]
+    counts = {way: count for count, way in re.findall(r"([\d,]+) (fused|taken in 16 bits)", found)}
+    return {way: int(count.replace(",", "")) for way, count in counts.items()}
+
+
+def fused_elements(acc: ak.FusedAccumulator) -> int:
+    """How many of them never were a gradient."""
+    return elements(acc).get("fused", 0)

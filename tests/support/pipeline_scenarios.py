@@ -272,7 +272,6 @@ def refused(rank, size):
     stage = PipelineStage(wrapped, rank, size, torch.device("cpu"))
     for target, options, kind, text in (
         (params, {"release": "backward", "process_group": group}, "ValueError", "release='auto' or 'microbatch'"),
-        (params, {"autocast_route": True, "process_group": group}, "ValueError", "autocast_route=True is not for"),
         (params, {"process_group": False}, "ValueError", "process_group= the group that the stages were built with"),
         (params, {}, "RuntimeError", "for the stages of a pipeline, the group that they were built with"),
         (wrapped, {}, "ValueError", "build the stage from the module inside"),

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
+from accumkernels.capture import graph
 from accumkernels.ranks import chunks
 from tests.support.frozen import KINDS, NOT_SENT, Adapted, trainable
 from tests.support.models import mlp
@@ -93,12 +94,15 @@ def masters(rank, size):
     return *found, [p.detach().clone() for p in other.parameters()]
 
 
-def autocast_route(rank, size):
-    """bf16 autocast in DistributedDataParallel, with the route and without; how many parameters took it."""
-    found = {}
-    for route in (False, True):
+def under_autocast(rank, size):
+    """bf16 autocast in DistributedDataParallel; with hooks on parameters, whose gradients are made in fp32 then."""
+    found, smallest = {}, graph.SMALLEST_CAST
+    graph.SMALLEST_CAST = 0
+    for hooked in (False, True):
         model = DistributedDataParallel(mlp(seed=rank))
-        acc = ak.FusedAccumulator(model, autocast_route=route)
+        for param in model.parameters() if hooked else ():
+            param.register_hook(torch.clone)
+        acc = ak.FusedAccumulator(model)
         optimizer = sgd(acc.parameters())
         for window in range(WINDOWS):
             for x, y in micro_batches(window, rank):
@@ -106,19 +110,20 @@ def autocast_route(rank, size):
                     loss = nn.functional.mse_loss(model(x).float(), y)
                 acc.backward(loss, weight=len(x))
             acc.step(optimizer)
-        found[route] = parameters(model.module), repr(acc)
+        found[hooked] = parameters(model.module), repr(acc)
         acc.remove()
+    graph.SMALLEST_CAST = smallest
     return found
 
 
 class Language(nn.Module):
-    """A tied embedding, whose gradient comes in two parts, and layers between."""
+    """A tied embedding, whose gradient comes in two parts, and layers between; all of them may be fused."""
 
     def __init__(self, seed):
         torch.manual_seed(seed)
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.body = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6, bias=False))
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.watch = None  # called with the gradient of what the embedding returned, which comes last but one

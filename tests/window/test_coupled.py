@@ -95,15 +95,15 @@ def test_structures(structure):
     assert relative_error([p.grad for p in model.parameters()], list(expected)) < 1e-12
 
 
-@pytest.mark.parametrize("route", ["auto", True, False])
-def test_autocast_and_scaler(route):
+@pytest.mark.parametrize("options", [{}, {"release": "backward", "fuse_weight_gradients": True}], ids=str)
+def test_autocast_and_scaler(options):
     """Under bf16 autocast with a GradScaler: to the rounding of bf16, and the scale is divided out."""
     model = Towers(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    acc = ak.FusedAccumulator(model, scaler=scaler, autocast_route=route)
+    acc = ak.FusedAccumulator(model, scaler=scaler, **options)
     optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
     x, y = data(dtype=torch.float32)
-    for seed in (5, 6):  # the route is learned in the first micro-batch
+    for seed in (5, 6):
         expected, _ = truth(model, [(x, y)], [seed])
         torch.manual_seed(seed)
         with torch.autocast("cpu", dtype=torch.bfloat16):

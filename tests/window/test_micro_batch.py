@@ -71,7 +71,7 @@ def test_an_exception_in_backward(discards, release, autocast):
     """The failed micro-batch is dropped, whether the loop says so or not, and the window is as it was before it."""
     model = mlp()
     x, y = batch(6)
-    acc = ak.FusedAccumulator(model, release=release, autocast_route=True)
+    acc = ak.FusedAccumulator(model, release=release)
 
     def forward(x):
         with torch.autocast("cpu", enabled=autocast):

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumkernels as ak
+from accumkernels.window.sums import _over
 from tests.support.models import batch, mlp
 
 BACKENDS = ["native", "reference", "triton"]
@@ -246,6 +248,48 @@ def test_no_value_is_read_back(overflow, backend, scaled):
             acc.backward(mse_loss(model(x), y))
             acc.backward(mse_loss(model(x), y), weight=3)
             acc.step(optimizer, max_norm=1.0)
+
+
+@pytest.mark.parametrize("overflow", [None, "window", "microbatch"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"release": "backward", "bucket_bytes": 1},
+        {"release": "backward", "bucket_bytes": 1, "fuse_weight_gradients": True},
+        {"fuse_weight_gradients": True},
+        {"noise_scale": True},
+    ],
+    ids=str,
+)
+def test_no_value_is_read_back_with_options(options, casts, scaled, overflow):
+    """Nor where gradients are taken from the graph, by products or in 16 bits, and in the loop's own backwards."""
+    if overflow == "microbatch":
+        options = {name: value for name, value in options.items() if name not in ("release", "bucket_bytes")}
+    model = mlp()
+    x, y = batch(3)
+    x.requires_grad_()
+    scaler = torch.amp.GradScaler("cpu") if scaled else None
+    acc = ak.FusedAccumulator(model, scaler=scaler, overflow=overflow, **options)
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            return mse_loss(model(x).float(), y)
+
+    with NoReads():
+        acc.backward(loss())
+        acc.backward(loss(), weight=3.0)
+        (loss() if scaler is None else scaler.scale(loss())).backward()
+        acc.accumulate()
+
+
+def test_the_loss_scale_stays_on_its_device():
+    """In what products are multiplied by: comparing a scale there with zero would wait for it."""
+    with FakeTensorMode():
+        scale = torch.full((), 8.0, device="cuda")
+        for weight in (2.0, torch.full((), 2.0, device="cuda", dtype=torch.float64)):
+            assert _over(weight, scale).device.type == "cuda"
 
 
 @pytest.mark.gpu

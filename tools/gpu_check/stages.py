@@ -164,7 +164,7 @@ def third(setting: Setting) -> list[Part]:
         benchmark(
             setting,
             *("training", "compiled", "training_{}_compiled.csv"),
-            "--compile --dtype bf16 --micro-batches 8 --windows 10 --methods route,masters",
+            "--compile --dtype bf16 --micro-batches 8 --windows 10 --methods microbatch,masters",
             f"--compile --dtype bf16 {tiny}",
             150,
         ),

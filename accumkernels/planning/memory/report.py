@@ -114,7 +114,7 @@ class _Run:
         batches = made_batches(self.make_batch)(size, self.device)
         if self.accumulate is None:
             return self._steps(batches, live, parameters, None)
-        # Gradients are counted in full; and weights made of fake tensors cannot be put into slots, as fused ones are.
+        # Gradients are counted in full.
         with FusedAccumulator(self.model, overflow=None, process_group=False, fuse_weight_gradients=False) as acc:
             return self._steps(batches, live, parameters, acc)
 

@@ -1,21 +1,26 @@
-"""A linear layer's weight gradient, added to its segment by one GEMM: `view = beta * view + alpha * grad.T @ input`.
+"""Weight gradients of products and embeddings, added to their segments by the op that computes them.
 
-The choice of the way, or of none, depends only on the processor, shapes and dtypes, so that a run repeats bit for bit.
-Its rule comes from `python -m benchmarks.weight_gradients`, which times each way against a GEMM whose result is then
-added.
+Of a product it is one GEMM: `view = beta * view + alpha * grad.T @ input`. The choice of the way, or of none, depends
+only on the processor, shapes and dtypes, so that a run repeats bit for bit. Its rule comes from
+`python -m benchmarks.weight_gradients`, which times each way against a GEMM whose result is then added.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ...ops import native as library
+from ..boundary import profiling_range
+from ..ops import native as library
+from .schema import LIBRARY
 
 # Up to this many tokens, products in fp32 cost less than writing a 16-bit gradient and adding it, however it is made.
 # Their cost is reading and writing the segment, so our own kernel serves any processor.
@@ -26,6 +31,46 @@ _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # cblas constants
 
 Gemm = Callable[[Tensor, Tensor, Tensor, float, float], None]
 native: Gemm = library.add_product_  # fp32 or bf16 operands, by our own kernel
+
+
+_SEEN_BY_MODES = "add_product_(Tensor(a!) view, Tensor grad, Tensor input, float alpha, float beta) -> ()"
+_RANGE = "accumkernels::add_product_"
+
+
+def add_product(way: Gemm, view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """Compute `view = beta * view + alpha * grad.T @ input` by a way that `choose` has returned.
+
+    Profiles and dispatch modes see it as `accumkernels::add_product_`, and FlopCounterMode counts it.
+    """
+    with profiling_range(_RANGE):
+        if torch._C._len_torch_dispatch_stack():
+            _teach_flop_counters()
+            torch.ops.accumkernels.add_product_(view, grad, input, alpha, beta)
+        else:
+            way(view, grad, input, alpha, beta)
+
+
+def _add_product(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """The op behind dispatch modes, which takes the same way; any way for fake and meta tensors, which hold nothing."""
+    way = choose(view, grad.dtype, grad.shape[0]) if type(view) is Tensor and not view.is_meta else None
+    (way or widened)(view, grad, input, alpha, beta)
+
+
+LIBRARY.define(_SEEN_BY_MODES, tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("add_product_", _add_product, "CompositeExplicitAutograd")
+
+
+def _teach_flop_counters() -> None:
+    """Let the FlopCounterModes that run know our op; importing torch's table of them takes a tenth of a second."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    op = torch.ops.accumkernels.add_product_
+    counters = (getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack() if module is not None)
+    for registry in (getattr(counter, "flop_registry", {}) for counter in counters):
+        registry.setdefault(op, _flops)
+
+
+def _flops(view: Tensor, grad: Tensor, input: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * view.numel() * grad.shape[0]
 
 
 def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
@@ -90,8 +135,8 @@ def cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -
 
 
 def widened(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    """Multiply 16-bit operands copied to fp32."""
-    same_dtype(view, grad.float(), input.float(), alpha, beta)
+    """Multiply operands copied to the segment's dtype."""
+    same_dtype(view, grad.to(view.dtype), input.to(view.dtype), alpha, beta)
 
 
 def mkl(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
@@ -134,3 +179,34 @@ def mkl_gemm(dtype: torch.dtype) -> Callable[..., None] | None:
     function.argtypes = [*[integer] * 6, real, pointer, integer, pointer, integer, real, pointer, integer]
     function.restype = None
     return function
+
+
+def add_rows(
+    view: Tensor, grad: Tensor, indices: Tensor, padding_idx: int, by_frequency: bool, multiplier: float | Tensor
+) -> None:
+    """Add `multiplier * grad[t]` to row `indices[t]` for every t.
+
+    Deterministic on a CPU, where rows are added in the order of `indices`, and on a GPU if
+    `torch.use_deterministic_algorithms` asks for it.
+
+    Args:
+        view: The weight's segment, `[rows, width]`.
+        grad: `[..., width]`, of any floating dtype.
+        indices: Integers of the same leading dimensions.
+        padding_idx: The row that gets nothing; negative for none.
+        by_frequency: Divide each row by how often its token occurs.
+        multiplier: A number, or 0-d on the device.
+    """
+    indices = indices.reshape(-1)
+    rows = grad.reshape(-1, view.shape[1]).to(view.dtype)
+    if by_frequency:
+        counts = torch.zeros(view.shape[0], dtype=view.dtype, device=view.device)
+        counts.index_add_(0, indices, torch.ones_like(indices, dtype=view.dtype))
+        rows = rows / counts[indices].unsqueeze(1)
+    if isinstance(multiplier, Tensor):
+        rows = rows * multiplier.to(view.dtype)
+    elif multiplier != 1:  # not as index_add_'s alpha, which rounds only once: ordinary gradients are rounded here
+        rows = rows * multiplier
+    if padding_idx >= 0:
+        rows = rows.masked_fill((indices == padding_idx).unsqueeze(1), 0)
+    view.index_add_(0, indices, rows)

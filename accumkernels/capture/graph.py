@@ -1,0 +1,581 @@
+"""Takes gradients where the autograd graph of the backward that is about to run shows that nobody else needs them.
+
+The graph is read from the loss, and nothing else is looked at or changed: neither modules nor what earlier backwards
+did. For each large parameter all ways on which its gradient comes are known then:
+
+* through a cast to 16 bits, as autocast makes it: a hook takes the 16-bit gradient before the cast's backward widens
+  it. Bytes per element and micro-batch: stock 18 (6 to widen, 12 to add), here 10, and the sum has the same bits;
+* from products and embeddings alone: the parameter is left out of what the engine computes (`inputs`), and a hook on
+  each of them adds `grad.T @ input` to the flat buffer, so that the gradient never exists;
+* on any other way: autograd makes `.grad`, as it always does.
+
+Hooks are on nodes of the graph, for the length of one backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn import Parameter
+
+from ..buffers.flat import FlatBuffer
+from ..buffers.layout import Segment
+from ..buffers.store import Store
+from ..ops.products import Gemm, add_product, add_rows, choose, widened
+from .buckets import Buckets, in_compiled_autograd
+from .captures import Capture, MicroBatch, Place, Sink
+from .gradients import Gradients, have_hooks, is_ours_alone
+
+_NODES: Any = torch._C._functions
+_LEAF, _CAST, _TRANSPOSE = _NODES.AccumulateGrad, _NODES.ToCopyBackward0, _NODES.TBackward0
+_ADDMM, _MM, _EMBEDDING = _NODES.AddmmBackward0, _NODES.MmBackward0, _NODES.EmbeddingBackward0
+_WEIGHT_SIDE = frozenset({_LEAF, _CAST, _TRANSPOSE})  # nodes whose users are noted
+_HALF = (torch.float16, torch.bfloat16)
+
+# Elements. A hook takes three microseconds, and widening a gradient as long at 2**14 (benchmarks.defaults).
+SMALLEST_CAST = 2**14
+_KEPT_PART = 16  # operands of products that were not added yet take at most this part of the sums' memory
+EVERY = 32  # backwards between two looks for casts, where none are found
+
+_FUSED, _IN_16_BITS = _WAYS = "fused", "taken in 16 bits"
+
+Node = Any
+Users = dict[Node, list[tuple[Node, int]]]  # of a node: those that its output goes into, at which position
+
+
+class FusionPolicy(NamedTuple):
+    """Which weight gradients may be added by the op that computes them; see `choice.fusion_policy`.
+
+    Attributes:
+        fuses: Whether any may.
+        min_numel: Weights of fewer elements are not fused.
+        linear: The dtypes of products that are fused.
+        embedding: The dtypes of embeddings that are fused.
+        deferred: Whether short products of several micro-batches are multiplied together.
+    """
+
+    fuses: bool
+    min_numel: int
+    linear: Set[torch.dtype]
+    embedding: Set[torch.dtype]
+    deferred: bool
+
+
+class _Weight:
+    """A parameter large enough to gain, and the hook on the nodes that make its gradient. Made once.
+
+    Attributes:
+        param: The parameter.
+        place: Its segment.
+        numel: Its elements.
+        nodes: In the running backward, how many nodes have yet to make their part of its gradient.
+        products: The way to add a product, by dtype and number of tokens.
+        kept: Operands of products that were not added yet, with their versions.
+        tokens: How many rows these have.
+        way: How its gradient came in the last backward whose graph was read, one of `_WAYS`; None: by autograd.
+    """
+
+    __slots__ = ("_capture", "kept", "nodes", "numel", "param", "place", "products", "tokens", "way")
+
+    def __init__(self, capture: GraphCapture, buffer: FlatBuffer, segment: Segment) -> None:
+        self._capture = weakref.ref(capture)
+        self.param, self.place, self.numel = segment.param, (buffer, segment.index), segment.numel
+        self.nodes = 0
+        self.products: dict[tuple[torch.dtype, int], Gemm | None] = {}
+        self.kept: list[tuple[Tensor, int, Tensor, int]] = []
+        self.tokens = 0
+        self.way: str | None = None
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        """Take what a node is about to compute, or has as its gradient, before the node runs."""
+        capture = self._capture()
+        if capture is None or torch._C._current_graph_task_id() != capture.task:
+            return None  # a hook of the user's runs another backward over this graph
+        node, (grad, *_) = torch._C._current_autograd_node(), grads
+        taken = type(node) is _CAST
+        if grad is not None:
+            if taken:
+                if grad.layout is not torch.strided and self.way == _IN_16_BITS:
+                    return None
+                capture.take(self, grad)
+            elif type(node) is _EMBEDDING:
+                capture.add_embedding(self, node, grad)
+            else:
+                capture.add_product(self, node, grad)
+        self.nodes -= 1
+        if self.nodes == 0 and self.way == _FUSED and capture.sends:
+            capture.leaf_ran(self.place)
+        return (None,) if taken else None
+
+
+class GraphCapture(Capture):
+    """Reads the graph of each backward, and puts hooks on the nodes that make gradients of large parameters.
+
+    Args:
+        store: Flat buffers of the parameters.
+        buckets: Takes 16-bit gradients while backward runs, if it takes that backward's gradients.
+        gradients: Keeps them otherwise.
+        policy: Decides which products may add to the buffers.
+
+    Attributes:
+        task: The number that the engine gives the running backward.
+        sends: Whether sums may be sent to other ranks while the backward runs.
+        weights: Parameters large enough to gain, by their id.
+    """
+
+    def __init__(self, store: Store, buckets: Buckets, gradients: Gradients, policy: FusionPolicy) -> None:
+        self.added = False
+        self.task = -1
+        self.sends = False
+        self._store = store
+        self._buckets = buckets
+        self._gradients = gradients
+        self._policy = policy
+        self.weights: dict[int, _Weight] = {}
+        self._sink: Sink | None = None  # of the running backward
+        self._micro_batch: MicroBatch | None = None
+        self._factor: float | Tensor | None = None  # of gradients that products add
+        self._hooks: list[Any] = []
+        self._until_look = 0  # number of backwards
+        self._listening = True
+        self._kept_factor: float | None = None  # of all products that were not added yet
+        self._kept_bytes = 0
+        self._tag = 0  # of the last micro-batch
+
+    def follow(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Look for the parameters of new buffers, too."""
+        for buffer in buffers:
+            for segment in buffer.segments:
+                casts = segment.dtype == torch.float32 and segment.numel >= SMALLEST_CAST
+                fuses = self._policy.fuses and len(segment.shape) == 2 and segment.numel >= self._policy.min_numel
+                if type(segment.param) in (Tensor, Parameter) and (casts or fuses):
+                    self.weights[id(segment.param)] = _Weight(self, buffer, segment)
+
+    # ---- before a backward
+
+    def plan(
+        self, roots: Sequence[Tensor], micro_batch: MicroBatch, sink: Sink, excludes: bool
+    ) -> tuple[GradientEdge, ...]:
+        """Read the graph, and put hooks on its nodes.
+
+        Args:
+            roots: The tensors that backward starts from.
+            micro_batch: The micro-batch.
+            sink: Says what products are multiplied by.
+            excludes: Whether the backward can be told which leaves to fill.
+
+        Returns:
+            What the engine has to run, its `inputs`; empty if that is everything.
+        """
+        if not self._listening or not self.weights or torch._C._are_functorch_transforms_active():
+            return ()
+        if self._until_look:
+            self._until_look -= 1
+            return ()
+        if in_compiled_autograd(enabled=True):
+            return ()
+        self._take_off()  # of a backward that never ran
+        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+        users, ends, nested = _read(nodes)
+        self._sink, self._micro_batch, self._tag = sink, micro_batch, micro_batch.tag
+        self.sends = micro_batch.last
+        fuses = excludes and not nested and self._policy.fuses and not torch.is_anomaly_enabled()
+        for known in self.weights.values():
+            known.nodes, known.way = 0, None
+        found = []
+        excluded = set()
+        for leaf in [node for node in users if type(node) is _LEAF]:
+            weight = self.weights.get(id(leaf.variable))
+            sources = None if weight is None else self._sources(weight, leaf, users, fuses)
+            if weight is None or sources is None:
+                continue
+            found.append((weight, sources))
+            weight.way = _IN_16_BITS if len(sources) == 1 and type(sources[0]) is _CAST else _FUSED
+            weight.nodes = len(sources)
+            if weight.way == _FUSED:
+                excluded.add(leaf)
+                ends += sources  # else what leads only to an excluded leaf would not run
+        if not found:
+            if not self._policy.fuses:  # fused gradients have bits of their own, which no earlier backward may change
+                self._until_look = EVERY - 1
+            return ()
+        # The first node may itself be one of the sources.
+        self._hooks += [node.register_prehook(self._begun) for node in nodes]
+        self._hooks += [node.register_prehook(weight) for weight, sources in found for node in sources]
+        if not excluded:
+            return ()
+        for device in self._store.states:
+            self._buckets.order.take(device)
+        self._buckets.hold_leaves(True)
+        make = tuple.__new__  # a third of the constructor's time
+        return tuple([make(GradientEdge, (node, 0)) for node in ends if node not in excluded])
+
+    def _begun(self, *_: Any) -> None:
+        """Note the number of this backward, at its first node."""
+        if self.task < 0:
+            self.task = torch._C._current_graph_task_id()
+
+    def _sources(self, weight: _Weight, leaf: Node, users: Users, fuses: bool) -> list[Node] | None:
+        """Find the nodes that make a weight's gradient, of which each can be taken; None: leave it to autograd."""
+        if not is_ours_alone(weight.param):
+            return None
+        found: list[Node] = []
+        passed = [leaf]  # nodes between the leaf and those
+        for node, position in users[leaf]:
+            if type(node) is _CAST:
+                products = self._products(weight, users.get(node, ()), users, passed) if fuses else None
+                if products is None and not self._casts(weight, node):
+                    return None
+                found += products or [node]
+                if products:
+                    passed.append(node)
+            elif not fuses:
+                return None
+            elif type(node) is _EMBEDDING:
+                if not self._embeds(weight, node):
+                    return None
+                found.append(node)
+            else:
+                products = self._products(weight, [(node, position)], users, passed)
+                if products is None:
+                    return None
+                found += products
+        if {_CAST}.issuperset(map(type, found)) and (len(found) > 1 or weight.param.grad is not None):
+            return None  # autograd adds them up in fp32 before they are added to the sum
+        return None if have_hooks(passed + found) else found
+
+    def _casts(self, weight: _Weight, node: Node) -> bool:
+        """Whether a node casts from fp32 to 16 bits on the same device, and the gradient is worth a hook."""
+        meta = node._input_metadata[0]
+        param = weight.param
+        large = weight.numel >= SMALLEST_CAST
+        return large and param.dtype == torch.float32 and meta.dtype in _HALF and meta.device == param.device
+
+    def _products(
+        self, weight: _Weight, uses: Iterable[tuple[Node, int]], users: Users, passed: list[Node]
+    ) -> list[Node] | None:
+        """Find the products that a weight or its cast goes into, directly or transposed; None if it goes elsewhere."""
+        if weight.numel < self._policy.min_numel:
+            return None
+        found, transposes = [], []
+        for node, position in uses:
+            if type(node) is _TRANSPOSE:
+                transposes.append(node)
+                products = users.get(node, [])
+            else:
+                products = [(node, position)]
+            for product, at in products:
+                if not self._multiplies(weight, product, at):
+                    return None
+                found.append(product)
+        passed += transposes
+        return found or None
+
+    def _multiplies(self, weight: _Weight, node: Node, position: int) -> bool:
+        """Whether a node multiplies something by a weight, in a way that a faster one can replace."""
+        if type(node) is _ADDMM:
+            expected, other = (2, node._raw_saved_mat1) if node._saved_alpha == 1 else (-1, None)
+        elif type(node) is _MM:
+            expected, other = 1, node._raw_saved_self
+        else:
+            return False
+        if position != expected or other is None or not (other.unpack_hook is None or _can_read_twice(other)):
+            return False
+        meta = node._input_metadata[0]
+        if meta.dtype not in self._policy.linear or self._way(weight, meta.dtype, meta.shape[0]) is None:
+            return False
+        # The weight as the product has it: hooks on a cast or transposed tensor of the user's are the tensor's own.
+        mat2 = node._raw_saved_mat2
+        operand = mat2.data if mat2.unpack_hook is None else None
+        if mat2.unpack_hook is None and (operand is None or _tensor_has_hooks(operand)):
+            return False
+        return isinstance(self._multiplier(), float)
+
+    def _embeds(self, weight: _Weight, node: Node) -> bool:
+        """Whether rows of an embedding's gradient can be added one by one."""
+        return (
+            weight.numel >= self._policy.min_numel
+            and weight.param.dtype in self._policy.embedding
+            and not node._saved_sparse
+            and _can_read_twice(node._raw_saved_indices)
+            and self._multiplier() is not None
+        )
+
+    def _way(self, weight: _Weight, dtype: torch.dtype, tokens: int) -> Gemm | None:
+        buffer, index = weight.place
+        if not buffer.views:  # released
+            return None
+        if (dtype, tokens) not in weight.products:
+            weight.products[dtype, tokens] = choose(buffer.views[index], dtype, tokens)
+        return weight.products[dtype, tokens]
+
+    def _multiplier(self) -> float | Tensor | None:
+        """The factor of gradients that products add; asked for only where it is needed."""
+        if self._factor is None and self._sink is not None and self._micro_batch is not None:
+            self._factor = self._sink.multiplier(self._micro_batch)
+        return self._factor
+
+    # ---- while it runs
+
+    def take(self, weight: _Weight, grad: Tensor) -> None:
+        """Take a gradient of the weight's own, or a part of it."""
+        if not self._buckets.collect(weight.place, grad):
+            self._gradients.stash(weight.place, grad)
+
+    def add_product(self, weight: _Weight, node: Node, grad: Tensor) -> None:
+        """Add the weight's part of a product's gradient to its segment."""
+        of_addmm = type(node) is _ADDMM
+        transposed = type(node.next_functions[2 if of_addmm else 1][0]) is _TRANSPOSE
+        input = _read_saved(node, "mat1" if of_addmm else "self")
+        left, right = (grad, input) if transposed else (input, grad)
+        way = self._way(weight, grad.dtype, grad.shape[0])
+        if way is None or grad.dtype != input.dtype or not _are_plain(grad, input):
+            self.take(weight, left.t().mm(right))
+            return
+        assert isinstance(self._factor, float)
+        if not self._policy.deferred:
+            self._add(weight, way, left, right, self._factor)
+            return
+        if self._factor != self._kept_factor:
+            self.flush()
+            self._kept_factor = self._factor
+        most = _deferred_tokens(weight.param)
+        if left.shape[0] <= most // 2:
+            weight.kept.append((left, left._version, right, right._version))
+            weight.tokens += left.shape[0]
+            self._kept_bytes += left.nbytes + right.nbytes
+            self.added = True
+            too_many = self._kept_bytes > sum(b.tensor.nbytes for b in self._store.buffers) // _KEPT_PART
+            if weight.tokens >= most or too_many or self.sends:
+                self._flush(weight)
+        else:
+            self._add(weight, way, left, right, self._factor)
+
+    def _add(self, weight: _Weight, way: Gemm, left: Tensor, right: Tensor, factor: float) -> None:
+        buffer, index = weight.place
+        begins = self._write(weight)
+        add_product(way, buffer.views[index], left, right, factor, 0.0 if begins else 1.0)
+
+    # ---- short products, which cost as much as reading and writing the sum: of several micro-batches at once
+
+    def flush(self) -> None:
+        """Add all products that were kept, before anybody reads the sums.
+
+        Raises:
+            RuntimeError: names the parameter of an operand that was changed in place since its backward.
+        """
+        if self._kept_bytes:
+            with torch.no_grad():
+                for weight in self.weights.values():
+                    if weight.kept:
+                        self._flush(weight)
+
+    def _flush(self, weight: _Weight) -> None:
+        kept, weight.kept, weight.tokens = weight.kept, [], 0
+        self._kept_bytes -= sum(left.nbytes + right.nbytes for left, _, right, _ in kept)
+        if any(left._version != a or right._version != b for left, a, right, b in kept):
+            name = weight.place[0].segments[weight.place[1]].name
+            raise RuntimeError(
+                f"an operand of the gradient of {name!r} was changed in place after its backward, before it was "
+                "multiplied (fuse_weight_gradients='deferred'): drop the window by acc.zero_(), and use 'auto' where "
+                "inputs or activations are written to again"
+            )
+        lefts, rights = [left for left, *_ in kept], [right for _, _, right, _ in kept]
+        left, right = (lefts[0], rights[0]) if len(kept) == 1 else (torch.cat(lefts), torch.cat(rights))
+        assert self._kept_factor is not None
+        self._add(weight, self._way(weight, left.dtype, left.shape[0]) or widened, left, right, self._kept_factor)
+
+    def drop_kept(self) -> None:
+        """Drop products that were kept, with their window."""
+        if self._kept_bytes:
+            for weight in self.weights.values():
+                weight.kept, weight.tokens = [], 0
+        self._kept_bytes, self._kept_factor = 0, None
+
+    # ---- embeddings
+
+    def add_embedding(self, weight: _Weight, node: Node, grad: Tensor) -> None:
+        """Add an embedding's rows to its segment."""
+        indices, padding = _read_saved(node, "indices"), node._saved_padding_idx
+        options = -1 if padding >= 2**63 else padding, node._saved_scale_grad_by_freq
+        if not _are_plain(grad):
+            rows = weight.param.shape[0]
+            self.take(weight, torch.ops.aten.embedding_dense_backward(grad, indices, rows, *options))
+            return
+        buffer, index = weight.place
+        view, factor = buffer.views[index], self._factor
+        assert factor is not None
+        if self._write(weight):
+            view.zero_()
+        add_rows(view, grad, indices, *options, factor.to(view.device) if isinstance(factor, Tensor) else factor)
+
+    def _write(self, weight: _Weight) -> bool:
+        """Announce an addition to a segment; return whether it holds no sum of this window yet."""
+        buffer, index = weight.place
+        if self._sink is not None:
+            self._sink.check_writable(weight.place)
+            self.added = True
+        first = not buffer.touched[index]
+        buffer.touch_unchecked(index, self._tag)
+        if buffer.tensor.is_cuda:
+            self._buckets.order.take(buffer.device)
+        return first
+
+    def leaf_ran(self, place: Place) -> None:
+        """Note that all parts of a gradient that autograd does not make have come."""
+        if self._sink is not None and self._sink.leaf_ran(place, self._buckets.is_pending(place)):
+            self._buckets.hand_over()
+
+    def reports(self, place: Place) -> bool:
+        """See `Capture`."""
+        weight = self.weights.get(id(place[0].params[place[1]]))
+        return weight is not None and weight.way == _FUSED
+
+    # ---- after it
+
+    def end(self, failed: bool) -> None:
+        """See `Capture`; takes the hooks off."""
+        self._take_off()
+        self._buckets.hold_leaves(False)
+        self._sink = self._micro_batch = self._factor = None
+        if self._buckets.order.writers:
+            self._buckets.order.end()
+
+    def _take_off(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.task = -1
+
+    @property
+    def broken(self) -> bool:  # type: ignore[override]
+        """See `Capture`: additions cannot be undone."""
+        return self.added
+
+    def forget(self) -> None:
+        """See `Capture`."""
+        self.added = False
+
+    def set_listening(self, listening: bool) -> None:
+        """See `Capture`."""
+        self._listening = listening
+
+    def remove(self) -> None:
+        """See `Capture`."""
+        self.end(failed=False)
+        self._listening = False
+
+    def __str__(self) -> str:
+        """Count the elements that were added on each way in the last backward whose graph was read."""
+        counts = dict.fromkeys(_WAYS, 0)
+        for weight in self.weights.values():
+            if weight.way is not None:
+                counts[weight.way] += weight.numel
+        return ", ".join(f"{count:,} {way}" for way, count in counts.items())
+
+
+def _read(roots: Sequence[Node]) -> tuple[Users, list[Node], bool]:
+    """Read a graph.
+
+    Returns:
+        The users of leaves, casts and transposes; the nodes that lead nowhere, leaves among them; and whether a custom
+        function's backward runs a backward of its own.
+    """
+    users: Users = {root: [(None, 0)] for root in roots if type(root) in _WEIGHT_SIDE}
+    ends: list[Node] = []
+    seen = set(roots)
+    stack = list(seen)
+    nested = False
+    while stack:
+        node = stack.pop()
+        leads = False
+        for position, (child, _) in enumerate(node.next_functions):
+            if child is None:
+                continue
+            leads = True
+            if type(child) in _WEIGHT_SIDE:
+                users.setdefault(child, []).append((node, position))
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+        if not leads:
+            ends.append(node)
+        elif type(node) not in _TORCHS_OWN:
+            function = getattr(type(node), "_forward_cls", None)
+            if function is None:
+                _TORCHS_OWN.add(type(node))
+            elif not nested:
+                nested = _runs_backward(function.backward)
+    return users, ends, nested
+
+
+_TORCHS_OWN: set[type] = set()  # types of nodes that are no custom functions, seen so far
+
+
+def _runs_backward(backward: Callable[..., Any]) -> bool:
+    """Whether a custom function's backward runs another, as reentrant checkpoints do, which refuse `inputs`."""
+    code = getattr(inspect.unwrap(backward), "__code__", None)
+    return code is None or not {"backward", "_is_checkpoint_valid"}.isdisjoint(code.co_names)
+
+
+def _deferred_tokens(weight: Tensor) -> int:
+    """How many tokens of short products are multiplied together.
+
+    On a CPU, nothing is gained from 64 on. On a GPU a product takes as long as reading and writing the sum up to some
+    1,000 tokens, and operands of a sixteenth of the weight's rows or columns take a sixteenth of the sum's memory (a
+    model of an H100; not measured).
+    """
+    return 64 if weight.device.type == "cpu" else min(1024, min(weight.shape) // 16)
+
+
+def _tensor_has_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor, or what it is a view of, has hooks, or keeps its gradient, unless it is a leaf."""
+    while tensor is not None and not tensor.is_leaf:
+        if tensor._backward_hooks or tensor.retains_grad:
+            return True
+        tensor = tensor._base  # type: ignore[assignment]
+    return False
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Whether products may read tensors by their addresses."""
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided or tensor.is_neg():
+            return False
+    return True
+
+
+# ---- saved tensors, which a hook reads before the node itself does
+
+
+def _can_read_twice(saved: Any) -> bool:
+    """Whether a saved tensor is saved as it is, or by torch's checkpoint; other hooks may give it out only once."""
+    return saved.unpack_hook is None or _frame_of(saved) is not None
+
+
+def _frame_of(saved: Any) -> Any:
+    """The recomputation that will fill in a tensor saved by `torch.utils.checkpoint`; None if it is saved otherwise."""
+    hook = saved.unpack_hook
+    names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
+    if hook is None or hook.__module__ != "torch.utils.checkpoint" or "frame" not in names:
+        return None
+    frame = hook.__closure__[names.index("frame")].cell_contents
+    known = hasattr(frame, "recomputed") and hasattr(saved.data, "handles")
+    return frame if known and hasattr(torch.utils.checkpoint, "_Handle") else None
+
+
+def _read_saved(node: Node, name: str) -> Tensor:
+    """Read a tensor that a node has saved, and leave it to the node; checkpoint gives each out once: put it back."""
+    saved, tensor = getattr(node, f"_raw_saved_{name}"), getattr(node, f"_saved_{name}")
+    if saved.unpack_hook is not None:
+        frame, handles = _frame_of(saved), saved.data.handles
+        group = next(key for key in reversed(handles) if handles[key] is None)
+        handles[group] = torch.utils.checkpoint._Handle()
+        frame.recomputed[group][handles[group]] = tensor
+    return tensor
