@@ -115,6 +115,10 @@ class FusedAccumulator:
             see docs/pipeline.md.
         noise_scale: Measure micro-batch norms for `noise_scale()`. A number is a half-life in windows: a measurement
             that old counts half; True lets all windows count the same.
+        cache_casts: Keep autocast's 16-bit copies of the weights for the whole window, in torch's own cache, from the
+            first `acc.backward` or from the beginning of `acc.window` on, which saves a cast of every weight in each
+            further micro-batch. For loops in which only optimizers change weights: an edit in place inside a window is
+            an error that names the parameter, and an edit by `.data` is not seen until the next window.
         fuse_weight_gradients: Add weight gradients of matrix products and embeddings to the flat buffer by the op that
             computes them, so that they never exist on their own. This happens inside `acc.backward` for weights that
             the graph of this very backward uses in nothing else, and that have no hooks of yours. Such a gradient is
@@ -155,6 +159,7 @@ class FusedAccumulator:
         master_weights: bool = False,
         process_group: Any = None,
         noise_scale: bool | float = False,
+        cache_casts: bool = False,
         fuse_weight_gradients: str | bool = "auto",
         backend: str = "auto",
         comm_dtype: torch.dtype | str = torch.float32,
@@ -169,6 +174,7 @@ class FusedAccumulator:
             bucket_bytes,
             master_weights,
             noise_scale,
+            cache_casts,
             fuse_weight_gradients,
             comm_dtype,
             memory_limit,
@@ -204,6 +210,7 @@ class FusedAccumulator:
             self._scaler,
             overflow,
             self._noise,
+            cache_casts,
             release=self._release,
             bucket_bytes=bucket_bytes,
             fuse_weight_gradients=fuse_weight_gradients,
@@ -704,6 +711,8 @@ class FusedAccumulator:
         token = object()
         try:
             batch = next(iterator)
+            if self._runner.casts is not None:
+                self._runner.casts.hold()
             for following in iterator:
                 yield batch
                 batch = following
@@ -714,6 +723,8 @@ class FusedAccumulator:
         except StopIteration:  # there is no batch
             return
         finally:
+            if self._runner.casts is not None:
+                self._runner.casts.release()
             if self._in_last is token:
                 self._in_last = None
 
@@ -1045,6 +1056,8 @@ class FusedAccumulator:
 
     def _stop_taking(self) -> None:
         """The window ends: a backward from here on adds to what is handed out."""
+        if self._runner.casts is not None:
+            self._runner.casts.release()
         if self._window.micro_batches == 0 and self._ranks.ends_together:
             self._runner.prepare_window()  # as its first micro-batch would have: other ranks may have had one
         self._runner.listen(False)

@@ -25,6 +25,7 @@ def check_options(
     bucket_bytes: Any,
     master_weights: Any,
     noise_scale: Any,
+    cache_casts: Any,
     fuse_weight_gradients: Any,
     comm_dtype: Any,
     memory_limit: Any,
@@ -66,8 +67,9 @@ def check_options(
             f"overflow={overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is known only "
             "when all of its gradients are there"
         )
-    if not isinstance(master_weights, bool):
-        raise wrong_type("master_weights", "a bool", master_weights)
+    for name, value in (("master_weights", master_weights), ("cache_casts", cache_casts)):
+        if not isinstance(value, bool):
+            raise wrong_type(name, "a bool", value)
     if fuse_weight_gradients not in ("auto", "deferred") and not isinstance(fuse_weight_gradients, bool):
         raise ValueError(
             f"fuse_weight_gradients must be 'auto', 'deferred', True or False, got {fuse_weight_gradients!r}"

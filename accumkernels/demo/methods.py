@@ -107,7 +107,8 @@ class Fused(Method):
 
     def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None, name: str | None = None) -> None:
         super().__init__(model, amp_dtype, name)
-        self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler)
+        # Only the optimizer changes weights here, so autocast may keep its 16-bit copies for a window.
+        self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler, cache_casts=True)
 
     def backward(self, window: BatchWindow) -> Tensor:
         """As many passes as micro-batches."""

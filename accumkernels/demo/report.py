@@ -123,7 +123,7 @@ def print_conclusion(console: Console, stock: Run, fused: Run, amp: str) -> None
     )
     scaled = amp == "float16"
     text = YOUR_LOOP.format(
-        options=", scaler=scaler" if scaled else "",
+        options=(", scaler=scaler" if scaled else "") + (", cache_casts=True" if amp != "float32" else ""),
         backward="scaler.scale(loss / K).backward()" if scaled else "(loss / K).backward()",
     )
     console.print(text, highlight=False, markup=False)

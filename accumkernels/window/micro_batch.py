@@ -13,6 +13,7 @@ from ..boundary import profiled
 from ..buffers.flat import FlatBuffer
 from ..buffers.store import Store
 from ..capture.captures import Bucket, MicroBatch, Sink
+from ..capture.casts import CastCache
 from ..capture.choice import Captures
 from ..capture.static_grads import Watches
 from ..hooks import Hook
@@ -37,11 +38,13 @@ class MicroBatchRunner:
         scaler: Scales losses.
         overflow: FusedAccumulator's argument.
         noise: Collects the sums that the noise scale needs.
+        cache_casts: FusedAccumulator's argument.
         **options: Options of `Captures`.
 
     Attributes:
         serial: Number of micro-batches ever accumulated, which the kernels store in flags.
         captures: Take gradients.
+        casts: Autocast's copies of weights, if they are kept for a window.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class MicroBatchRunner:
         scaler: LossScaler,
         overflow: str | None,
         noise: NoiseMeter,
+        cache_casts: bool,
         **options: Any,
     ) -> None:
         self.serial = 0
@@ -65,6 +69,7 @@ class MicroBatchRunner:
         self._warned = False  # whether it warned of a micro-batch without gradients
         self._counted_by_backward = False
         self._crosses_ranks: bool | None = None  # whether backward may; known after the open window's first backward
+        self.casts = CastCache(store, self) if cache_casts else None
         add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
         options.update(overflow=overflow, scaled=scaler.scaler is not None, whole=ranks.judged_together)
         self._make_captures = functools.partial(Captures, store, add=add, **options)
@@ -80,6 +85,8 @@ class MicroBatchRunner:
         """Add what comes from now on to `window`."""
         self._window = window
         self._crosses_ranks = None
+        if self.casts is not None:
+            self.casts.release()
         if self._shared_loss.found:
             self._shared_loss.forget()
         if self.captures.gradients.stashed:
@@ -125,6 +132,8 @@ class MicroBatchRunner:
         """Take off every hook."""
         self._watches.remove()
         self.captures.remove_hooks()
+        if self.casts is not None:
+            self.casts.remove()
 
     def is_ready(self) -> bool:
         """Return False if a backward was interrupted."""
@@ -139,6 +148,8 @@ class MicroBatchRunner:
 
     def discard(self) -> None:
         """Drop the gradients of the current micro-batch; this breaks the window if some were added."""
+        if self.casts is not None:
+            self.casts.release()
         self._shared_loss.forget()
         if self.captures.discard():
             self._window.break_()
@@ -222,6 +233,8 @@ class MicroBatchRunner:
             shared: Whether all other accumulators that it reaches know this factor.
         """
         captures = self.captures
+        if self.casts is not None:
+            self.casts.check()
         if self._window.micro_batches == 0 and captures.add_early:
             with torch.no_grad():
                 self.prepare_window()
@@ -329,6 +342,8 @@ class MicroBatchRunner:
         self.serial = micro_batch.tag
         window.count(counted.weight)
         self._counted_by_backward = micro_batch.ran_backward
+        if self.casts is not None:
+            self.casts.hold()
         if micro_batch.last:
             self._sender.end_last()
 
