@@ -23,7 +23,7 @@ TRAINERS := $(VENV)/.trainers
 # Tests run in two processes, which take whole files: the tests of one share what is slow to set up.
 WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-CXX_SOURCES = $$(find csrc tests/cuda_host tests/cuda_device -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CXX_SOURCES = $$(find csrc tests/cuda_host tests/cuda_device tests/simulated_device -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: demo test test-all test-kernels device-check test-integrations test-recipes trainers-on-ranks test-trainers-own test-source-installs \
 	test-toolkits test-torch-matrix bench wheel check docs gpu-check build clean

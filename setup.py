@@ -1,8 +1,13 @@
 """Builds accumkernels/_native.so: c++ for bindings and CPU kernels, nvcc for CUDA kernels, driven by ninja.
 
 The library uses torch's stable ABI and no Python C-API, so that one file serves every Python, every torch from 2.10 on,
-with and without CUDA. Knobs in the environment: CUDA_HOME, ACCUMKERNELS_BUILD_CUDA (auto | 0 | 1), MAX_JOBS, CXX,
+with and without CUDA. Where it cannot be built, or is not wanted, the wheel is pure Python: py3-none-any.
+
+Knobs in the environment: ACCUMKERNELS_BUILD and ACCUMKERNELS_BUILD_CUDA (auto | 0 | 1), CUDA_HOME, MAX_JOBS, CXX,
 ACCUMKERNELS_CUDA_ARCHS ("8.0;9.0+PTX"), ACCUMKERNELS_VERSION_SUFFIX ("+cu130"), ACCUMKERNELS_SOURCE_URL (of a release).
+
+pyproject.toml names this file as the build backend, too: setuptools' own, but that asks for torch and ninja only where
+the library is built.
 """
 
 from __future__ import annotations
@@ -17,17 +22,19 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from setuptools import Extension, setup
+from setuptools import Extension, build_meta, setup
+from setuptools.build_meta import *  # noqa: F403  the hooks that a build frontend calls
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 BUILD = "build/native"  # relative, as all our paths are: ninja runs in ROOT, and no build path gets into the library
-CXX = os.environ.get("CXX", "c++")
+CXX = os.environ.get("CXX") or "c++"
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]  # torch 2.10's stable ABI
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c", "-mfma"]
@@ -74,11 +81,33 @@ def ask(*command: str) -> str:
     return done.stdout
 
 
+def knob(name: str) -> str:
+    """Return "auto", "0" or "1"."""
+    wanted = os.environ.get(name) or "auto"
+    if wanted not in ("auto", "0", "1"):
+        fail(f"{name}={wanted}: expected auto, 0 or 1")
+    return wanted
+
+
+def why_pure() -> str | None:
+    """Say why no library is built, so that the wheel is pure Python; None if one is."""
+    wanted = knob("ACCUMKERNELS_BUILD")
+    if wanted == "0":
+        return "as asked"
+    if sys.platform != "linux":
+        cause = f"the library is for Linux, and this is {platform.system()}"
+    elif not shutil.which(CXX):
+        cause = f"no C++ compiler: {CXX} is not on PATH"
+    else:
+        return None
+    if wanted == "1" or knob("ACCUMKERNELS_BUILD_CUDA") == "1" or os.environ.get("CXX"):
+        fail(f"{cause}; ACCUMKERNELS_BUILD=0 installs without compiled kernels")
+    return cause
+
+
 def find_cuda() -> Cuda | None:
     """Find the toolkit in CUDA_HOME, or else that of the nvcc on PATH; None builds the CPU kernels alone."""
-    wanted, home = os.environ.get("ACCUMKERNELS_BUILD_CUDA") or "auto", os.environ.get("CUDA_HOME")
-    if wanted not in ("auto", "0", "1"):
-        fail(f"ACCUMKERNELS_BUILD_CUDA={wanted}: expected auto, 0 or 1")
+    wanted, home = knob("ACCUMKERNELS_BUILD_CUDA"), os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=os.path.abspath(f"{home}/bin") if home else None)
     if wanted == "0" or (wanted == "auto" and not home and not nvcc):
         print("accumkernels: building the CPU kernels alone:", "as asked" if wanted == "0" else "no nvcc on PATH")
@@ -142,10 +171,13 @@ def write_build_info(version: str, cuda: Cuda | None) -> None:
 
 
 def write_ninja(cuda: Cuda | None) -> None:
-    """Write build.ninja: a compile step per source and one link step."""
+    """Write build.ninja: a compile step per source and one link step; and say what will be compiled."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        fail("torch 2.10 or newer must be installed to build (pip install torch), or leave build isolation on")
+        fail(
+            "torch 2.10 or newer must be installed to build (pip install torch), or leave build isolation on, or "
+            "install without compiled kernels (ACCUMKERNELS_BUILD=0)"
+        )
     torch = spec.submodule_search_locations[0]
     prefixes = [(ROOT, "."), *([(cuda.root, "cuda")] if cuda else [])]
     maps = [f"-ffile-prefix-map={path}={name}" for path, name in prefixes]
@@ -154,7 +186,7 @@ def write_ninja(cuda: Cuda | None) -> None:
     # kernels need not be compiled again for that. Of several maps that match the last wins, and torch may lie in ROOT.
     cxx = [CXX, *CXX_FLAGS, *maps, "-Icsrc"]
     with_torch = [f"-ffile-prefix-map={torch}=torch", f"-I{BUILD}", f"-isystem{torch}/include"]
-    bindings = ["csrc/bindings.cpp", *map(str, sorted(Path("csrc/bindings").glob("*.cpp")))]
+    bindings = map(str, sorted(Path("csrc/bindings").glob("*.cpp")))
     compile = [(path, [*cxx, *with_torch, *(["-DACCUMKERNELS_WITH_CUDA"] if cuda else [])]) for path in bindings]
     for source in sorted(Path("csrc/cpu").glob("*.cpp")):
         simd = SIMD_FLAGS.get(source.stem.rpartition("_")[2], []) if platform.machine() == "x86_64" else []
@@ -170,6 +202,13 @@ def write_ninja(cuda: Cuda | None) -> None:
     link = [CXX, "-shared", "-s", f"-Wl,--version-script={BUILD}/exports.map", "-Wl,--exclude-libs,ALL"]
     libraries = [f"-L{cuda.library_dir}", "-lcudart_static", "-ldl", "-lrt"] if cuda else []
     libraries += ["-lpthread", "-Wl,--no-as-needed", f"-L{torch}/lib", "-ltorch"]
+
+    kernels = f"CPU kernels by {CXX}"
+    if cuda:
+        kernels += (
+            f", CUDA kernels for {', '.join(cuda.targets)} by nvcc {cuda.build}; ACCUMKERNELS_BUILD_CUDA=0: without"
+        )
+    print(f"accumkernels: compiling {len(compile)} files: {kernels}", flush=True)
 
     lines = [RULES]
     for path, command in compile:
@@ -209,15 +248,16 @@ class NativeBuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         cuda = find_cuda()
-        if not shutil.which(CXX):
-            fail(f"no C++ compiler: {CXX} is not on PATH")
         os.makedirs(BUILD, exist_ok=True)
         write_build_info(self.get_finalized_command("egg_info").egg_version, cuda)
         write_ninja(cuda)
         ninja = shutil.which("ninja") or f"{importlib.import_module('ninja').BIN_DIR}/ninja"
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         if subprocess.run([ninja, "-f", f"{BUILD}/build.ninja", *jobs]).returncode:
-            fail("the native library did not build; the compiler's message stands above")
+            fail(
+                "the native library did not build; the compiler's message stands above. ACCUMKERNELS_BUILD=0 installs "
+                "without compiled kernels"
+            )
         self.mkpath(os.path.dirname(self.get_ext_fullpath(ext.name)))
         self.copy_file(f"{BUILD}/_native.so", self.get_ext_fullpath(ext.name))
 
@@ -231,16 +271,29 @@ class FreshBuild(build):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """Tags the wheel for any Python 3 of this platform."""
+    """Tags the wheel for any Python 3 of this platform; without the library, of any platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        tag = super().get_tag()
+        return tag if self.root_is_pure else ("py3", "none", tag[2])
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """Name what a build frontend installs before `build_wheel`; any torch will do, what is built is the same."""
+    needed = build_meta.get_requires_for_build_wheel(config_settings)
+    return needed if why_pure() else [*needed, "ninja", "torch>=2.10"]
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 if __name__ == "__main__":
+    cause = why_pure()
+    if cause and {"build", "build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv):
+        print(f"accumkernels: a wheel for any platform, without compiled kernels: {cause}", flush=True)
     setup(
         **describe(os.environ.get("ACCUMKERNELS_SOURCE_URL", "").rstrip("/")),
-        ext_modules=[Extension("accumkernels._native", sources=[])],
+        ext_modules=[] if cause else [Extension("accumkernels._native", sources=[])],
         cmdclass={"build": FreshBuild, "build_ext": NativeBuildExt, "bdist_wheel": AnyPythonWheel},
         options={"egg_info": {"tag_build": os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")}},
     )

@@ -1,10 +1,10 @@
 // accumulate_: gradients times weight / loss_scale into a flat buffer.
 #include <vector>
 
-#include "../cpu/kernels.h"
+#include "../core/args.h"
 #include "arguments.h"
 #include "device.h"
-#include "ops.h"
+#include "register.h"
 
 namespace accumkernels {
 
@@ -92,5 +92,7 @@ void accumulate_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   cuda.check(cuda::accumulate(args, scratch, cuda.stream()));
 #endif
 }
+
+ACCUMKERNELS_REGISTER(accumulate_)
 
 }  // namespace accumkernels

@@ -1,10 +1,10 @@
 // check_finite_: flags gradients that hold a value that is not finite.
 #include <vector>
 
-#include "../cpu/kernels.h"
+#include "../core/args.h"
 #include "arguments.h"
 #include "device.h"
-#include "ops.h"
+#include "register.h"
 
 namespace accumkernels {
 
@@ -46,5 +46,7 @@ void check_finite_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   cuda.check(cuda::check_finite(args, cuda.stream()));
 #endif
 }
+
+ACCUMKERNELS_REGISTER(check_finite_)
 
 }  // namespace accumkernels

@@ -6,7 +6,7 @@
 
 #include "tensor.h"
 #ifdef ACCUMKERNELS_WITH_CUDA
-#include "../cuda/launch.h"
+#include "../core/args.h"
 
 // Not in the libtorch of a CPU-only torch, where nothing calls them: weak, so that the library loads there too.
 extern "C" {

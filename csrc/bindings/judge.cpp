@@ -1,8 +1,8 @@
 // judge_: what becomes of a window, from its state.
-#include "../cpu/kernels.h"
+#include "../core/args.h"
 #include "arguments.h"
 #include "device.h"
-#include "ops.h"
+#include "register.h"
 
 namespace accumkernels {
 
@@ -36,5 +36,7 @@ void judge_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   cuda.check(cuda::judge(args, cuda.stream()));
 #endif
 }
+
+ACCUMKERNELS_REGISTER(judge_)
 
 }  // namespace accumkernels

@@ -1,12 +1,11 @@
 // What the library says about itself, to ops/native.py.
 #include <cstdio>
 
-#include "../cpu/kernels.h"
+#include "../core/args.h"
 #include "../cpu/product.h"
 #include "build_info.h"
 #include "device.h"
 #ifdef ACCUMKERNELS_WITH_CUDA
-#include "../cuda/launch.h"
 #endif
 
 #define AK_EXPORT extern "C" __attribute__((visibility("default")))

@@ -2,10 +2,10 @@
 #include <cmath>
 #include <vector>
 
-#include "../cpu/kernels.h"
+#include "../core/args.h"
 #include "arguments.h"
 #include "device.h"
-#include "ops.h"
+#include "register.h"
 
 namespace accumkernels {
 
@@ -38,5 +38,7 @@ void norm_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   cuda.check(cuda::norm(args, static_cast<double*>(workspace.mutable_data()), cuda.stream()));
 #endif
 }
+
+ACCUMKERNELS_REGISTER(norm_)
 
 }  // namespace accumkernels

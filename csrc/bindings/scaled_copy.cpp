@@ -1,10 +1,10 @@
 // scaled_copy_: tensors divided by a scalar, into tensors of any other dtype.
 #include <vector>
 
-#include "../cpu/kernels.h"
+#include "../core/args.h"
 #include "arguments.h"
 #include "device.h"
-#include "ops.h"
+#include "register.h"
 
 namespace accumkernels {
 
@@ -44,5 +44,7 @@ void scaled_copy_(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   cuda.check(cuda::scaled_copy(args, cuda.stream()));
 #endif
 }
+
+ACCUMKERNELS_REGISTER(scaled_copy_)
 
 }  // namespace accumkernels

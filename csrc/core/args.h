@@ -120,4 +120,42 @@ struct JudgeArgs {
   const double* overflow;
 };
 
+// The ops over their arguments, on either device; bindings/OP.cpp calls them.
+
+namespace cpu {  // all pointers in host memory
+
+// Runs function(begin, end, context) over [0, end) in pieces, possibly in parallel: torch's stable parallel_for in the
+// library, a plain loop in tests.
+using ParallelFor = void (*)(int64_t end, void (*function)(int64_t begin, int64_t end, void* context), void* context);
+
+void accumulate(const AccumulateArgs& args, ParallelFor parallel_for);
+void check_finite(const CheckFiniteArgs& args, ParallelFor parallel_for);
+void judge(const JudgeArgs& args);
+void norm(const NormArgs& args, ParallelFor parallel_for);
+void scaled_copy(const ScaledCopyArgs& args, ParallelFor parallel_for);
+
+// "avx512", "avx2" or "portable": what run-time dispatch chose. ACCUMKERNELS_CPU=avx2|portable in the environment
+// lowers it.
+const char* instruction_set();
+
+}  // namespace cpu
+
+namespace cuda {  // each launches on `stream` of the current device and returns a cudaError_t as int
+
+// Doubles of device workspace that accumulate (with sq_norm) and norm need at most; allocated by the caller, free to be
+// reused by later work on the same stream.
+int64_t workspace_size();
+
+int accumulate(const AccumulateArgs& args, double* workspace, void* stream);
+int check_finite(const CheckFiniteArgs& args, void* stream);
+int judge(const JudgeArgs& args, void* stream);
+int norm(const NormArgs& args, double* workspace, void* stream);
+int scaled_copy(const ScaledCopyArgs& args, void* stream);
+
+// 0 when this device can run the library (driver new enough for the static runtime, an image for its architecture);
+// else a cudaError_t, with the reason in message.
+int probe(int device, char* message, int size);
+
+}  // namespace cuda
+
 }  // namespace accumkernels

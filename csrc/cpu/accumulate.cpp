@@ -1,9 +1,9 @@
 #include <cstring>
 #include <vector>
 
+#include "../core/args.h"
 #include "../core/micro_batch.h"
 #include "chunks.h"
-#include "kernels.h"
 #include "spans.h"
 
 namespace accumkernels::cpu {

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels.h"
+#include "../core/args.h"
 
 namespace accumkernels::cpu {
 

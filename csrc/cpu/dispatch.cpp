@@ -1,7 +1,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kernels.h"
+#include "../core/args.h"
 #include "spans.h"
 
 namespace accumkernels::cpu {

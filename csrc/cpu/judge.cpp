@@ -1,6 +1,6 @@
 #include "../core/judge.h"
 
-#include "kernels.h"
+#include "../core/args.h"
 
 namespace accumkernels::cpu {
 

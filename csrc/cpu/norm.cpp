@@ -1,8 +1,8 @@
 #include <vector>
 
+#include "../core/args.h"
 #include "../core/arithmetic.h"
 #include "chunks.h"
-#include "kernels.h"
 #include "spans.h"
 
 namespace accumkernels::cpu {

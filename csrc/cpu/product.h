@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "../core/args.h"
-#include "kernels.h"
 
 namespace accumkernels::cpu {
 

@@ -1,6 +1,6 @@
+#include "../core/args.h"
 #include "../core/flags.h"
 #include "chunks.h"
-#include "kernels.h"
 #include "spans.h"
 
 namespace accumkernels::cpu {

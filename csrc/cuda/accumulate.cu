@@ -1,6 +1,6 @@
 // accumulate_: gradients of any dtype times weight / loss_scale into a flat fp32 or fp64 buffer, one pass.
+#include "../core/args.h"
 #include "../core/micro_batch.h"
-#include "launch.h"
 #include "reduce.h"
 #include "stream.h"
 #include "table.h"

@@ -1,6 +1,6 @@
 // check_finite_: flags the gradients that hold a value that is not finite, before anything is accumulated.
+#include "../core/args.h"
 #include "../core/micro_batch.h"
-#include "launch.h"
 #include "stream.h"
 #include "table.h"
 

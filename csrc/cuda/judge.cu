@@ -1,7 +1,7 @@
 // judge_: a window's verdict, by one thread.
+#include "../core/args.h"
 #include "../core/judge.h"
 #include "kernel.h"
-#include "launch.h"
 
 namespace accumkernels::cuda {
 namespace {

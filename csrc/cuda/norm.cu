@@ -1,6 +1,6 @@
 // norm_: the sum of squares of a list of tensors, or their largest magnitude, in a fixed order.
+#include "../core/args.h"
 #include "../core/arithmetic.h"
-#include "launch.h"
 #include "reduce.h"
 #include "square_sum.h"
 #include "stream.h"

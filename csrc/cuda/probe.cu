@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <thread>
 
-#include "launch.h"
+#include "../core/args.h"
 #include "table.h"
 
 namespace accumkernels::cuda {

@@ -1,7 +1,7 @@
 // scaled_copy_: outputs[i] = inputs[i] / divisor, between any two element types, rounded once.
+#include "../core/args.h"
 #include "../core/arithmetic.h"
 #include "../core/flags.h"
-#include "launch.h"
 #include "stream.h"
 #include "table.h"
 

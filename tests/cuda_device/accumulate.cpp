@@ -229,21 +229,25 @@ void weights() {
   }
 }
 
+// Each instance of the kernel, by the buffer's dtype, squares and the table, on its widest and its odd accesses.
 void many() {
-  for (const int64_t count : {255, 256, 257, 1500, 2031, 2032, 4070}) {  // a short table holds 256, a long one 2,031
-    std::vector<Tensor> tensors;
-    for (int64_t i = 0; i < count; ++i) {
-      const bool bad = i == count / 2 || i == count - 1;
-      tensors.push_back({i == count / 3 ? 8200 : 1 + i % 70, kDTypes[i % 3], i % 5 == 0, 0});
-      if (bad) tensors.back().last = kInfinity;
+  for (const DType buffer : {DType::kFloat32, DType::kFloat64}) {
+    for (const bool squares : {false, true}) {
+      for (const int64_t count :
+           {255, 256, 257, 1500, 2031, 2032, 4070}) {  // a short table holds 256, a long one 2,031
+        std::vector<Tensor> tensors;
+        for (int64_t i = 0; i < count; ++i) {
+          const bool bad = i == count / 2 || i == count - 1;
+          tensors.push_back({i == count / 3 ? 8200 : 1 + i % 70, kDTypes[i % 4], i % 5 == 0, 0});
+          if (bad && !squares) tensors.back().last = kInfinity;
+        }
+        Call call;
+        call.buffer = buffer;
+        call.squares = squares;
+        call.flags = !squares;
+        run(tensors, call);
+      }
     }
-    Call call;
-    call.squares = count == 257 || count == 4070;
-    call.flags = !call.squares;
-    if (call.squares) {
-      for (Tensor& tensor : tensors) tensor.last = std::nullopt;
-    }
-    run(tensors, call);
   }
 }
 
@@ -280,7 +284,7 @@ const std::vector<Check> kAccumulate = {
     {"accumulate/not-finite", "infinities and NaN flag their own gradient alone; without flags nothing", not_finite},
     {"accumulate/overflow", "a sum that overflows alone poisons the window and flags nobody", sum_overflows},
     {"accumulate/weights", "weights as numbers and tensors, with a loss scale; bad ones", weights},
-    {"accumulate/many", "short and long tables to their last entries, several launches", many},
+    {"accumulate/many", "every buffer, with and without squares, short and long tables to their last entries", many},
     {"accumulate/empty", "empty lists, tensors without elements", empty},
     {"accumulate/blocks", "flags and sums of squares of several blocks", blocks},
 };

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/cuda/launch.h"
+#include "../../csrc/core/args.h"
 
 namespace check {
 

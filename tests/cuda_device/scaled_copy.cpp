@@ -82,7 +82,7 @@ void many() {
   const double seven = 7.0;
   for (const int64_t count : {256, 257, 1015, 1016, 1300}) {  // tables hold 256 and 1,015
     std::vector<Pair> pairs;
-    for (int64_t i = 0; i < count; ++i) pairs.push_back({i % 7, kDTypes[i % 3], kDTypes[i % 4]});
+    for (int64_t i = 0; i < count; ++i) pairs.push_back({i % 7, kDTypes[i % 4], kDTypes[i / 4 % 4]});
     run(pairs, &seven);
   }
 }

@@ -35,6 +35,39 @@ FAULTS = {
     "half of the lanes in the mask": Fault("cuda/reduce.h", "0xffffffffu", "0x0000ffffu", "norm", "not in its mask"),
 }
 
+# Words of 16-byte stores, swapped in one instance of a kernel alone, which the environment variable PLANTED names.
+_PLANTED = r'static const int planted = std::atoi(std::getenv("PLANTED"));\nstatic bool is_long;\n'
+_SWAP = r"      if (kGroup > 1 && {wide} && planted == {instance}) std::swap({row}[0], {row}[kGroup - 1]);\n"
+_SEES = r"  is_long = kCapacity > 256;\n"
+_BY_BUFFER = "(sizeof(Buffer) == 8) * 4 + kSumSquares * 2 + is_long"
+INSTANCES = {
+    "accumulate": Fault(
+        "cuda/accumulate.cu",
+        r"(?s)(// What a thread found in its elements\.)(.*?)"
+        r"(      store<kWideBuffer>\()(.*?)(  const Buffer factor = )",
+        _PLANTED
+        + r"\1\2"
+        + _SWAP.format(wide="kWideBuffer", row="totals[u]", instance=_BY_BUFFER)
+        + r"\3\4"
+        + _SEES
+        + r"\5",
+        *("accumulate", "buffer["),
+    ),
+    "scaled_copy": Fault(
+        "cuda/scaled_copy.cu",
+        r"(?s)(// Element types are told apart)(.*?)(      store<kWideOutput>\()(.*?)(  table\.for_each_tensor)",
+        _PLANTED
+        + r"\1\2"
+        + _SWAP.format(wide="kWideOutput", row="values[u]", instance="(sizeof(Wide) == 8) * 2 + is_long")
+        + r"\3\4"
+        + _SEES
+        + r"\5",
+        *("scaled_copy", "wrong: "),
+    ),
+}
+# By the buffer's or the wider dtype, with and without squares, with a short and a long table; -1: in none.
+PLANTED = [(kernel, at) for kernel, count in (("accumulate", 8), ("scaled_copy", 4)) for at in range(-1, count)]
+
 
 def test_sound_kernels_pass():
     """What the faults fail; `make device-check` runs all the other checks too."""
@@ -49,3 +82,18 @@ def test_planted_faults_fail(fault, tmp_path):
     result = run_check(build_faulty_check(FAULTS[fault], tmp_path, races=False))
     assert result.returncode == 1
     assert FAULTS[fault].message in result.stdout
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """The programs with a fault in an instance that is named when they run."""
+    return {name: build_faulty_check(INSTANCES[name], tmp_path_factory.mktemp(name), races=False) for name in INSTANCES}
+
+
+@pytest.mark.parametrize(("kernel", "instance"), PLANTED)
+def test_each_instance_is_checked(kernel, instance, faulty, monkeypatch):
+    """A fault in the stores of one instance of a kernel fails the checks of its lists, and nothing else does."""
+    monkeypatch.setenv("PLANTED", str(instance))
+    result = run_check(faulty[kernel], f"{kernel}/many")
+    assert result.returncode == (instance >= 0), result.stdout
+    assert (INSTANCES[kernel].message in result.stdout) == (instance >= 0)

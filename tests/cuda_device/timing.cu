@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "../../csrc/core/args.h"
 #include "../../csrc/cuda/kernel.h"
-#include "../../csrc/cuda/launch.h"
 #include "check.h"
 #include "timing.h"
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "../../csrc/core/args.h"
 #include "../../csrc/core/numeric.h"
-#include "../../csrc/cuda/launch.h"
 #include "../../csrc/cuda/table.h"
 #include "cuda_runtime.h"
 

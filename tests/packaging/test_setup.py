@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import accumkernels
-from tests.support.library_gates import wheel_gate
+from tests.support.library_gates import pure_wheel_gate, wheel_gate
 from tests.support.setup_project import Project
 
 pytestmark = pytest.mark.starts
@@ -83,6 +86,89 @@ def test_builds_cpu_kernels_alone_and_says_so(project: Project, has_nvcc: bool, 
     ninja = (project.root / "build" / "native" / "build.ninja").read_text()
     assert "CPU kernels alone" in done.stdout
     assert not re.search(r"\.cu\b|cudart|WITH_CUDA", ninja)
+
+
+def test_says_what_it_compiles(project: Project) -> None:
+    """One line before the minutes of compiling: for which GPUs, and how to leave those out."""
+    project.nvcc()
+    said = project.setup("build_ext", "--inplace").stdout
+    assert re.search(r"compiling \d\d files: CPU kernels by \S+, CUDA kernels for 80, 90, 100 by nvcc 12.8.61; ", said)
+    assert "ACCUMKERNELS_BUILD_CUDA=0" in said
+    assert re.search(
+        r"compiling \d\d files: CPU kernels by \S+$", project.setup("build_ext", "--inplace", **NO_CUDA).stdout
+    )
+
+
+NO_CUDA = {"ACCUMKERNELS_BUILD_CUDA": "0"}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "cause"),
+    [({"CXX": ""}, "no C++ compiler: c++ is not on PATH"), ({"ACCUMKERNELS_BUILD": "0"}, "as asked")],
+)
+def test_without_a_compiler_the_wheel_is_pure(project: Project, knobs: dict[str, str], cause: str) -> None:
+    """It is for any platform, holds the package without a library, and one line says why; torch is not asked for."""
+    done = project.setup("bdist_wheel", **knobs)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(cause) == 1
+    (wheel,) = (project.root / "dist").iterdir()
+    assert pure_wheel_gate(wheel, accumkernels.__version__) == []
+    assert required_to_build(project, **knobs) == []
+    assert required_to_build(project, CXX=project.compiler) == ["ninja", "torch>=2.10"]
+
+
+def required_to_build(project: Project, **knobs: str) -> list[str]:
+    """What a build frontend installs beside setuptools, by the backend that pyproject.toml names."""
+    pyproject = (project.root / "pyproject.toml").read_text()
+    assert 'build-backend = "setup"\nbackend-path = ["."]\n' in pyproject
+    ask = "import json, setup; print(json.dumps(setup.get_requires_for_build_wheel()))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ask],
+        cwd=project.root,
+        env={"PATH": str(project.bin), **knobs},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"ACCUMKERNELS_BUILD": "1", "CXX": ""}, "no C++ compiler: c++ is not on PATH; ACCUMKERNELS_BUILD=0 installs"),
+        ({"ACCUMKERNELS_BUILD_CUDA": "1", "CXX": ""}, "no C++ compiler: c++ is not on PATH"),
+        ({"CXX": "no-such-c++"}, "no C++ compiler: no-such-c++ is not on PATH"),
+        ({"ACCUMKERNELS_BUILD": "no"}, "ACCUMKERNELS_BUILD=no: expected auto, 0 or 1"),
+    ],
+)
+def test_a_library_asked_for_is_never_left_out(project: Project, knobs: dict[str, str], words: str) -> None:
+    """Whoever asks for the library, for CUDA kernels or for a compiler gets them or an error."""
+    assert words in project.fail(**knobs)
+
+
+def test_a_library_that_does_not_build_is_an_error(project: Project) -> None:
+    """With a compiler a failure is not hidden by a wheel without kernels; how to get that one is said."""
+    project.script("ninja", "exit 1")
+    done = project.setup("bdist_wheel")
+    assert done.returncode != 0
+    assert "did not build" in done.stderr
+    assert "ACCUMKERNELS_BUILD=0 installs without compiled kernels" in done.stderr
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_get_the_pure_wheel(system: str, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their linkers know nothing of what setup.py tells the linker, so that a compiler is not even looked for."""
+    spec = importlib.util.spec_from_file_location("setup_of_project", project.root / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    for name in ("ACCUMKERNELS_BUILD", "ACCUMKERNELS_BUILD_CUDA", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert setup.why_pure() == f"the library is for Linux, and this is {system}"
 
 
 def test_names_an_unknown_architecture_and_the_valid_ones(project: Project) -> None:
