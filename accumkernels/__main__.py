@@ -1,4 +1,4 @@
-"""`python -m accumkernels`: the doctor; `demo`: the demo; `plan` and `fit`: choosing the batch."""
+"""`python -m accumkernels`: the doctor; `demo` and `compare`: against stock; `plan` and `fit`: choosing the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .planning import fit_command, plan_command
+from .planning.commands import add_compare, add_fit, add_plan, run_fit, run_plan
 
 
 def _positive(text: str) -> int:
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small GPT on real text with one big batch, with stock accumulation and with "
         "FusedAccumulator; print a table, write demo.png and demo.json.",
     )
-    demo.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    demo.add_argument("--device", help="cpu, cuda or another accelerator (default: the one that is there)")
     demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="for the files (default: ./demo)")
     demo.add_argument("--steps", type=_positive, help="windows to train (default: as many as a minute allows)")
     demo.add_argument("--seed", type=int, default=0, help="of weights and order of the data (default: 0)")
@@ -41,8 +41,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("bf16", "fp16", "none"),
         help="autocast; fp16 with a GradScaler (default: bf16 where there is it)",
     )
-    plan_command.add_parser(commands)
-    fit_command.add_parser(commands)
+    add_plan(commands)
+    add_fit(commands)
+    add_compare(commands)
     return parser
 
 
@@ -51,17 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command is None:
-            from .doctor.report import report
+            from .doctor import report
 
             return report(as_json=arguments.json)
         if arguments.command in ("plan", "fit"):
-            return (plan_command if arguments.command == "plan" else fit_command).run(arguments)
+            return (run_plan if arguments.command == "plan" else run_fit)(arguments)
         for package in ("rich", "matplotlib"):
             try:
                 importlib.import_module(package)
             except ImportError:
-                print(f'the demo needs {package}: pip install "accumkernels[demo]"', file=sys.stderr)
+                command = "the demo" if arguments.command == "demo" else arguments.command
+                print(f'{command} needs {package}: pip install "accumkernels[demo]"', file=sys.stderr)
                 return 2
+        if arguments.command == "compare":
+            from .demo.compare import run_compare
+
+            return run_compare(arguments)
         from .demo.command import run
 
         return run(arguments.device, arguments.out, arguments.steps, arguments.seed, arguments.amp)

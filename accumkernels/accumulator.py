@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+import itertools
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .arguments import as_scalar, check_options, check_split
-from .batch_statistics import check_independent, synchronised_batchnorm, warn_of_batchnorm
-from .boundary import opaque, profiled
-from .buffers.parameters import NamedParameter, check_group, named_parameters
-from .buffers.store import Store
-from .errors import expect, expect_iterable, wrong_type
-from .hooks import unfollow
+from .arguments import Fusion, Options, Overflow, Release, Split, as_scalar, refuse_unknown
+from .batch_statistics import check_independent
+from .buffers.parameters import check_group
+from .engine import Engine
+from .errors import expect, expect_iterable, logger, wrong_type
+from .hooks import opaque, profiled
+from .ops import Backend
 from .ops.schema import State
-from .ranks.base import Ranks
-from .ranks.choice import choose_ranks
+from .ranks.base import backward_may_cross_ranks
 from .ranks.pipeline import refuse_late_stages
-from .ranks.weight_unit import backward_may_cross_ranks
-from .splitting.loss import LossAndWeight, adding_nothing
-from .splitting.memory import memory_of
-from .splitting.packing import Packer
-from .splitting.run import BatchReport, BatchRunner
-from .splitting.run import Window as BatchWindow
-from .splitting.samples import Cost, costs_of, samples_of
+from .splitting.batches import Cost
+from .splitting.run import BatchReport
 from .window.checkpoint import check, load, save, saved_by_dcp, share
 from .window.coupled import CoupledLoss
-from .window.end import End
-from .window.grad_scaler import LossScaler
-from .window.micro_batch import MicroBatchRunner
-from .window.misuse import MisuseDetector
-from .window.noise_scale import NoiseMeter, NoiseScale
-from .window.patience import Patience
-from .window.selection import read_parts, select
-from .window.state import Phase, Window, WindowLoss
+from .window.end import read_parts, select
+from .window.noise_scale import NoiseScale
+from .window.state import Phase
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _Batch = TypeVar("_Batch")
-
-
-class Parts(NamedTuple):
-    """The rooms behind an accumulator, for the trainers' adapters: they run windows between a trainer's calls."""
-
-    store: Store
-    ranks: Ranks
-    runner: MicroBatchRunner
-    scaler: LossScaler
-    end: End
-    window: Callable[[], Window]  # the one that is open, or finalized: the next one is another object
-
-
-def parts_of(accumulator: FusedAccumulator) -> Parts:
-    """What an accumulator is made of; not for users."""
-    parts = accumulator._store, accumulator._ranks, accumulator._runner, accumulator._scaler, accumulator._end
-    return Parts(*parts, lambda: accumulator._window)
+_ClippedPart = tuple[Tensor | Iterable[Tensor], float | Tensor]  # parameters, and the norm that they are clipped to
 
 
 class FusedAccumulator:
@@ -71,7 +43,7 @@ class FusedAccumulator:
 
         acc = FusedAccumulator(model, scaler=scaler)
         optimizer = torch.optim.AdamW(acc.parameters(), lr=3e-4, fused=True)
-        for window in windows:
+        for window in acc.windows(loader, 8):
             for x, y in window:
                 with torch.autocast("cuda", dtype=torch.float16):
                     loss = loss_fn(model(x), y)
@@ -100,8 +72,9 @@ class FusedAccumulator:
             are larger than a bucket. In smaller models, in a loop's own `loss.backward()`, and with
             `overflow="microbatch"` or "raise", it works as "microbatch" does. An exception breaks the window only if a
             bucket was added before it.
-        bucket_bytes: Pending gradient bytes at which a bucket is added. At most this much and one gradient are alive at
-            any moment. None (default): 16 MiB on a GPU; on a CPU twice the largest gradient, 2 to 32 MiB.
+        bucket_bytes: Pending gradient bytes at which a bucket is added, as a number or as in "8 MiB". At most this much
+            and one gradient are alive at any moment. None (default): 16 MiB on a GPU; on a CPU twice the largest
+            gradient, 2 to 32 MiB.
         master_weights: Keep fp32 masters of fp16 and bf16 parameters: `parameters()` yields them, optimizers step them,
             and after any optimizer's step they are rounded into the model. What you write to the model's weights
             yourself is taken over into the masters, except by way of `.data` (`refresh_masters`). Without masters
@@ -119,6 +92,11 @@ class FusedAccumulator:
             first `acc.backward` or from the beginning of `acc.window` on, which saves a cast of every weight in each
             further micro-batch. For loops in which only optimizers change weights: an edit in place inside a window is
             an error that names the parameter, and an edit by `.data` is not seen until the next window.
+        cpu_offload: Keep sums, fp32 masters and the optimizer's state in host memory, for a model whose weights fit on
+            the card and whose training does not. `parameters()` yields masters on the CPU for every trainable
+            parameter; backward copies gradients to pinned memory, and a thread adds them once the whole backward has
+            ended, so that an error in it never breaks the window. At most two buckets and one gradient are alive on the
+            card. After a step the masters are rounded into the model. See docs/cpu_offload.md.
         fuse_weight_gradients: Add weight gradients of matrix products and embeddings to the flat buffer by the op that
             computes them, so that they never exist on their own. This happens inside `acc.backward` for weights that
             the graph of this very backward uses in nothing else, and that have no hooks of yours. Such a gradient is
@@ -139,8 +117,9 @@ class FusedAccumulator:
             element is at most N * 2**-8 of the sum of its magnitudes over ranks. fp64 sums are reduced in fp64.
             "auto": bf16 for sums of bf16 parameters, fp32 for others.
         memory_limit: Bytes of the first parameter's device that `backward_batch` may use, for tensors of the whole
-            process. None: all that the device has; a CPU's memory is not known.
-        autocast_route: Removed, an error: 16-bit gradients are always taken before autocast's backward widens them.
+            process, as in "10GiB" or as a number of at least 2**20. A micro-batch that would need more runs out of
+            memory and is split. None: all that the device has; a CPU's memory is not known.
+        **kwargs: None: a name that is not above is an error that says what to write instead.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it and its value.
@@ -153,86 +132,52 @@ class FusedAccumulator:
         params: nn.Module | Iterable[Any],
         *,
         scaler: torch.amp.GradScaler | None = None,
-        overflow: str | None = "window",
-        release: str = "auto",
-        bucket_bytes: int | None = None,
+        overflow: Overflow | None = "window",
+        release: Release = "auto",
+        bucket_bytes: int | str | None = None,
         master_weights: bool = False,
         process_group: Any = None,
         noise_scale: bool | float = False,
         cache_casts: bool = False,
-        fuse_weight_gradients: str | bool = "auto",
-        backend: str = "auto",
-        comm_dtype: torch.dtype | str = torch.float32,
-        memory_limit: int | None = None,
-        autocast_route: None = None,
+        cpu_offload: bool = False,
+        fuse_weight_gradients: Fusion | bool = "auto",
+        backend: Backend = "auto",
+        comm_dtype: torch.dtype | Literal["auto"] = torch.float32,
+        memory_limit: int | str | None = None,
+        **kwargs: NoReturn,
     ) -> None:
-        check_options(
-            params,
-            scaler,
-            overflow,
-            release,
-            bucket_bytes,
-            master_weights,
-            noise_scale,
-            cache_casts,
-            fuse_weight_gradients,
-            comm_dtype,
-            memory_limit,
-            autocast_route,
-        )
-        # Where a micro-batch may be dropped, all of it has to be there before anything is added.
-        self._release = "microbatch" if overflow in ("microbatch", "raise") else release
-        chosen = choose_ranks(params, process_group)
-        named = self._named(chosen.params)
-        self._scaler = LossScaler(scaler)
-        self._scaler.check_device(named)
-        self._ranks = chosen.join(
-            named,
-            comm_dtype,
-            noise_scale=noise_scale,
-            scaled=self._scaler.scaler is not None,
-            overflow=overflow,
-            release=self._release,
-            master_weights=master_weights,
-        )
-        warn_of_batchnorm(chosen.params)
-        self._synchronised = synchronised_batchnorm(chosen.params)
-        self._store = Store(named, backend, master_weights)
-        self._ranks.follow(self._store.buffers)
-        self._silence = chosen.silence()
-        self._overflow = overflow
-        half_life = None if isinstance(noise_scale, bool) else noise_scale
-        self._noise = NoiseMeter(half_life, noise_scale is not False, self._ranks)
-        self._module = chosen.params if isinstance(chosen.params, nn.Module) else None
-        self._runner = MicroBatchRunner(
-            self._store,
-            self._ranks,
-            self._scaler,
-            overflow,
-            self._noise,
-            cache_casts,
-            release=self._release,
-            bucket_bytes=bucket_bytes,
-            fuse_weight_gradients=fuse_weight_gradients,
-        )
-        self._end = End(self._store, self._ranks, self._scaler, overflow, self._noise)
-        self._misuse = MisuseDetector(self._store, self._ranks, self._scaler, self._runner.is_uncounted)
-        self._batches = BatchRunner(memory_of(self._store.device, memory_limit), list(self._store.states))
-        self._ended = 0  # windows
-        self._patience = Patience(self)
+        if kwargs:
+            refuse_unknown(kwargs, Options.__dataclass_fields__)
+        engine: Any = params
+        if not isinstance(engine, Engine):  # else it is a trainer's adapter's, which runs windows between its calls
+            options = Options(
+                scaler=scaler,
+                overflow=overflow,
+                release=release,
+                bucket_bytes=bucket_bytes,
+                master_weights=master_weights,
+                noise_scale=noise_scale,
+                cache_casts=cache_casts,
+                cpu_offload=cpu_offload,
+                fuse_weight_gradients=fuse_weight_gradients,
+                backend=backend,
+                comm_dtype=comm_dtype,
+                memory_limit=memory_limit,
+            )
+            engine = Engine(params, options, process_group)
+        self.engine = engine
+        self._store, self._ranks = engine.store, engine.ranks
         self._looked_for_stages = False
-        self._splits_together = False  # whether a subclass knows that ranks wait for each other in `loss_fn`
-        self._clipped = False  # whether a norm was computed since the window was finalized
+        self._warned_of_late_weights = False
         self._iterated = False  # whether `window` was called since a window ended
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
-        self._open()
 
     # ---- what it holds
 
     @property
     def flat_buffers(self) -> list[Tensor]:
         """The flat buffers, fp32 (fp64 for fp64 parameters), one per device and dtype."""
-        self._excuse_reader()
+        self._note_reader()
         return [buffer.tensor for buffer in self._store.buffers if not buffer.released]
 
     def parameters(self) -> Iterator[Tensor]:
@@ -289,7 +234,7 @@ class FusedAccumulator:
             raise RuntimeError(
                 "main_grad(): release_buffers() freed the buffers; the next accumulate() makes them anew"
             )
-        self._excuse_reader()
+        self._note_reader()
         return buffer.views[segment.index]
 
     def release_buffers(self) -> None:
@@ -302,16 +247,16 @@ class FusedAccumulator:
         Raises:
             RuntimeError: inside a window.
         """
-        if self.micro_batches or self._window.phase is not Phase.OPEN or self._runner.captures.added:
+        if self.micro_batches or self.engine.window.phase is not Phase.OPEN or self.engine.runner.is_uncounted():
             raise RuntimeError("release_buffers() inside a window: end it with step() or zero_() before")
         if self._ranks.size == 1:  # other ranks may not call this
-            self._give_back(self._store.idle(least=0.0))
+            self.engine.give_back(self._store.idle(self._store.touched_bytes(), least=0.0))
         self._store.release()
 
     @property
     def micro_batches(self) -> int:
         """How many `accumulate` calls this window has had, dropped micro-batches included."""
-        return self._window.micro_batches
+        return self.engine.window.micro_batches
 
     @property
     def weight(self) -> Tensor:
@@ -319,6 +264,7 @@ class FusedAccumulator:
 
         Until `finalize` it is this rank's sum, afterwards the sum over all ranks. The same holds for `found_inf`.
         """
+        self.engine.flush()
         return self._store.state()[State.WEIGHT].clone()
 
     @property
@@ -327,17 +273,17 @@ class FusedAccumulator:
 
         With DTensors, ranks agree when the window ends; until then it is this rank's own value.
         """
-        if self._window.verdict is not None:
-            return self._window.verdict.found_inf.clone()
+        if self.engine.window.verdict is not None:
+            return self.engine.window.verdict.found_inf.clone()
         if not self._ranks.sender.begun:
-            self._runner.flush()
-            self._store.check_sums(self.micro_batches, self._overflow is not None)
+            self.engine.flush()
+            self._store.check_sums(self.micro_batches, self.engine.options.overflow is not None)
         return self._store.state()[State.FOUND_INF].float()
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, for overflow or because the window was empty. Reading it synchronises."""
-        return self._end.was_skipped()
+        return self.engine.ending.was_skipped()
 
     def overflow_report(self) -> list[str]:
         """Names of the parameters with non-finite gradients in the last bad micro-batch; synchronises.
@@ -347,6 +293,7 @@ class FusedAccumulator:
 
         With DTensors, it names the parameters whose local shard was not finite.
         """
+        self.engine.flush()
         return self._store.flagged()[1]
 
     def noise_scale(self) -> NoiseScale:
@@ -362,9 +309,9 @@ class FusedAccumulator:
         The estimator follows McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162),
         appendix A.1, extended to unequal weights; see `accumkernels.window.noise_scale`.
         """
-        if not self._noise.on:
-            self._noise.turn_on(now=self.micro_batches == 0)
-        return self._noise.read()
+        if not self.engine.noise.on:
+            self.engine.noise.turn_on(now=self.micro_batches == 0)
+        return self.engine.noise.read()
 
     def metrics(self) -> dict[str, float | Tensor]:
         """A snapshot of the last finished window for a logger: numbers and 0-d tensors, none of them read back.
@@ -379,50 +326,77 @@ class FusedAccumulator:
           or `accumulate(loss=...)`;
         * `found_inf`, `step_skipped`: 1.0 if true, else 0.0;
         * `windows`, `windows_skipped`: how many have ended since construction, and how many of them without a step;
-        * `loss_scale`: the GradScaler's current scale; `noise_scale`: the critical batch size, if it is measured.
+        * `loss_scale`: the GradScaler's current scale; `noise_scale`: the critical batch size, if it is measured;
+        * `offload_wait`: with `cpu_offload`, seconds that the window waited for gradients to be added on the host, at
+          its end and whenever its sums were read.
         """
-        metrics = self._end.metrics.read()
-        loss_scale = self._scaler.current_scale()
+        metrics = self.engine.ending.metrics.read()
+        loss_scale = self.engine.scaler.current_scale()
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
-        if self._noise.on:
-            metrics["noise_scale"] = self._noise.read().tensor()
+        if self.engine.runner.offload is not None:
+            metrics["offload_wait"] = self.engine.runner.offload.seconds_before
+        if self.engine.noise.on:
+            metrics["noise_scale"] = self.engine.noise.read().tensor()
         return metrics
 
-    def __repr__(self) -> str:
-        finalized = self._window.phase is Phase.FINALIZED
-        position = "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
-        norm = "none yet" if self._end.last_norm is None else f"{self._end.last_norm.item():.6g}"
-        captures = self._runner.captures
-        ways = "" if captures.graph is None else f", elements in the last backward: {captures.graph}"
-        ranks = f", {self._ranks}" if str(self._ranks) else ""
-        learned = self._batches.learned
-        batches = f"micro-batches of backward_batch: {learned}, " if learned.batches else ""
-        return (
-            f"FusedAccumulator({self._store}{ways}{ranks}, overflow={self._overflow!r}, "
-            f"release={captures}, {batches}{position}, last norm {norm})"
+    def _state(self) -> Iterator[tuple[str, str, object]]:
+        """Yield what a reader may want to know: what it is, how one line says it, and its value."""
+        captures, learned, last_norm = (
+            self.engine.runner.captures,
+            self.engine.batches.learned,
+            self.engine.ending.last_norm,
         )
+        finalized = self.engine.window.phase is Phase.FINALIZED
+        yield "holds", "{}", self._store
+        if captures.graph is not None:
+            yield "last backward", "elements in the last backward: {}", captures.graph
+        if str(self._ranks):
+            yield "ranks", "{}", self._ranks
+        yield "overflow", "overflow={}", repr(self.engine.options.overflow)
+        yield "release", "release={}", captures
+        if learned.batches:
+            yield "backward_batch", "micro-batches of backward_batch: {}", learned
+        yield "window", "{}", "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
+        yield "last norm", "last norm {}", "none yet" if last_norm is None else f"{last_norm.item():.6g}"
+
+    def __repr__(self) -> str:
+        return f"FusedAccumulator({', '.join(form.format(value) for _, form, value in self._state())})"
+
+    def __str__(self) -> str:
+        """A table of its state. Like `repr`, it waits for the device if a norm was computed."""
+        return "\n".join(["FusedAccumulator", *(f"  {name:14}  {value}" for name, _, value in self._state())])
 
     # ---- a micro-batch
 
     @opaque
-    def backward(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = False, **kwargs: Any) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, *, last: bool = False, **kwargs: Any
+    ) -> None:
         """`scaler.scale(loss).backward(**kwargs)`, then `accumulate(weight)`.
 
         Args:
             loss: The plain loss, neither scaled nor divided by a number of accumulation steps.
             weight: See `accumulate`. With several ranks the loss is multiplied by it, so that unequal weights are right
-                where backward itself crosses ranks.
+                where backward itself crosses ranks. None (default) counts 1, and a window is warned of, once, whose
+                losses are known by their graphs to be means over unequal numbers of items; 1 means that they are to
+                count the same.
             last: This is the window's last micro-batch, on this rank and on all others that ran any. With a process
                 group, sums are sent while backward completes them if it adds buckets, otherwise when it has ended. The
                 result is the same. `window` sets this by itself.
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
-        self._require_accumulating("backward()")
+        engine = self.engine
+        engine.check_accumulating("backward()")
         last = self._ranks.reduces_sums and self._check_last(last)
-        self._misuse.see_loss(loss)
-        weight = as_scalar(weight, "weight", self._store.device)  # a wrong weight is an error before backward runs
-        self._runner.accumulate(self._runner.backward(loss, weight, last, kwargs))
+        engine.misuse.inspect_loss(loss)
+        if weight is None:
+            weight = 1.0
+            if engine.misuse.items is not None:
+                engine.misuse.note_items(loss, sys._getframe(2))  # above `opaque`
+        else:  # a wrong one is an error before backward runs
+            weight = as_scalar(weight, "weight", self._store.compute_devices[0])
+        engine.backward(loss, engine.micro_batch(weight, last=last), **kwargs)
 
     @opaque
     def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
@@ -443,25 +417,25 @@ class FusedAccumulator:
                 construction; a gradient is sparse; `scaler.unscale_` was called.
             FloatingPointError: With `overflow="raise"`, gradients are not finite; the message names their parameters.
         """
-        self._require_accumulating("accumulate()")
+        self.engine.check_accumulating("accumulate()")
         if not self._looked_for_stages:  # they may have been built after the accumulator
             self._looked_for_stages = True
             refuse_late_stages(self._store.named, self._ranks)
         last = self._check_last(last)
-        scalar = as_scalar(weight, "weight", self._store.device)
+        scalar = as_scalar(weight, "weight", self._store.compute_devices[0])
         if loss is not None and expect(loss, Tensor, "loss", "a tensor").numel() != 1:
             raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}")
         given = isinstance(scalar, Tensor) or scalar != 1
-        if given and self._runner.captures.added:
+        if given and self.engine.runner.is_uncounted():
             raise RuntimeError(
                 f"accumulate(weight={weight}) after backward with release='backward': gradients were added while it "
-                "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead"
+                "ran, with weight 1; pass the weight to acc.backward(loss, weight) instead (AK08)"
             )
         if given:
-            self._window.weigh_late()
-        if self._window.weighed_after:
+            self.engine.window.weigh_late()
+        if self.engine.window.weighed_after:
             self._warn_of_late_weights()
-        self._runner.accumulate(self._runner.micro_batch(scalar, last, loss))
+        self.engine.accumulate(self.engine.micro_batch(scalar, last=last, loss=loss))
 
     @opaque
     def backward_coupled(
@@ -501,28 +475,14 @@ class FusedAccumulator:
             RuntimeError: As `accumulate`; or `encode` returned other shapes in its second pass. After an exception the
                 window is as it was, unless gradients were added in buckets, which breaks it.
         """
-        self._require_accumulating("backward_coupled()")
+        self.engine.check_accumulating("backward_coupled()")
         last = self._check_last(last)
-        check_independent(self._module, "backward_coupled()")
-        scalar = as_scalar(weight, "weight", self._store.device)
+        check_independent(self.engine.module, "backward_coupled()")
+        scalar = as_scalar(weight, "weight", self._store.compute_devices[0])
         coupled = CoupledLoss(chunks, encode, loss_fn)
-        micro_batch = self._runner.micro_batch(scalar)
-
-        def backward(loss: Tensor) -> None:
-            nonlocal micro_batch
-            self._misuse.see_loss(loss)
-            micro_batch = self._runner.backward(loss, scalar, False, {})
-
-        def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], ends: bool) -> None:
-            self._runner.backward_part(tensors, grads, micro_batch._replace(last=last and ends))
-
-        try:
-            loss = coupled.run(self._store.states, backward, backward_part)
-        except BaseException:
-            self._runner.discard()
-            raise
-        self._runner.accumulate(micro_batch._replace(last=last))
-        return loss
+        return self.engine.backward_coupled(
+            coupled, self.engine.micro_batch(scalar, last=last), self.engine.misuse.inspect_loss
+        )
 
     @opaque
     def backward_batch(
@@ -530,14 +490,14 @@ class FusedAccumulator:
         batch: Any,
         loss_fn: Callable[[Any], Any],
         *,
-        micro_batch: int | str = "auto",
+        micro_batch: int | Literal["auto"] = "auto",
         cost: Cost = None,
         budget: float | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         weight: Callable[[Any], float | Tensor] | None = None,
         multiple_of: int = 1,
     ) -> BatchReport:
-        """Run a whole batch as as many micro-batches as it takes to fit in memory; exact however it is split.
+        """Split a batch into micro-batches that fit in memory; the result does not depend on the split.
 
             for batch in loader:
                 acc.backward_batch(batch, lambda part: loss_fn(model(part["x"]), part["y"]))
@@ -548,10 +508,14 @@ class FusedAccumulator:
         step are one window. Inside `window` the last micro-batch of the last batch is marked.
 
         Args:
-            batch: A tree of tensors with samples along the first dimension (tuples, lists, mappings, dataclasses), of
-                which the first tensor says how many there are. What has no samples (no tensor, no dimension, or one
-                row) goes into every micro-batch. With `collate`, a list of samples.
-            loss_fn: Called with a part of the batch; returns its mean loss, or a tuple of that and its weight.
+            batch: A tree of tensors with samples along the first dimension (tuples, lists, mappings, dataclasses).
+                Lists without tensors, such as texts, are split likewise. What has no samples (neither tensor nor list,
+                no dimension, or one row or item) goes into every micro-batch. With `collate`, a list of samples.
+            loss_fn: Called with a part of the batch, which is the place to move it to the device; returns its mean
+                loss, `(loss, weight)`, or `(loss, weight, extra)`: see `weight` (None: as if not returned) and `extras`
+                of the report. If neither says what a part of a list with `collate` weighs, the first split of each kind
+                of samples finds out whether the loss is a mean over samples: `loss_fn` is called on a few
+                samples, in eval mode, without gradients, and random state and buffers are kept.
             micro_batch: The most samples of a micro-batch. "auto" (default): as many as have shown to fit, beginning
                 with the whole batch. Sizes grow again when measured peaks of memory say that they fit.
             cost: What a sample takes of the memory: a function of one sample, or one number per sample, in any unit,
@@ -568,96 +532,31 @@ class FusedAccumulator:
             multiple_of: Sizes are multiples of this where the limits allow, so that a compiled model sees few of them.
 
         Returns:
-            Sizes and costs of the micro-batches that ran, how often memory ran out, the peak, and the loss.
+            A `BatchReport`: what ran, how often memory ran out, the peak, the loss, and the extras.
 
         Raises:
-            TypeError, ValueError: An argument is wrong, or tensors of the batch differ in their number of samples.
-            torch.OutOfMemoryError: One sample does not fit; the message has its cost, and says so if the try broke the
-                window, which `zero_()` then drops.
+            TypeError, ValueError: An argument is wrong, tensors or lists of the batch differ in their number of
+                samples, or the loss of a list is no mean over samples and comes without a weight.
+            torch.OutOfMemoryError: `memory_limit` is below what is alive, or one sample does not fit; the message has
+                the bytes and the cost, and says so if the try broke the window, which `zero_()` then drops.
             RuntimeError: As `accumulate`; or memory ran out where it had not before, after gradients had been added,
                 and the window has other micro-batches. After any other exception of `loss_fn` or of backward, the
                 micro-batches that ran stay in the window.
         """
-        self._require_accumulating("backward_batch()")
-        check_split(micro_batch, budget, multiple_of)
-        agree = self._agreement(micro_batch == "auto" and budget is None)
-        device = self._store.device
-        call = LossAndWeight(loss_fn, weight, lambda number: as_scalar(number, "weight", device), agree is not None)
-        samples = samples_of(batch, collate)
-        most = micro_batch if isinstance(micro_batch, int) else None
-        packer = Packer(costs_of(samples, cost), padded=samples.padded, most=most, multiple_of=multiple_of)
-        begins = self.micro_batches == 0 and not self._window.dropped
-
-        def add(part: Any, count: int, whole: bool, last: bool) -> bool:
-            self._require_accumulating("backward_batch()")
-            self._runner.listen(not whole)
-            try:
-                found = call(part, count)
-                if found is not None:
-                    self._add_part(*found, last=last and not whole)
-            except BaseException:
-                self._runner.discard()
-                raise
-            finally:
-                self._runner.listen(True)
-            return found is not None
-
-        def begin_anew() -> bool:
-            anew = begins and not self._ranks.sender.begun
-            if anew:
-                self._drop_window()
-            return anew
-
-        captures = self._runner.captures
-        window = BatchWindow(
-            add, lambda: captures.add_early, lambda: self._window.phase is Phase.BROKEN, begin_anew, agree
+        split = Split(
+            micro_batch=micro_batch, cost=cost, budget=budget, collate=collate, weight=weight, multiple_of=multiple_of
         )
-        if budget is None and most is not None:
-            budget = math.inf
-        before = self._window.loss.sums()
-        ran = self._batches.run(samples, packer, budget, window)
-        sums = self._window.loss.sums()
-        if sums is None:
-            sums = torch.zeros(2, dtype=torch.float64, device=device)
-        if before is not None:
-            sums = sums - before
-        return BatchReport(*ran, sums[0] / sums[1])
-
-    def _add_part(self, loss: Tensor, weight: float, last: bool) -> None:
-        """Run backward of a part of a batch, and count it."""
-        self._misuse.see_loss(loss)
-        last = last and self._check_last(False)
-        with contextlib.ExitStack() as stack:
-            if weight == 0:
-                stack.enter_context(adding_nothing(loss))
-            kind = self._store.device.type
-            if torch.is_autocast_enabled(kind):  # it is for the forward
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            micro_batch = self._runner.backward(loss, weight, last, {})
-        self._runner.accumulate(micro_batch)
-
-    def _agreement(self, automatic: bool) -> Callable[[Sequence[int]], list[int]] | None:
-        """The largest of such numbers on all ranks, if they wait for each other in forward or backward; else None."""
-        together = self._ranks.sharded
-        if not together and self._ranks.ends_together:  # else nobody waits, and modules need no look
-            together = self._splits_together or synchronised_batchnorm(self._module) is not None
-        if not together:
-            return None
-        if automatic:
-            raise ValueError(
-                "micro_batch='auto' where ranks communicate in forward or backward (FSDP2, SyncBatchNorm): one that "
-                "runs out of memory would leave the others waiting. Pass micro_batch or budget; "
-                "accumkernels.memory_report of the model before fully_shard says how many samples fit"
-            )
-
-        def agree(numbers: Sequence[int]) -> list[int]:
-            mine = torch.tensor(numbers, dtype=torch.float64, device=self._store.device)
-            return [int(number) for number in self._ranks.joined(mine, largest=True).tolist()]
-
-        return agree
+        return self.engine.backward_batch(
+            batch,
+            loss_fn,
+            split,
+            is_last=lambda: self._check_last(False),
+            inspect_loss=self.engine.misuse.inspect_loss,
+        )
 
     def _warn_of_late_weights(self) -> None:
-        name, self._synchronised = self._synchronised, None
+        name = None if self._warned_of_late_weights else self.engine.synchronised
+        self._warned_of_late_weights = True
         if name is not None and backward_may_cross_ranks():
             _log.warning(
                 "accumulate(weight): %r is a SyncBatchNorm, whose backward adds up gradients of all ranks before the "
@@ -681,9 +580,9 @@ class FusedAccumulator:
 
     @property
     def _sends_in_backward(self) -> bool:
-        return self._ranks.reduces_sums and self._runner.captures.release_early
+        return self._ranks.reduces_sums and self.engine.runner.captures.release_early
 
-    def window(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+    def window(self, batches: Iterable[_Batch]) -> Generator[_Batch, None, None]:
         """Iterate over a window's batches and mark the last, whose backward overlaps with the reduction over ranks.
 
             for x, y in acc.window(batches):
@@ -705,14 +604,14 @@ class FusedAccumulator:
         """
         iterator = iter(expect_iterable(batches, "batches"))
         if self._iterated and self._ranks.ends_together:  # nobody has ended the window that was iterated over before
-            self._window.miss_end()
-            self._ended = self._window.number
+            self.engine.window.miss_end()
+            self.engine.go_on_from(self.engine.window.number)
         self._iterated = True
         token = object()
         try:
             batch = next(iterator)
-            if self._runner.casts is not None:
-                self._runner.casts.hold()
+            if self.engine.runner.casts is not None:
+                self.engine.runner.casts.hold()
             for following in iterator:
                 yield batch
                 batch = following
@@ -723,10 +622,52 @@ class FusedAccumulator:
         except StopIteration:  # there is no batch
             return
         finally:
-            if self._runner.casts is not None:
-                self._runner.casts.release()
+            if self.engine.runner.casts is not None:
+                self.engine.runner.casts.release()
             if self._in_last is token:
                 self._in_last = None
+
+    def windows(self, batches: Iterable[_Batch], n: int) -> Iterator[Iterator[_Batch]]:
+        """Cut batches into windows of `n`, each an iterator as `window` returns it; the last window may be shorter.
+
+            for window in acc.windows(loader, 8):
+                for x, y in window:
+                    acc.backward(loss_fn(model(x), y), weight=len(x))
+                acc.step(optimizer)
+
+        Batches are taken as they are needed, one ahead of the current one and none beyond the window's end. A window
+        that the loop leaves early skips the rest of its batches. One that `load_state_dict` has left open gets as many
+        as it lacks, of a loop that calls `backward` once per batch.
+
+        Args:
+            batches: A DataLoader, or any iterable, with or without a length.
+            n: The micro-batches of a window, at least 1.
+
+        Yields:
+            The windows, each to be iterated over before the next is asked for.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong.
+            RuntimeError: From the iterator of a window, once the next one was asked for: `list(acc.windows(...))`.
+        """
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise wrong_type("n", "an int", n)
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        return self._cut(iter(expect_iterable(batches, "batches")), n)
+
+    def _cut(self, batches: Iterator[_Batch], n: int) -> Iterator[Iterator[_Batch]]:
+        size = n - self.micro_batches if self.engine.window.resumed and self.micro_batches < n else n
+        for first in batches:
+            all_of_it = itertools.chain((first,), itertools.islice(batches, size - 1))
+            del first  # or it would stay in memory for the whole window
+            window, open_ = self.window(all_of_it), [True]
+            yield _in_turn(window, open_)
+            open_.clear()
+            window.close()
+            for _ in all_of_it:
+                pass
+            size = n
 
     @opaque
     def discard(self, *, window: bool = False) -> None:
@@ -739,8 +680,8 @@ class FusedAccumulator:
             window: Drop the whole window, on all ranks. Nothing is communicated now; all ranks still call `finalize` or
                 `step`, which then skips the step and leaves the loss scale alone. More micro-batches may follow.
         """
-        self._runner.discard()
-        self._window.discard(window, together=self._ranks.ends_together)
+        self.engine.discard()
+        self.engine.window.discard(window, together=self._ranks.ends_together)
 
     # ---- the end of a window
 
@@ -777,10 +718,8 @@ class FusedAccumulator:
                 accumulated parameter; a parameter changed since construction; `scaler.unscale_` was called.
         """
         self._check_end("finalize()", optimizers, divisor, ignore)
-        given = self._end.divisor(self._window, divisor)
-        self._stop_taking()
-        self._end.finalize(self._window, optimizers, given)
-        self._ended, self._iterated, self._clipped = self._window.number + 1, False, False
+        self.engine.finalize(optimizers, self.engine.ending.divisor(self.engine.window, divisor))
+        self._iterated = False
 
     @opaque
     @profiled
@@ -809,29 +748,54 @@ class FusedAccumulator:
             order = float(norm_type)
         except (TypeError, ValueError):
             raise wrong_type("norm_type", "a number", norm_type) from None
-        if self._window.phase is not Phase.FINALIZED:
+        if self.engine.window.phase is not Phase.FINALIZED:
             raise RuntimeError(
                 "clip_grad_norm_() before finalize(): the order is acc.finalize(optimizer), "
                 "acc.clip_grad_norm_(max_norm), scaler.step(optimizer), scaler.update(), acc.zero_()"
             )
-        self._window.take_over()
-        self._clipped = True
-        norm = self._end.norm(order)
+        self.engine.window.take_over()
+        norm = self.engine.ending.norm(order)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
-        self._window.clip(norm, limit)
-        self._misuse.see_clip()
-        return self._end.result(norm)
+        self.engine.window.clip(norm, limit)
+        return self.engine.ending.result(norm)
+
+    @overload
+    def step(
+        self,
+        *optimizers: Optimizer,
+        max_norm: None = None,
+        divisor: float | Tensor | None = None,
+        ignore: Iterable[Tensor] = (),
+    ) -> None: ...
+
+    @overload
+    def step(
+        self,
+        *optimizers: Optimizer,
+        max_norm: float | Tensor,
+        divisor: float | Tensor | None = None,
+        ignore: Iterable[Tensor] = (),
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        *optimizers: Optimizer,
+        max_norm: Sequence[_ClippedPart],
+        divisor: float | Tensor | None = None,
+        ignore: Iterable[Tensor] = (),
+    ) -> list[Tensor]: ...
 
     @opaque
     @profiled
     def step(
         self,
         *optimizers: Optimizer,
-        max_norm: float | Tensor | Sequence[tuple[Tensor | Iterable[Tensor], float | Tensor]] | None = None,
+        max_norm: float | Tensor | Sequence[_ClippedPart] | None = None,
         divisor: float | Tensor | None = None,
         ignore: Iterable[Tensor] = (),
     ) -> Tensor | list[Tensor] | None:
@@ -859,23 +823,12 @@ class FusedAccumulator:
             TypeError: An optimizer's step needs a closure; and as `finalize`.
         """
         parts = read_parts(max_norm, self._store) if isinstance(max_norm, list | tuple) else None
-        limit = None if parts is not None else self._end.limit(max_norm)  # type: ignore[arg-type]
+        limit = None if parts is not None else self.engine.ending.limit(max_norm)
         self._check_end("step()", optimizers, divisor, ignore)
-        given = self._end.divisor(self._window, divisor)
-        if self._window.micro_batches == 0 and not self._ranks.ends_together:
-            norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self._store.device))
-            self._end.skip_empty()
-        else:
-            self._stop_taking()
-            norms = list(self._end.step(self._window, optimizers, given, limit, parts or ()))
-        self._ended, self._iterated = self._window.number + 1, False
-        found: Tensor | list[Tensor] | None = None
-        if parts is not None:
-            found = self._end.results(norms[: len(parts)])
-        elif max_norm is not None:
-            found = self._end.result(norms[0])
-        self._drop_window()
-        return found
+        given = self.engine.ending.divisor(self.engine.window, divisor)
+        norms = self.engine.step(optimizers, given, limit, parts)
+        self._iterated, self._in_last = False, None  # whatever becomes of the iterator
+        return norms
 
     @opaque
     def zero_(self) -> None:
@@ -887,21 +840,23 @@ class FusedAccumulator:
             RuntimeError: Parts of the window were sent to other ranks, which wait for the rest; or other stages of a
                 pipeline clip a window that was finalized, which on stages is collective.
         """
-        if self._ranks.sender.begun and self._window.phase not in (Phase.REDUCING, Phase.FINALIZED):
+        if self._ranks.sender.begun and self.engine.window.phase not in (Phase.REDUCING, Phase.FINALIZED):
             raise RuntimeError(
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
             )
-        if self._window.unsynced:
+        if self.engine.window.unsynced:
             _log.warning(
                 "zero_(): FSDP2 still keeps the gradients of %d micro-batches (set_requires_gradient_sync(False)) and "
                 "will add them to those of its next reduction",
-                self._window.unsynced,
+                self.engine.window.unsynced,
             )
-        if self._window.phase is Phase.FINALIZED and not self._clipped:
-            self._clipped = True  # said once
+        if self.engine.window.phase is Phase.FINALIZED and not self.engine.window.clipped:
+            self.engine.window.note_clipping()  # said once
             self._ranks.end_without_clipping(self._store.device)
-        self._drop_window()
+        if self.engine.window.phase is Phase.FINALIZED:
+            self._in_last = None
+        self.engine.drop()
 
     # ---- checkpoints
 
@@ -929,33 +884,45 @@ class FusedAccumulator:
                 it has not reduced; or torch.distributed.checkpoint saves a window of data parallel ranks that is not
                 `reduced`.
         """
-        if self._ranks.sender.begun and self._window.phase is not Phase.FINALIZED:
+        if self._ranks.sender.begun and self.engine.window.phase is not Phase.FINALIZED:
             raise RuntimeError(
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )
-        if self._window.phase is Phase.BROKEN or not self._runner.is_ready() or self._runner.captures.added:
+        if (
+            self.engine.window.phase is Phase.BROKEN
+            or not self.engine.runner.is_ready()
+            or self.engine.runner.is_uncounted()
+        ):
             raise RuntimeError(
-                f"state_dict() with gradients of a backward that was not counted (release={self._release!r}): call "
-                "acc.accumulate() before, or acc.zero_()"
+                "state_dict() with gradients of a backward that was not counted "
+                f"(release={self.engine.options.resolved_release!r}): call acc.accumulate() before, or acc.zero_()"
             )
-        if self._window.unsynced:
+        if self.engine.window.unsynced:
             self._refuse_unsynced("state_dict()")
         if reduced:
-            self._make_room()  # as another rank may have
-        elif self._ranks.reduces_sums and self._window.phase is Phase.OPEN and self.micro_batches and saved_by_dcp():
+            self.engine.make_room()  # as another rank may have
+        elif (
+            self._ranks.reduces_sums
+            and self.engine.window.phase is Phase.OPEN
+            and self.micro_batches
+            and saved_by_dcp()
+        ):
             raise RuntimeError(
                 f"state_dict() by torch.distributed.checkpoint after {self.micro_batches} micro-batches of a window: "
                 "it keeps one rank's values, and each rank has sums of its own. Save a state of all ranks, "
-                '{"acc": acc.state_dict(reduced=True)}, or save between windows'
+                '{"acc": acc.state_dict(reduced=True)}, or save between windows (AK26)'
             )
-        self._runner.flush()
-        self._store.check_sums(self.micro_batches, self._overflow is not None)
-        self._patience.excuse()
-        saved = save(self._store, self._ranks, self._window, self._runner.serial, reduced=reduced)
+        self.engine.flush()
+        self._store.check_sums(self.micro_batches, self.engine.options.overflow is not None)
+        self.engine.patience.silence()
+        saved = save(self._store, self._ranks, self.engine.window, self.engine.runner.serial, reduced=reduced)
         joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
-        saved |= {**self._end.state_dict(), "noise_scale": self._noise.state_dict(self._store.device, joined)}
-        if self._batches.learned.batches and not (self._ranks.sharded or (reduced and self._ranks.reduces_sums)):
-            saved["batches"] = self._batches.learned.state()
+        saved |= {
+            **self.engine.ending.state_dict(),
+            "noise_scale": self.engine.noise.state_dict(self._store.device, joined),
+        }
+        if self.engine.batches.learned.batches and not (self._store.sharded or (reduced and self._ranks.reduces_sums)):
+            saved["batches"] = self.engine.batches.learned.state()
         return saved
 
     @torch.no_grad()
@@ -973,32 +940,27 @@ class FusedAccumulator:
                 shape. Nothing is changed then.
         """
         expect(state_dict, Mapping, "state_dict", "a dict")
-        self._runner.is_ready()
         self._store.check_drift()
-        self._make_room()
+        self.engine.make_room()
         state = share(self._ranks, check(self._store, self._ranks, state_dict))
-        self._clipped = True  # or other ranks would have to load now, too
+        self.engine.window.note_clipping()  # or other ranks would have to load now, too
         self.zero_()
-        self._runner.prepare_window()
+        self.engine.runner.prepare_window()
         load(self._store, state)
-        self._window.load_state_dict(state["window"])
-        self._patience.excuse()  # the run that saved it is over, too, and may have ended windows
-        self._ended, self._iterated = self._window.number, False
-        self._runner.resume(state["serial"])
-        self._end.load_state_dict(state)
-        self._window.loss.resume(state["loss"])
-        self._noise.load_state_dict(state["noise_scale"], self._store.device)
+        self.engine.window.load_state_dict(state["window"])
+        self.engine.go_on_from(self.engine.window.number)
+        self.engine.patience.silence()  # the run that saved it is over, too, and may have ended windows
+        self._iterated = False
+        self.engine.runner.resume(state["serial"])
+        self.engine.ending.load_state_dict(state)
+        self.engine.window.loss.resume(state["loss"])
+        self.engine.noise.load_state_dict(state["noise_scale"], self._store.device)
         if "batches" in state:
-            self._batches.learned.load(state["batches"])
+            self.engine.batches.learned.load(state["batches"])
 
     def remove(self) -> None:
         """Release the parameters, so that another accumulator may take them. Leaving `with` does this too."""
-        self._patience.excuse()
-        self._runner.remove_hooks()
-        unfollow(self._misuse)
-        if self._silence is not None:
-            self._silence.remove()
-        self._store.release_claim()
+        self.engine.remove()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -1014,111 +976,44 @@ class FusedAccumulator:
 
     # ---- inside
 
-    def _named(self, params: Any) -> list[NamedParameter]:
-        """Which parameters to accumulate; a trainer's adapter leaves out those that nobody steps."""
-        return named_parameters(params)
-
-    def _excuse_reader(self) -> None:
+    def _note_reader(self) -> None:
         """Whoever reads sums, such as a probe of gradients, may need no step."""
-        self._runner.flush()
+        self.engine.flush()
         if self.micro_batches:
-            self._patience.excuse()
-
-    def _drop_window(self) -> None:
-        if self._window.phase is Phase.FINALIZED:
-            self._in_last = None  # whatever becomes of the iterator
-        else:
-            self._patience.end(self._window.micro_batches, used=False)
-        if self._scaler.scaler is not None:
-            self._scaler.forget()
-        self._store.drop_grads()
-        self._store.open_window()
-        if self._window.idle:
-            self._give_back(self._window.idle)
-            self._store.allocate()
-        self._open()
-
-    def _give_back(self, idle: bytes) -> None:
-        """Between windows, free the segments of frozen parameters; the same on all ranks that sum them."""
-        if 1 in idle:
-            self._store.give_back(idle)
-            self._ranks.follow(self._store.buffers)
-            self._runner.renew_captures()
-
-    def _open(self) -> None:
-        self._window = Window(self._ended, WindowLoss(self._store.device), self._patience)
-        if self._noise.on or self._noise.measuring:
-            self._noise.open_window()
-        if self._ranks.reduces_sums:
-            self._ranks.sender.open_window()
-        self._runner.open_window(self._window)
-        self._misuse.open_window(self._window)
-
-    def _stop_taking(self) -> None:
-        """The window ends: a backward from here on adds to what is handed out."""
-        if self._runner.casts is not None:
-            self._runner.casts.release()
-        if self._window.micro_batches == 0 and self._ranks.ends_together:
-            self._runner.prepare_window()  # as its first micro-batch would have: other ranks may have had one
-        self._runner.listen(False)
-
-    def _make_room(self) -> None:
-        """Before a window's first micro-batch: do what that would do for parameters that were unfrozen."""
-        if self.micro_batches == 0 and self._window.phase is Phase.OPEN and self._store.unplaced():
-            self._runner.prepare_window()
-
-    def _require_accumulating(self, caller: str) -> None:
-        ready = self._runner.is_ready()
-        if not ready or self._window.phase is not Phase.OPEN or not self._store.has_claim or self._ranks.sender.begun:
-            self._refuse_phase(caller)
-
-    def _refuse_phase(self, caller: str) -> None:
-        """Raise what is wrong with the call in the phase that the window is in, if anything is."""
-        if not self._store.has_claim:
-            raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
-        phase, adds = self._window.phase, caller not in ("finalize()", "step()")
-        if phase is Phase.FINALIZED:
-            raise RuntimeError(
-                f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
-            )
-        if phase is Phase.AVERAGED and adds:
-            raise RuntimeError(
-                f"{caller}: the window was loaded as finalized; call acc.finalize(optimizer) or acc.zero_()"
-            )
-        if phase is Phase.REDUCING:
-            raise RuntimeError(
-                f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
-            )
-        if phase is Phase.BROKEN or not self._runner.is_ready():
-            together = self._ranks.ends_together
-            out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
-            raise RuntimeError(
-                f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
-                f"(release={self._release!r}); drop the window with {out}"
-            )
-        if self._ranks.sender.begun and adds:
-            raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
+            self.engine.patience.silence()
 
     def _check_end(
         self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object, ignore: Iterable[Tensor]
     ) -> None:
-        self._require_accumulating(caller)
-        self._runner.flush()
-        if self._silence is not None:
-            self._silence.check_end(caller)
-        if self._window.unsynced:
+        self.engine.check_ending(caller)
+        self.engine.flush()
+        if self.engine.silence is not None:
+            self.engine.silence.check_end(caller)
+        if self.engine.window.unsynced:
             self._refuse_unsynced(caller)
         nothing = isinstance(ignore, tuple) and not ignore
-        self._end.steps.check(caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store))
-        if self._runner.is_uncounted():
+        self.engine.ending.steps.check(
+            caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store)
+        )
+        if self.engine.runner.captures.inbox.uncounted:
             raise RuntimeError(
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
-        self._misuse.see_end(caller, divisor)
+        self.engine.misuse.inspect_end(caller, divisor)
 
     def _refuse_unsynced(self, caller: str) -> None:
         raise RuntimeError(
-            f"{caller}: the last {self._window.unsynced} micro-batches left no gradient, FSDP2 keeps them: call "
+            f"{caller}: the last {self.engine.window.unsynced} micro-batches left no gradient, FSDP2 keeps them: call "
             "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
+        )
+
+
+def _in_turn(window: Iterator[_Batch], open_: list[bool]) -> Iterator[_Batch]:
+    """Iterate over a window of several while it is open."""
+    yield from window
+    if not open_:
+        raise RuntimeError(
+            "windows(): the next window was asked for before the loop had iterated over this one, whose batches are "
+            "skipped: iterate over each in turn, `for window in acc.windows(loader, n): for x, y in window`"
         )

@@ -2,100 +2,219 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
-from .buffers.devices import move
-from .errors import wrong_type
+from .buffers.parameters import move
+from .errors import short, wrong_type
 
-OVERFLOW = (None, "window", "microbatch", "raise")
-RELEASE = ("auto", "microbatch", "backward")
+Overflow = Literal["window", "microbatch", "raise"]
+Release = Literal["auto", "microbatch", "backward"]
+Fusion = Literal["auto", "deferred"]
+
+OVERFLOW: tuple[str | None, ...] = (None, *get_args(Overflow))
+RELEASE: tuple[str, ...] = get_args(Release)
 COMM_DTYPES = (torch.float32, torch.bfloat16, "auto")
 
+_BY_WINDOWS = (
+    "a window ends where acc.step(optimizer) is called; "
+    "write `for window in acc.windows(loader, {value})`, and in it `for x, y in window`"
+)
+_BY_STEP = "write acc.step(optimizer, max_norm={value})"
+_ELSEWHERE = {  # what other libraries' constructors take, and what ours took, by name
+    **dict.fromkeys(
+        (
+            "accumulation_steps",
+            "gradient_accumulation_steps",
+            "grad_accumulation_steps",
+            "accumulate_grad_batches",
+            "num_accumulation_steps",
+            "steps",
+            "num_steps",
+        ),
+        _BY_WINDOWS,
+    ),
+    **dict.fromkeys(("max_norm", "max_grad_norm", "clip_grad_norm", "gradient_clip_val"), _BY_STEP),
+    **dict.fromkeys(("optimizer", "optimizers"), "pass optimizers to acc.step(optimizer)"),
+    "weight": "write acc.backward(loss, weight={value})",
+    "divisor": "write acc.step(optimizer, divisor={value})",
+    "autocast_route": "acc.backward takes 16-bit gradients from the graph of each backward, and leaves the model alone",
+}
 
-def check_options(
-    params: Any,
-    scaler: Any,
-    overflow: Any,
-    release: Any,
-    bucket_bytes: Any,
-    master_weights: Any,
-    noise_scale: Any,
-    cache_casts: Any,
-    fuse_weight_gradients: Any,
-    comm_dtype: Any,
-    memory_limit: Any,
-    autocast_route: Any,
-) -> None:
-    """Check the options that do not depend on the parameters themselves.
+
+def refuse_unknown(given: Mapping[str, object], known: Iterable[str]) -> NoReturn:
+    """Refuse options that FusedAccumulator does not have, and say where theirs is.
+
+    Raises:
+        TypeError: names the first, its value, and what to write instead.
+    """
+    name, value = next(iter(given.items()))
+    said = short(value)
+    near = difflib.get_close_matches(name, list(known), 1)
+    meant = f"; is it {near[0]!r}?" if near else "; help(accumkernels.FusedAccumulator) lists them"
+    instead = f": {_ELSEWHERE[name].format(value=said)}" if name in _ELSEWHERE else meant
+    raise TypeError(f"FusedAccumulator() has no option {name}={said}{instead}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """FusedAccumulator's options that do not depend on the parameters themselves, checked.
 
     Raises:
         TypeError, ValueError: Names the argument, its value and what is accepted.
     """
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise wrong_type("scaler", "a torch.amp.GradScaler or None", scaler)
-    if overflow not in OVERFLOW:
-        raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {overflow!r}")
-    if release not in RELEASE:
-        raise ValueError(f"release must be one of {', '.join(map(repr, RELEASE))}, got {release!r}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | None):
-        raise wrong_type("bucket_bytes", "an int", bucket_bytes)
-    if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | None):
-        raise wrong_type("memory_limit", "an int", memory_limit)
-    if memory_limit is not None and memory_limit <= 0:
-        raise ValueError(f"memory_limit must be positive, got {memory_limit}")
-    if autocast_route is not None:
-        raise TypeError(
-            f"autocast_route={autocast_route!r}: there is no such option any more, leave it out. acc.backward takes "
-            "16-bit gradients from the graph of each backward, and never changes the model"
-        )
 
-    if isinstance(noise_scale, bool | int | float):
-        if not (isinstance(noise_scale, bool) or 0 < noise_scale < math.inf):
-            raise ValueError(f"noise_scale must be True, False or a positive half-life in windows, got {noise_scale!r}")
-    else:
-        raise wrong_type("noise_scale", "a bool or a number of windows", noise_scale)
+    scaler: torch.amp.GradScaler | None = None
+    overflow: Overflow | None = "window"
+    release: Release = "auto"
+    bucket_bytes: Any = None  # an int, once checked
+    master_weights: bool = False
+    noise_scale: bool | float = False
+    cache_casts: bool = False
+    cpu_offload: bool = False
+    fuse_weight_gradients: Fusion | bool = "auto"
+    backend: str = "auto"
+    comm_dtype: torch.dtype | Literal["auto"] = torch.float32
+    memory_limit: Any = None  # an int, once checked
 
-    if release == "backward" and overflow in ("microbatch", "raise"):
-        raise ValueError(
-            f"overflow={overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is known only "
-            "when all of its gradients are there"
-        )
-    for name, value in (("master_weights", master_weights), ("cache_casts", cache_casts)):
-        if not isinstance(value, bool):
-            raise wrong_type(name, "a bool", value)
-    if fuse_weight_gradients not in ("auto", "deferred") and not isinstance(fuse_weight_gradients, bool):
-        raise ValueError(
-            f"fuse_weight_gradients must be 'auto', 'deferred', True or False, got {fuse_weight_gradients!r}"
-        )
-    if comm_dtype not in COMM_DTYPES:
-        raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, got {comm_dtype!r}")
+    def __post_init__(self) -> None:
+        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
+            raise wrong_type("scaler", "a torch.amp.GradScaler or None", self.scaler)
+        if self.overflow not in OVERFLOW:
+            raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {self.overflow!r}")
+        if self.release not in RELEASE:
+            raise ValueError(f"release must be one of {', '.join(map(repr, RELEASE))}, got {self.release!r}")
+        if self.bucket_bytes is not None:
+            object.__setattr__(self, "bucket_bytes", as_bytes(self.bucket_bytes, "bucket_bytes"))
+        if self.memory_limit is not None:
+            object.__setattr__(self, "memory_limit", as_bytes(self.memory_limit, "memory_limit", of_a_device=True))
+
+        if isinstance(self.noise_scale, bool | int | float):
+            if not (isinstance(self.noise_scale, bool) or 0 < self.noise_scale < math.inf):
+                raise ValueError(
+                    f"noise_scale must be True, False or a positive half-life in windows, got {self.noise_scale!r}"
+                )
+        else:
+            raise wrong_type("noise_scale", "a bool or a number of windows", self.noise_scale)
+
+        if self.release == "backward" and self.overflow in ("microbatch", "raise"):
+            raise ValueError(
+                f"overflow={self.overflow!r} needs release='microbatch' or 'auto': whether a micro-batch is used is "
+                "known only when all of its gradients are there"
+            )
+        for name in ("master_weights", "cache_casts", "cpu_offload"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise wrong_type(name, "a bool", value)
+        if self.fuse_weight_gradients not in ("auto", "deferred") and not isinstance(self.fuse_weight_gradients, bool):
+            raise ValueError(
+                f"fuse_weight_gradients must be 'auto', 'deferred', True or False, got {self.fuse_weight_gradients!r}"
+            )
+        if self.cpu_offload and self.fuse_weight_gradients in (True, "deferred"):
+            raise ValueError(
+                f"fuse_weight_gradients={self.fuse_weight_gradients!r} with cpu_offload=True: products would be made "
+                "where the sums are, on the CPU, while each gradient has to cross the bus in any case; leave it out"
+            )
+        if self.comm_dtype not in COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, got {self.comm_dtype!r}")
+
+    @property
+    def resolved_release(self) -> str:
+        """How gradients are released: where a micro-batch may be dropped, all of it has to be there first.
+
+        With `cpu_offload` all of it is there, in host memory, before any of it is added.
+        """
+        whole = self.overflow in ("microbatch", "raise") and not self.cpu_offload
+        return "microbatch" if whole else self.release
 
 
-def check_split(micro_batch: Any, budget: Any, multiple_of: Any) -> None:
-    """Check how a batch is to be split.
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How `FusedAccumulator.backward_batch` splits a batch, which says what each argument is; checked.
 
     Raises:
         TypeError, ValueError: Names the argument, its value and what is accepted.
     """
-    if micro_batch != "auto" and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int)):
-        raise wrong_type("micro_batch", "'auto' or a number of samples", micro_batch)
-    if micro_batch != "auto" and micro_batch < 1:
-        raise ValueError(f"micro_batch must be positive, got {micro_batch}")
-    if isinstance(budget, bool) or not isinstance(budget, int | float | None):
-        raise wrong_type("budget", "a number or None", budget)
-    if budget is not None and not 0 < budget < math.inf:
-        raise ValueError(f"budget must be positive and finite, got {budget}")
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int):
-        raise wrong_type("multiple_of", "an int", multiple_of)
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of must be positive, got {multiple_of}")
+
+    micro_batch: int | Literal["auto"] = "auto"
+    cost: Any = None
+    budget: float | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    weight: Callable[[Any], float | Tensor] | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        micro_batch, budget, multiple_of = self.micro_batch, self.budget, self.multiple_of
+        if micro_batch != "auto" and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int)):
+            raise wrong_type("micro_batch", "'auto' or a number of samples", micro_batch)
+        if isinstance(micro_batch, int) and micro_batch < 1:
+            raise ValueError(f"micro_batch must be positive, got {micro_batch}")
+        if isinstance(budget, bool) or not isinstance(budget, int | float | None):
+            raise wrong_type("budget", "a number or None", budget)
+        if budget is not None and not 0 < budget < math.inf:
+            raise ValueError(f"budget must be positive and finite, got {budget}")
+        if isinstance(multiple_of, bool) or not isinstance(multiple_of, int):
+            raise wrong_type("multiple_of", "an int", multiple_of)
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of must be positive, got {multiple_of}")
+
+    @property
+    def most(self) -> int | None:
+        """The most samples of a micro-batch, if there is such a limit."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else None
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether only memory limits micro-batches."""
+        return self.most is None and self.budget is None
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SMALLEST = 2**20  # bytes of a device that a number without a unit may mean; 12 is rather meant as GiB
+
+
+def as_bytes(value: object, name: str, *, of_a_device: bool = False) -> int:
+    """Check a number of bytes given by the user.
+
+    Args:
+        value: An int, or a string with a unit, all of which are powers of 1024: "10GiB", "512 MiB", "1.5 GB", "800 B".
+        name: The argument's name in an error.
+        of_a_device: Whether it is a device's memory: below 1 MiB, a number must have its unit.
+
+    Raises:
+        TypeError: `value` is neither.
+        ValueError: `value` is not positive, has no known unit, or lacks one.
+    """
+    number, unit = value, ""
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(|B|[KMGT]i?B?)", value.strip(), re.IGNORECASE)
+        if found is None:
+            raise ValueError(f"{name} is not a number of bytes: {value!r} (write '8GiB', '512 MiB' or '800 B')")
+        unit = found[2].upper()
+        number = int(float(found[1]) * _UNITS[unit.rstrip("IB")])
+    try:
+        nbytes = None if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        nbytes = None
+    if nbytes is None:
+        raise wrong_type(name, "an int", value)
+    if nbytes <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    if of_a_device and not unit and nbytes < _SMALLEST:
+        raise ValueError(
+            f"{name}={value!r} is less than a mebibyte: add the unit that is meant, such as '{nbytes} GiB', "
+            f"'{nbytes} MiB' or, for bytes, '{nbytes} B'"
+        )
+    return int(nbytes)  # not a subclass of int
 
 
 def as_scalar(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .errors import wrong_type
+from .errors import logger, wrong_type
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -68,4 +67,5 @@ def check_independent(module: nn.Module | None, caller: str) -> None:
         raise ValueError(
             f"{caller}: {names[0]!r} is a BatchNorm in training, which normalizes over each chunk and would move its "
             "running statistics twice. Use accumkernels.replace_batchnorm(model), or put the module into eval mode"
+            " (AK09)"
         )

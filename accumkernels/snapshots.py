@@ -1,20 +1,30 @@
-"""Remembers random generators and the contents of containers, and puts them back."""
+"""Remembers models, optimizers, random generators and containers, and puts them back bit for bit."""
 
 from __future__ import annotations
 
+import math
 import random
+import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from .devices import is_accelerator, random_state, set_random_state, with_random_state
+
+# ---- Remembers random generators and the contents of containers, and puts them back
 
 
 class RandomState:
     """The random generators of Python, numpy (if imported) and torch.
 
     Args:
-        devices: GPUs whose generators count; None for all, if CUDA is initialised.
+        devices: Those whose generators count, beside the host's; None for all that torch can use.
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
@@ -22,11 +32,8 @@ class RandomState:
         self._numpy = sys.modules.get("numpy")
         self._numpy_state = None if self._numpy is None else self._numpy.random.get_state()
         self._cpu = torch.get_rng_state()
-        if devices is None:
-            count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-            devices = [torch.device("cuda", index) for index in range(count)]
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-        self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+        devices = with_random_state() if devices is None else devices
+        self._devices = {device: random_state(device) for device in devices if is_accelerator(device)}
 
     def restore(self) -> None:
         """Restore them all."""
@@ -34,21 +41,182 @@ class RandomState:
         if self._numpy is not None:
             self._numpy.random.set_state(self._numpy_state)
         torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        if self._mps is not None:
-            torch.mps.set_rng_state(self._mps)
+        for device, state in self._devices.items():
+            set_random_state(device, state)
 
 
-def copied(container: Any) -> Any:
-    """A container's content, for `refill`."""
-    return dict(container) if isinstance(container, dict) else list(container)
+class Contents:
+    """What lists, dicts, sets and deques hold, the states of torch.Generators among it, and the random generators.
+
+    Args:
+        on_tensor: Called with each tensor that values lead to; whether and how to restore it is the caller's.
+        without: Containers that are left out.
+    """
+
+    def __init__(self, on_tensor: Callable[[Tensor], None], without: Iterable[object] = ()) -> None:
+        self._on_tensor = on_tensor
+        self._seen: dict[int, Any] = {id(value): value for value in without}  # kept alive: no id is used again
+        self._containers: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._random_state = RandomState()
+
+    def remember(self, root: Any, without: Iterable[object] = ()) -> None:
+        """Remember a value and, without recursion, everything that containers lead to, but for those left out."""
+        self._seen.update((id(value), value) for value in without)
+        queue = [root]
+        while queue:
+            value = queue.pop()
+            if isinstance(value, Tensor):
+                self._on_tensor(value)
+            elif isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
+            elif isinstance(value, dict | list | set | deque | tuple) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                if not isinstance(value, tuple):
+                    self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
+                queue.extend(_items(value))
+
+    def restore(self) -> None:
+        """Restore everything but tensors, in place, because others hold the containers too."""
+        for container, content in self._containers:
+            _refill(container, content)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        self._random_state.restore()
 
 
-def refill(container: Any, content: Any) -> None:
-    """Restore a container's old content in place, because others hold it too."""
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from (key for key in value if isinstance(key, Tensor))  # an optimizer's state
+        yield from value.values()
+    else:
+        yield from value
+
+
+def _refill(container: Any, content: Any) -> None:
     container.clear()
     if isinstance(container, dict | set):
         container.update(content)
     else:
         container.extend(content)
+
+
+# ---- Restores a model, its optimizer's state and every random generator, bit for bit
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_COUNTER = 4096  # elements of a counter at the most
+
+
+class Snapshot:
+    """Remembers what a training step may change, and restores it as often as wanted.
+
+    The contents of all tensors are copied to the host, storage by storage, so that ties, views and strides stay, and a
+    nearly full device gets no fuller. A snapshot remembers parameters, buffers and every other tensor reachable from
+    the modules' attributes; the attributes themselves, with the contents of lists, dicts, sets and deques (hooks,
+    counters, caches, train or eval mode); `.grad`s and hooks of parameters; torch.Generators; random generators. It
+    does not look into objects of other classes.
+
+    Args:
+        model: The model.
+        parameters: Whether to remember parameters, and tensors that are no buffers and too large for counters. A
+            forward without gradients does not change them.
+    """
+
+    def __init__(self, model: nn.Module, *, parameters: bool = True) -> None:
+        self._params: dict[int, tuple[Tensor, Tensor, Tensor | None, bool, list[Any]]] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._seen: dict[int, Tensor] = {}  # by id; kept alive, so that no id is used again
+        self._largest = math.inf  # elements of tensors that are remembered
+        replaced: list[object] = []  # by FSDP2, while it runs
+        if not parameters:
+            replaced = [held for m in model.modules() for held in (m._parameters, m._buffers, m._modules)]
+            self._seen = {id(p): p for p in model.parameters()}
+            for buffer in model.buffers():
+                self._tensor(buffer)
+            self._largest = _COUNTER
+        self._contents = Contents(self._tensor, replaced)
+        for module in model.modules():
+            self._contents.remember(module.__dict__)
+
+    def include(self, owner: object, *, without: Iterable[object] = ()) -> None:
+        """Remember the attributes of an object too, such as an optimizer's state, groups and hooks.
+
+        Args:
+            owner: The object.
+            without: Containers that are left out, such as datasets.
+        """
+        self._contents.remember(vars(owner), without)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if id(tensor) in self._seen or tensor.numel() > self._largest:
+            return
+        self._seen[id(tensor)] = tensor
+        if tensor.is_leaf:
+            hooks = [(name, _contents(getattr(tensor, name, None))) for name in _HOOKS]
+            data = tensor.detach()  # shares the storage, but not a later `tensor.data = other`
+            self._params[id(tensor)] = (tensor, data, tensor.grad, tensor.requires_grad, hooks)
+            if tensor.grad is not None:
+                self._content(tensor.grad)
+        self._content(tensor)
+
+    def _content(self, tensor: Tensor) -> None:
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage, storage.cpu() if storage.device.type != "cpu" else storage.clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything; a Ctrl-C meanwhile waits until it is done."""
+        with interrupts_later():
+            self._restore()
+
+    def _restore(self) -> None:
+        self._contents.restore()
+        for tensor, data, grad, requires_grad, hooks in self._params.values():
+            if _moved(tensor, data):
+                tensor.data = data
+            if tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+            for name, content in hooks:
+                current = getattr(tensor, name, None)
+                if current is not None:
+                    _refill(current, content)
+        for storage, content in self._storages.values():
+            storage.copy_(content)
+
+
+def _contents(hooks: Any) -> Any:
+    return {} if hooks is None else dict(hooks)
+
+
+def _moved(tensor: Tensor, data: Tensor) -> bool:
+    """Whether the tensor was given other memory, or views it differently."""
+    if any(getattr(tensor, fact) != getattr(data, fact) for fact in ("device", "dtype", "layout", "shape")):
+        return True
+    if data.layout is not torch.strided:  # it has no storage of its own
+        return False
+    return (
+        tensor.stride() != data.stride()
+        or (not tensor.is_meta and tensor.untyped_storage()._cdata != data.untyped_storage()._cdata)
+        or tensor.storage_offset() != data.storage_offset()
+    )
+
+
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Hold SIGINT back and handle it at the end. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *received: pending.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
+        if pending:
+            signal.raise_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
-"""For mkdocs: pages may link to files of the repository outside docs/, as they can where GitHub shows them.
+"""For mkdocs: what pages have as GitHub shows them, and the site otherwise.
 
-Each file that is linked becomes a page of the site with its text, under source/; a notebook with what its cells show.
+They may link to files of the repository outside docs/. Each becomes a page of the site with its text, under source/; a
+notebook with what its cells show. Sections of the third level between `<!-- tabs -->` and `<!-- /tabs -->` become tabs.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-_LINK = re.compile(r"\]\((\.\./[^)#\s]*)((?:#[^)\s]*)?)\)")  # groups: path, anchor
+_LINK = re.compile(r"(\[[^]\[]*(?:\[[^]]*\][^]\[]*)?\])\((?!\w+:|#|/)([^)#\s]+)((?:#[^)\s]*)?)\)")  # text, path, anchor
+_TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- /tabs -->\n", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".md": "markdown", ".yml": "yaml", ".sh": "bash", ".h": "cpp", ".cu": "cpp"}
 
 
-def _in_repository(link: str, page_uri: str, config: MkDocsConfig) -> str | None:
-    """The linked file's path from the root of the repository; None where it lies in docs/, or nowhere."""
-    root, docs = Path(config.config_file_path).parent.resolve(), Path(config.docs_dir).resolve()
-    path = (docs / page_uri).parent.joinpath(link).resolve()
-    if path.is_relative_to(docs) or not path.is_relative_to(root) or not path.is_file():
-        return None
-    return path.relative_to(root).as_posix()
+def _file_of(page_uri: str) -> str:
+    """The file that a page of the site shows, as a path from the root of the repository."""
+    return (
+        page_uri.removeprefix("source/").removesuffix(".md") if page_uri.startswith("source/") else f"docs/{page_uri}"
+    )
+
+
+def _target(link: str, page_uri: str) -> str:
+    """What a link on a page names, as a path from the root of the repository."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(_file_of(page_uri)), link))
 
 
 def _page_of(path: str) -> str:
@@ -56,29 +61,54 @@ def _listing(path: str, text: str) -> str:
     return f"# {path}\n\n``````{language}\n{text}\n``````"
 
 
+def _tabs(sections: re.Match[str]) -> str:
+    """Headings as the labels of tabs, and all that follows each of them inside."""
+    parts = re.split(r"^### (.+)\n", sections[1], flags=re.MULTILINE)[1:]
+    tabs = []
+    for label, text in zip(parts[::2], parts[1::2], strict=True):
+        inside = "".join(f"    {line}" if line.strip() else line for line in text.splitlines(keepends=True))
+        tabs.append(f'=== "{label}"\n{inside}')
+    return "\n".join(tabs)
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for every file that is linked."""
-    for page in list(files.documentation_pages()):
-        for link, _ in _LINK.findall(page.content_string):
-            path = _in_repository(link, page.src_uri, config)
-            if path is None or files.get_file_from_path(_page_of(path)):
+    """Add a page for every file that is linked, also by pages that this adds."""
+    root, pages = Path(config.config_file_path).parent, list(files.documentation_pages())
+    for page in pages:  # which grows
+        for _, link, _ in _LINK.findall(page.content_string):
+            path = _target(link, page.src_uri)
+            if (
+                path.startswith(("docs/", "../"))
+                or not (root / path).is_file()
+                or files.get_file_from_path(_page_of(path))
+            ):
                 continue
-            text = Path(config.config_file_path).parent.joinpath(path).read_text()
-            body = _notebook(text) if path.endswith(".ipynb") else _listing(path, text)
+            text = (root / path).read_text()
+            shown = {".ipynb": _notebook, ".md": str}.get(posixpath.splitext(path)[1])
+            body = _listing(path, text) if shown is None else shown(text)
             content = f"---\nsearch: {{exclude: true}}\n---\n{body}\n"
-            files.append(File.generated(config, _page_of(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+            new = File.generated(config, _page_of(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+            files.append(new)
+            if shown is not None:
+                pages.append(new)
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links there."""
-    if page.file.src_uri.startswith("source/"):
-        return markdown
+    """Point the links there, and make the tabs. A folder has no page: what links to it becomes plain text."""
+    root, uri = Path(config.config_file_path).parent, page.file.src_uri
 
     def point(match: re.Match[str]) -> str:
-        path = _in_repository(match[1], page.file.src_uri, config)
-        if path is None:
-            return match[0]
-        return f"]({posixpath.relpath(_page_of(path), posixpath.dirname(page.file.src_uri) or '.')})"
+        text, link, anchor = match.groups()
+        path = _target(link, uri)
+        if path.startswith("docs/"):
+            page_uri = path.removeprefix("docs/")
+        elif files.get_file_from_path(_page_of(path)):
+            page_uri, anchor = _page_of(path), anchor if path.endswith(".md") else ""
+        else:
+            return text[1:-1] if (root / path).is_dir() else match[0]
+        return f"{text}({posixpath.relpath(page_uri, posixpath.dirname(uri) or '.')}{anchor})"
 
-    return _LINK.sub(point, markdown)
+    if uri.startswith("source/") and not _file_of(uri).endswith((".md", ".ipynb")):
+        return markdown
+    return _TABS.sub(_tabs, _LINK.sub(point, markdown))

@@ -1,9 +1,8 @@
 """Tests recipes, each in an environment of its own: `python -m tools.recipes timm`, all of them without a name.
 
-A recipe NAME has an extra NAME in pyproject.toml, a page docs/recipes/NAME.md and tests in tests/recipes/test_NAME.py;
-an adapter has docs/guides/NAME.md and tests/integrations/test_NAME.py in their place. The environment is
-build/recipes/NAME/venv. It borrows torch, and what else fits, from the environment that runs this, and keeps that
-torch. What cannot be installed there is skipped with a message.
+A recipe NAME has an extra NAME in pyproject.toml, a page docs/recipes/NAME.md and tests in tests/recipes/test_NAME.py.
+The environment is build/recipes/NAME/venv. It borrows torch, and what else fits, from the environment that runs this,
+and keeps that torch. What cannot be installed there is skipped with a message.
 """
 
 from __future__ import annotations
@@ -13,20 +12,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ADAPTERS = ["fastai"]  # those that `make test-all` does not install
 NO_TESTS_RAN = 5  # pytest's exit status
 
 
 def names() -> list[str]:
-    """Return all recipes, and the adapters that are tested like them."""
+    """Return all recipes."""
     files = sorted((ROOT / "tests" / "recipes").glob("test_*.py"))
-    return [*(file.stem.removeprefix("test_") for file in files), *ADAPTERS]
+    return [file.stem.removeprefix("test_") for file in files]
 
 
 def tests_of(name: str) -> list[str]:
     """Return what pytest is told to run: the tests, and the page's code."""
-    room, pages = ("integrations", "guides") if name in ADAPTERS else ("recipes", "recipes")
-    return [f"tests/{room}/test_{name}.py", f"tests/docs/test_pages.py::test_blocks_run[docs/{pages}/{name}.md]"]
+    return [f"tests/recipes/test_{name}.py", f"tests/docs/test_pages.py::test_blocks_run[docs/recipes/{name}.md]"]
 
 
 def install(name: str) -> Path | None:

@@ -1,9 +1,21 @@
-"""Flat buffers: the segments of one device and dtype, side by side in one tensor."""
+"""Flat buffers: where each parameter's gradient lives, and the views that optimizers get as `.grad`.
+
+A layout grows: parameters that are frozen at first get a further buffer when they are unfrozen, and existing views
+never move. It shrinks where parameters that are frozen again give their segments back (`Store.give_back`): a buffer
+that keeps some of its segments is laid out anew.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import gc
+import mmap
+import sys
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from operator import is_
+from pathlib import Path
 from sys import getrefcount
 from types import ModuleType
 from typing import Any
@@ -11,12 +23,220 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import is_accelerator, keep_until_done
+from ..errors import logger
 from ..ops.schema import State
-from .dtensors import is_dtensor, local
-from .handed_out import HandedOut, use_count
-from .layout import Segment, aligned
-from .pages import zeros
-from .parameters import NamedParameter
+from .parameters import NamedParameter, is_dtensor, local
+
+# ---- Large CPU tensors on huge pages, if the system grants them on request: an eighth less time per pass
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE = 2 * 2**20  # bytes of a huge page
+_MADV_HUGEPAGE = 14
+
+
+def setting() -> str | None:
+    """The system's setting of transparent huge pages: "always", "madvise" (on request), "never"; None if unknown."""
+    try:
+        text = _SETTING.read_text()
+    except OSError:
+        return None
+    return text.partition("[")[2].partition("]")[0] or None
+
+
+@functools.cache
+def _asked() -> bool:
+    return sys.platform == "linux" and setting() == "madvise"
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`, 1-d; on the CPU on huge pages, if it has at least two."""
+    tensor = torch.empty(numel, dtype=dtype, device=device)
+    # This comes before the first write, which allocates the pages. A fake tensor has none.
+    if device.type == "cpu" and type(tensor) is Tensor and tensor.nbytes >= 2 * _HUGE and _asked():
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        # If madvise returns an error, the pages stay as they were.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
+    return tensor.zero_()
+
+
+# ---- Where each parameter's gradient lives: segments of flat buffers.
+#
+# A layout grows: parameters that are frozen at first get a further buffer when they are unfrozen, and existing views
+# never move. It shrinks where parameters that are frozen again give their segments back (`Store.give_back`): a buffer
+# that keeps some of its segments is laid out anew.
+
+ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pair, eight 16-byte accesses
+
+
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """`numel` rounded up so that the next segment in a flat tensor of `dtype` is aligned."""
+    elements = ALIGNMENT_BYTES // dtype.itemsize
+    return -(-numel // elements) * elements
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's range of a flat buffer; for a DTensor, the range, shape and strides of its local part.
+
+    `stride` is dense: the parameter's own order of dimensions, so that a gradient laid out like its parameter is
+    accumulated in memory order, without a permutation.
+    """
+
+    index: int
+    name: str
+    param: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    numel: int
+    contiguous: bool
+    param_stride: tuple[int, ...]
+
+    def in_memory_order(self, grad: Tensor) -> Tensor:
+        """`grad` itself when its memory order is the segment's, else a copy that has it.
+
+        Raises:
+            RuntimeError: names the parameter: the gradient is sparse, or has another number of elements.
+        """
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"the gradient of {self.name!r} is sparse; only dense gradients can be accumulated")
+        if grad.numel() != self.numel:
+            raise RuntimeError(
+                f"the gradient of {self.name!r} has {grad.numel()} elements, its parameter had {self.numel} at "
+                "construction"
+            )
+        if grad.is_contiguous() if self.contiguous else grad.stride() == self.stride:
+            return grad
+        return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+    def drift(self) -> str | None:
+        """What changed about the parameter since construction, in words; None if nothing did."""
+        p = local(self.param)
+        if p.dtype != self.dtype:
+            return f"{self.name!r} was {self.dtype} at construction and is {p.dtype} now (AK05)"
+        if p.device != self.device:
+            return f"{self.name!r} was on {self.device} at construction and is on {p.device} now (AK05)"
+        if p.shape != self.shape:
+            return f"{self.name!r} had shape {tuple(self.shape)} at construction and has {tuple(p.shape)} now"
+        if p.stride() != self.param_stride:
+            return f"{self.name!r} had strides {self.param_stride} at construction and has {p.stride()} now"
+        return None
+
+
+# ---- The views of a flat buffer that optimizers get as `.grad`, and what becomes of those that somebody keeps
+
+_log = logger(__name__)
+use_count = torch._C._storage_Use_Count
+
+
+class HandedOut:
+    """Hands out views of one flat buffer in every window, as the same tensors.
+
+    The next window overwrites the buffer. Stock torch leaves a `.grad` that an optimizer or a user has kept as it was
+    (`state["previous"] = p.grad`), and so does this: when the window ends, a kept tensor gets memory of its own. The
+    reference counts of the tensors show it, and the use count of their storage shows aliases (`p.grad.detach()`), which
+    are then looked for among Python's objects.
+
+    Args:
+        tensor: The flat buffer.
+        segments: Of the views, in order.
+
+    Attributes:
+        views: Of all segments.
+        unkept: Their reference counts if nobody keeps one.
+        storage: The use count that matters is that of its `_cdata`.
+    """
+
+    def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
+        self._tensor = tensor
+        self._segments = segments
+        self.views = [self._view(segment) for segment in segments]
+        self.unkept = list(map(getrefcount, self.views))
+        self.storage = tensor.untyped_storage()
+        self._searches = True
+
+    def _view(self, segment: Segment) -> Tensor:
+        # Detached, it shares memory and version but is no view for torch, which refuses detach_() on views (fastai's
+        # zero_grad). The base of its views is itself, while that of views of `main_grad` is the buffer.
+        return self._tensor.as_strided(segment.shape, segment.stride, segment.offset).detach()
+
+    def renew(self) -> None:
+        """Make views anew that were given other memory (`p.grad.data = ...`): they no longer show the buffer."""
+        for index, view in enumerate(self.views):
+            if view.untyped_storage()._cdata != self.storage._cdata:
+                self.views[index] = self._view(self._segments[index])
+
+    def move_kept(self, uses: int) -> None:
+        """Move what somebody keeps out of the buffer, after every `.grad` was set to None.
+
+        Args:
+            uses: Of the storage, before this window handed out anything.
+        """
+        self.renew()
+        counts = list(map(getrefcount, self.views))
+        for index, (count, unkept) in enumerate(zip(counts, self.unkept, strict=True)):
+            if count > unkept:
+                _move(self.views[index])
+                self.views[index] = self._view(self._segments[index])
+        if self._searches and use_count(self.storage._cdata) > uses:
+            self._move_aliases(uses)
+
+    def _move_aliases(self, uses: int) -> None:
+        """Move aliases of views until only `uses` of the storage are left: new objects first, which are few.
+
+        Some are not found: those of graphs (their backward raises torch's error for tensors that have changed), and
+        what `gc.freeze` hides. The search looks at every object, so one in vain is the last.
+        """
+        ours = {id(tensor) for tensor in (self._tensor, *self.views)}
+        moved, of_main_grad = False, -len(self.views)  # without the buffer's own
+        for generation in range(3):
+            objects = gc.get_objects(generation=generation)
+            kinds = list(map(type, objects))
+            wanted = {kind for kind in set(kinds) if _is_plain(kind)}
+            for found in [found for found, kind in zip(objects, kinds, strict=True) if kind in wanted]:
+                if id(found) in ours or not self._holds(found):
+                    continue
+                if found._base is self._tensor:
+                    of_main_grad += 1
+                else:
+                    moved = True
+                    _move(found)
+            if use_count(self.storage._cdata) <= uses:
+                return
+        if not moved and of_main_grad <= 0:
+            self._searches = False
+            _log.warning(
+                "something keeps the memory of a .grad over the end of a window, and no search finds it (gc.freeze(), "
+                "a graph): the next window overwrites it. Keep p.grad.clone() instead. From now "
+                "on, aliases such as p.grad.detach() are not looked for either (AK15)"
+            )
+
+    def _holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the buffer."""
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # sparse tensors have none
+            return False
+        return storage._cdata == self.storage._cdata
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether these are tensors with memory of their own, which DTensors and fake tensors leave to a plain one."""
+    return Tensor in kind.__mro__ and kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def _move(tensor: Tensor) -> None:
+    """Give a tensor memory of its own."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        tensor.data = tensor.detach().clone()
+
+
+# ---- Flat buffers: the segments of one device and dtype, side by side in one tensor
 
 
 class FlatBuffer:
@@ -34,6 +254,8 @@ class FlatBuffer:
         unchecked: segments with a sum that was not checked for overflow, each with the serial number of the last
             micro-batch that was added without a check.
         sharded: whether any parameter is a DTensor.
+        grad_device: where its gradients are made, which is another device if sums are in host memory.
+        queues: whether work there is queued on streams, of which gradients may come from others.
         ops: the backend's module.
 
     It has no memory before `allocate`, and none after `release`.
@@ -59,6 +281,8 @@ class FlatBuffer:
         self.numel = end
         self.layout_host = torch.tensor([[s.offset, s.numel] for s in self.segments], dtype=torch.int64, device="cpu")
         self.layout = self.layout_host.to(device)
+        self.grad_device = self.segments[0].device if self.segments else device
+        self.queues = is_accelerator(self.grad_device) and type(self.layout) is Tensor  # a fake one is never computed
         self.flags = torch.zeros(len(self.segments), dtype=torch.int32, device=device)
         self.touched = bytearray(len(self.segments))
         self.unchecked: dict[int, int] = {}
@@ -67,13 +291,17 @@ class FlatBuffer:
         self.all_indices = list(range(len(self.segments)))
         self.contiguous = all(s.contiguous for s in self.segments)
         self._alone: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tensor = torch.empty(0, dtype=dtype, device=device)
+        self.views: list[Tensor] = []
         self.release()
 
     def release(self) -> None:
         """Free the tensor and keep the rest of the buffer. Views that a user has kept keep their memory."""
+        if self.queues and self.views:  # the current stream may not be the one that it was allocated on
+            keep_until_done([self.tensor])
         self.tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.views: list[Tensor] = []
-        self._handed_out: HandedOut | None = None
+        self.views = []
+        self._exposed: HandedOut | None = None
         self._uses: int | None = None  # of the tensor's storage, before this window handed out anything
 
     def allocate(self) -> None:
@@ -87,7 +315,7 @@ class FlatBuffer:
         Args:
             gone: For each segment, not 0 if it is left out.
         """
-        kept = [segment for segment, is_gone in zip(self.segments, gone, strict=True) if not is_gone]
+        kept = [segment for segment, is_freed in zip(self.segments, gone, strict=True) if not is_freed]
         rest = FlatBuffer(kept, self.dtype, self.device, self.ops)
         rest.flags.copy_(self.flags[[segment.index for segment in kept]])
         return rest
@@ -128,6 +356,8 @@ class FlatBuffer:
             self.ops.accumulate_(self.tensor, state, given, *rest)
         except RuntimeError as error:
             self.ops.accumulate_(self.tensor, state, self.reordered(segments, grads, error), *rest)
+        if self.queues:
+            keep_until_done(grads)
         if segments is self.all_indices:
             self.touched = bytearray(b"\1") * len(segments)
         else:
@@ -142,6 +372,8 @@ class FlatBuffer:
             self.ops.check_finite_(given, rows, found_inf, self.flags, **options)
         except RuntimeError as error:
             self.ops.check_finite_(self.reordered(segments, grads, error), rows, found_inf, self.flags, **options)
+        if self.queues:
+            keep_until_done(grads)
 
     def reordered(self, segments: list[int], grads: list[Tensor], error: RuntimeError) -> list[Tensor]:
         """Gradients in memory order, after an op has refused them as they were.
@@ -207,23 +439,23 @@ class FlatBuffer:
             return self.views
         return [self.views[s.index] for s in self.touched_segments() if only is None or id(s.param) in only]
 
-    def hand_out(self) -> list[Tensor]:
+    def expose(self) -> list[Tensor]:
         """The views of all segments that may become `.grad`; not `views`, which users may keep (`main_grad`)."""
-        if self._handed_out is None:
+        if self._exposed is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._handed_out = HandedOut(self.tensor, self.segments)
+                self._exposed = HandedOut(self.tensor, self.segments)
         if self._uses is None:
-            self._uses = use_count(self._handed_out.storage._cdata)
-        return self._handed_out.views
+            self._uses = use_count(self._exposed.storage._cdata)
+        return self._exposed.views
 
     def renew_handed_out(self) -> None:
         """Make anew what was handed out and given other memory (`p.grad.data = ...`)."""
-        if self._handed_out is not None:
-            self._handed_out.renew()
+        if self._exposed is not None:
+            self._exposed.renew()
 
     def take_back(self) -> None:
         """End the window, after every `.grad` was set to None: leave to others what they keep of it."""
-        handed, uses, self._uses = self._handed_out, self._uses, None
+        handed, uses, self._uses = self._exposed, self._uses, None
         if handed is None or uses is None:
             return
         kept = list(map(getrefcount, handed.views)) != handed.unkept
@@ -258,16 +490,26 @@ def buffer_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def flat_buffers(named: Sequence[NamedParameter], ops: dict[torch.device, ModuleType]) -> list[FlatBuffer]:
+def flat_buffers(
+    named: Sequence[NamedParameter], ops: dict[torch.device, ModuleType], device: torch.device | None = None
+) -> list[FlatBuffer]:
     """Lay out parameters in new flat buffers, one per (device, buffer dtype).
 
     Segments are in reverse order of registration, roughly the order in which backward produces gradients, so that the
     gradients of a bucket lie side by side.
+
+    Args:
+        named: The parameters.
+        ops: The backend's module, by the device of sums.
+        device: Of all sums; None: sums are where their parameters are.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[NamedParameter]] = {}
     for entry in named:
         groups.setdefault((entry.param.device, buffer_dtype(entry.param.dtype)), []).append(entry)
-    buffers = [FlatBuffer(group[::-1], dtype, device, ops[device]) for (device, dtype), group in groups.items()]
+    buffers = []
+    for (of_params, dtype), group in groups.items():
+        of_sums = of_params if device is None else device
+        buffers.append(FlatBuffer(group[::-1], dtype, of_sums, ops[of_sums]))
     for buffer in buffers:
         buffer.allocate()
     return buffers

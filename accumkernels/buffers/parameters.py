@@ -1,7 +1,9 @@
-"""Turns what a user passes as the parameters into a list of named, checked leaf tensors."""
+"""Which parameters to accumulate, their names, devices and local shards."""
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,8 +11,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import devices
 from ..errors import wrong_type
-from .dtensors import is_dtensor
+
+# ---- Device scalars on several devices: moving them, and the worst of them
+
+
+def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy to another device without waiting, except to the CPU, where the host would read the copy too early."""
+    return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
+
+
+def worst(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The elementwise maximum of tensors of one shape on any devices, as a copy on `device`."""
+    return torch.stack([move(tensor, device) for tensor in tensors]).amax(0)
+
+
+# ---- DTensors and their local shards
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a `torch.distributed.tensor.DTensor`."""
+    module = sys.modules.get("torch.distributed.tensor")  # the import takes a second, and before it no DTensor exists
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, the tensor that it holds itself; any other tensor unchanged."""
+    # to_local() would return a new tensor.
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_offloaded(tensor: Any) -> bool:
+    """Whether this is a DTensor whose shard is on the host while its mesh is not, as by FSDP2's CPUOffloadPolicy."""
+    return is_dtensor(tensor) and tensor._local_tensor.device.type != tensor.device_mesh.device_type
+
+
+def local_grad(param: Tensor) -> Tensor | None:
+    """The local shard of `param.grad`, placed on the mesh as the parameter is.
+
+    FSDP2's gradients already are. Gradients of other DTensors may have to be reduced or sharded first, a collective
+    call.
+    """
+    grad: Any = param.grad
+    if grad is None or not is_dtensor(param):
+        return grad
+    like: Any = param
+    if grad.placements != like.placements:
+        grad = grad.redistribute(like.device_mesh, like.placements)
+    return local(grad)
+
+
+def shaped_like(part: Tensor, param: Any) -> Tensor:
+    """`part`, a local shard, as a DTensor on the mesh of `param`; `part` itself if `param` is not a DTensor.
+
+    It stays where it is, as FSDP2's own gradients do: `DTensor.from_local` would move it to the mesh's kind of device,
+    from which CPUOffloadPolicy keeps it.
+    """
+    if not is_dtensor(param):
+        return part
+    spec = copy.copy(param._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return sys.modules["torch.distributed.tensor"].DTensor(part, spec, requires_grad=False)
+
+
+# ---- Turns what a user passes as the parameters into a list of named, checked leaf tensors
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -32,7 +97,8 @@ class NamedParameter:
             return f"{self.name!r} is {p.dtype}; gradients are accumulated for {_list(FLOAT_DTYPES)} only"
         if p.is_meta:
             return f"{self.name!r} is on the meta device; materialize the model first"
-        return None
+        cause = devices.obstacle(p.device)
+        return None if cause is None else f"{self.name!r} cannot be trained here: {cause}"
 
     def check_identity(self) -> str | None:
         """Say in words that the module tree holds another tensor in this parameter's place; None if it does not.
@@ -48,7 +114,7 @@ class NamedParameter:
             renamed = next((other for other, p in owner.items() if p is self.param), None)
             if renamed is not None:
                 return f"{self.name!r} was renamed to {renamed!r} since construction"
-            return f"{self.name!r} was replaced by another tensor since construction"
+            return f"{self.name!r} was replaced by another tensor since construction (AK06)"
         return None
 
 
@@ -134,7 +200,7 @@ def named_parameters(params: Any) -> list[NamedParameter]:
     else:
         named = _from_items(params)
     if not named:
-        raise ValueError("params: there are no parameters to accumulate")
+        raise ValueError("params: there are no parameters to accumulate (AK01)")
     stripped = strip_prefixes([entry.name for entry in named])
     named = [replace(entry, name=name) for entry, name in zip(named, stripped, strict=True)]
 

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, is_
 from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from .. import ops
+from ..errors import logger
+from ..hooks import Follower, follow, unfollow
 from ..ops.schema import State
-from .devices import worst
-from .flat import FlatBuffer, flat_buffers
-from .layout import Segment
-from .masters import Masters
-from .parameters import NamedParameter, devices_of
+from .flat import FlatBuffer, Segment, aligned, buffer_dtype, flat_buffers, zeros
+from .parameters import FLOAT_DTYPES, NamedParameter, devices_of, is_dtensor, local, shaped_like, worst
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _touched = attrgetter("touched")
 _unchecked = attrgetter("unchecked")
 # Parameters carry no reference to their store: torch swaps no tensor that has a weak one (torch.utils.swap_tensors).
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()  # those with a claim
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+class Slots(Protocol):
+    """Host memory that gradients and weights pass through, one slot per parameter; see `offload.slots`."""
+
+    def grow(self, params: Sequence[Tensor]) -> None:
+        """Allocate the slots of parameters that have none."""
+
+    def send(self, params: Sequence[Tensor], masters: Sequence[Tensor], ops: ModuleType) -> None:
+        """Round masters in host memory into parameters on devices, and wait for nothing but earlier copies."""
 
 
 def has_accumulator(param: Tensor) -> bool:
@@ -72,21 +87,33 @@ class Store:
         named: All parameters, in the order given, frozen ones too.
         buffers: The flat buffers; always the same list.
         layout: How often they were laid out: what is planned for one layout may not fit the next.
-        masters: fp32 masters of 16-bit parameters, or None.
+        masters: fp32 masters of 16-bit parameters (with slots, of all on devices), or None.
+        slots: Where gradients and weights pass through host memory, if that has the sums; None: sums are on the devices
+            of their parameters.
         states: For each device, the fp64 state tensor that the kernels update (`ops.schema.State`).
+        queues: The devices of parameters whose work is queued on streams.
         has_claim: Whether the parameters belong to this store, until `release_claim`.
+        sharded: Whether any parameter is a DTensor, of which a rank accumulates its local shard.
         rounds: Whether any `.grad` has a narrower dtype than its sum.
-        device: The first device, where weights are counted and results are returned.
+        device: The first device that has sums, where weights are counted and results are returned.
+        compute_devices: Those that forward and backward run on. The first has losses, and weights until they are added.
         result_dtype: The dtype of norms: fp32, or fp64 if any parameter is fp64.
     """
 
-    def __init__(self, named: list[NamedParameter], backend: str, master_weights: bool) -> None:
+    def __init__(
+        self, named: list[NamedParameter], backend: str, master_weights: bool, slots: Slots | None = None
+    ) -> None:
         self.named = named
+        self.slots = slots
         self.buffers: list[FlatBuffer] = []
         self.layout = 0
         self.states: dict[torch.device, Tensor] = {}
+        self.queues: tuple[torch.device, ...] = ()
+        self.sharded = any(is_dtensor(entry.param) for entry in named)
         self.rounds = False
-        self.device = devices_of(named)[0]
+        self.compute_devices = sorted(devices_of(named), key=_is_cpu) if slots is not None else devices_of(named)
+        self._sums_on = None if slots is None else torch.device("cpu")
+        self.device = self._sums_on or self.compute_devices[0]
         self.has_claim = False
         self.result_dtype = torch.float32
         self._backend = backend
@@ -95,7 +122,7 @@ class Store:
         self._as_built: _AsBuilt | None = None
         ops.select(backend, self.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
-        self.masters = Masters(named) if master_weights else None
+        self.masters = Masters(named, slots) if master_weights or slots is not None else None
         self.grow(self.unplaced())
 
     def _claim(self) -> None:
@@ -104,7 +131,7 @@ class Store:
                 gc.collect()  # it may be garbage in a cycle of a trainer or a notebook
             if has_accumulator(entry.param):
                 raise RuntimeError(
-                    f"{entry.name!r} already has a FusedAccumulator; call its remove(), or keep parameters apart"
+                    f"{entry.name!r} already has a FusedAccumulator; call its remove(), or keep parameters apart (AK02)"
                 )
         self.has_claim = True
         _stores.add(self)
@@ -158,10 +185,12 @@ class Store:
                 raise RuntimeError(
                     f"{obstacle}: it was frozen at construction and requires a gradient now; freeze it again"
                 )
-        devices = dict.fromkeys(e.param.device for e in fresh)
+        devices = dict.fromkeys(self._sums_on or e.param.device for e in fresh)
         backends = {device: ops.select(self._backend, device) for device in devices}
         with torch.inference_mode(False), torch.no_grad():
-            buffers = flat_buffers(fresh, backends)
+            if self.slots is not None:
+                self.slots.grow([e.param for e in fresh])
+            buffers = flat_buffers(fresh, backends, self._sums_on)
             if self.masters is not None:
                 self.masters.grow(buffers)
             for device in devices:
@@ -172,16 +201,16 @@ class Store:
         self._see_layout()
         return buffers
 
-    def idle(self, least: float = 0.5) -> bytes:
+    def idle(self, touched: bytes, least: float = 0.5) -> bytes:
         """Find the segments whose parameters are frozen and that hold no sum, so that they could be given back.
 
         Args:
+            touched: See `touched_bytes`.
             least: The part of all bytes that they have to be.
 
         Returns:
             For each segment, in the order of buffers, 1 if it is idle; empty if there are too few.
         """
-        touched = self.touched_bytes()
         if 0 not in touched:  # nearly always: their parameters were trainable
             return b""
         pairs = [(segment, buffer.dtype.itemsize) for buffer in self.buffers for segment in buffer.segments]
@@ -237,6 +266,9 @@ class Store:
                 self._places[id(segment.param)] = self._places[id(self.target(segment.param))] = (buffer, segment)
         if self.buffers:
             self.device = self.buffers[0].device
+            found = dict.fromkeys(buffer.grad_device for buffer in self.buffers)
+            self.compute_devices = sorted(found, key=_is_cpu) if self.slots is not None else list(found)
+        self.queues = tuple(dict.fromkeys(buffer.grad_device for buffer in self.buffers if buffer.queues))
         wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
         self.result_dtype = torch.float64 if wide else torch.float32
         self.rounds = self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
@@ -360,3 +392,231 @@ class Store:
             state.zero_()
         for buffer in self.buffers:
             buffer.open_window()
+
+
+# ---- fp32 masters of 16-bit parameters, which optimizers step and the model's values are rounded from
+
+_param = attrgetter("param")
+_version = attrgetter("_version")
+_address = attrgetter("_cdata")  # of a storage
+_PLAIN = frozenset((Tensor, nn.Parameter))
+
+
+class _Pair(NamedTuple):
+    """A master that has memory, and the parameter that it is rounded into."""
+
+    master: nn.Parameter
+    param: Tensor
+    segment: Segment
+    ops: ModuleType
+
+
+class Masters(Follower):
+    """The masters of one store, as views of flat fp32 buffers, one for each flat buffer of gradients.
+
+    After a step of any optimizer that owns masters, their values are rounded into the model's parameters. What somebody
+    else writes to these is taken over into the masters before the next step, which would overwrite it otherwise.
+
+    In-place edits show in version counters, and `p.data = x` in the parameter's memory. An in-place edit of an alias
+    that has a counter of its own (`p.data.clamp_()`, numpy) shows in neither. Finding these means to read all values
+    before each step, which takes as long as the step itself: `refresh` has to be called after them.
+
+    Args:
+        named: All parameters. Each 16-bit parameter gets a master. The master of a frozen parameter has its shape but
+            no memory, until the parameter is unfrozen.
+        slots: If masters are in host memory; then every parameter on another device gets one, too.
+    """
+
+    def __init__(self, named: Sequence[NamedParameter], slots: Slots | None = None) -> None:
+        self.flat: list[Tensor] = []
+        self._slots = slots
+        self._masters: dict[int, nn.Parameter] = {}  # by id of the parameter
+        self._pairs: dict[int, _Pair] = {}  # by id of the master, once it has memory
+        # Versions and memory of the parameters, by id of the master, when they last had their masters' values.
+        self._versions: dict[int, Any] = {}
+        self._memory: dict[int, Any] = {}
+        self._window_steps = False
+        self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
+        for entry in named:
+            p = entry.param
+            offloaded = slots is not None and not _is_cpu(p.device) and p.dtype in FLOAT_DTYPES
+            if offloaded or p.dtype in (torch.float16, torch.bfloat16):
+                device, dtype = p.device if slots is None else "cpu", buffer_dtype(p.dtype)
+                placeholder = torch.zeros((), dtype=dtype, device=device).expand(local(p).shape)
+                self._masters[id(p)] = nn.Parameter(shaped_like(placeholder, p), requires_grad=p.requires_grad)
+        follow(self)
+
+    def target(self, param: Tensor) -> Tensor:
+        """The tensor that an optimizer steps for a parameter: its master, or the parameter itself."""
+        return self._masters.get(id(param), param)
+
+    def grow(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Allocate the masters of parameters that got a segment, and copy the parameters' values into them.
+
+        One that was unfrozen before has its master, which is more exact than the parameter.
+        """
+        for buffer in buffers:
+            with_master = [s for s in buffer.segments if id(s.param) in self._masters]
+            segments = [s for s in with_master if id(self._masters[id(s.param)]) not in self._pairs]
+            sizes = [aligned(s.numel, buffer.dtype) for s in segments]
+            flat = zeros(sum(sizes), buffer.dtype, buffer.device)
+            self.flat.append(flat)
+            offset = 0
+            for segment, size in zip(segments, sizes, strict=True):
+                master = self._masters[id(segment.param)]
+                local(master).data = flat.as_strided(segment.shape, segment.stride, offset)
+                master.requires_grad_(True)
+                pair = self._pairs[id(master)] = _Pair(master, segment.param, segment, buffer.ops)
+                self._copy([pair])
+                offset += size
+
+    def refresh(self) -> None:
+        """Copy the model's values into the masters."""
+        self._copy(list(self._pairs.values()))
+
+    @torch.no_grad()
+    def _copy(self, pairs: Sequence[_Pair]) -> None:
+        for pair in pairs:
+            # Cast where the master is: a cast on the parameter's device would take memory there.
+            local(pair.master).copy_(local(pair.param).to(local(pair.master).device))
+            self._watch(pair)
+        self._stamp(pairs)
+
+    def _edited(self) -> list[_Pair]:
+        """Pairs whose parameter may have been written to since the last call, and by somebody else."""
+        params = list(map(_param, self._pairs.values()))
+        versions = dict(zip(self._pairs, _versions(params), strict=True))
+        memory = dict(zip(self._pairs, _memory(params), strict=True))
+        if versions == self._versions and memory == self._memory:
+            return []
+        old_versions, self._versions = self._versions, versions
+        old_memory, self._memory = self._memory, memory
+        edited = []
+        for key, pair in self._pairs.items():
+            if versions[key] != old_versions[key] or memory[key] != old_memory[key]:
+                edited.append(pair)
+                self._watch(pair)
+        return edited
+
+    def take_over(self) -> None:
+        """Copy into the masters what somebody has written to the model's parameters, element by element.
+
+        Elements that the edit has left as they were keep their master, which is more precise. Nothing is read from the
+        device, and no value of a parameter that nobody has edited is read at all.
+        """
+        for pair in self._edited():
+            # A changed dtype or shape is refused with the parameter's name when a window begins or ends.
+            if pair.segment.drift() is None:
+                master = local(pair.master).detach()
+                param = local(pair.param).detach().to(master.device)
+                torch.where(param != master.to(param.dtype), param, master, out=master)
+
+    def _watch(self, pair: _Pair) -> None:
+        """Let no other storage get the address of the parameter's, as long as this is compared."""
+        part = local(pair.param)
+        if type(part) in _PLAIN:
+            self._storages[id(pair.master)] = StorageWeakRef(part.untyped_storage())
+
+    def _stamp(self, pairs: Sequence[_Pair]) -> None:
+        """Note that parameters have their masters' values."""
+        keys, params = [id(pair.master) for pair in pairs], list(map(_param, pairs))
+        self._versions.update(zip(keys, _versions(params), strict=True))
+        self._memory.update(zip(keys, _memory(params), strict=True))
+
+    def round(self) -> None:
+        """Round all masters into the model's parameters."""
+        self._round(list(self._pairs.values()))
+
+    def _round(self, pairs: Sequence[_Pair]) -> None:
+        """Round masters into the model's parameters: one pass per device."""
+        parts: dict[torch.device, tuple[ModuleType, list[Tensor], list[Tensor]]] = {}
+        away = [pair for pair in pairs if local(pair.master).device != local(pair.param).device]
+        if away and self._slots is not None:
+            self._slots.send([pair.param for pair in away], [pair.master.detach() for pair in away], away[0].ops)
+        for pair in pairs:
+            master, param = local(pair.master), local(pair.param)
+            if master.device != param.device:
+                continue
+            _, outputs, inputs = parts.setdefault(param.device, (pair.ops, [], []))
+            if param.stride() == master.stride():
+                outputs.append(param.detach())
+                inputs.append(master.detach())
+            else:  # not dense, and the op works in memory order
+                param.detach().copy_(master.detach())
+        for of_device, outputs, inputs in parts.values():
+            of_device.scaled_copy_(outputs, inputs)
+        # Our ops do not bump version counters by themselves, and a backward through old values must fail.
+        params = list(map(_param, pairs))
+        torch.autograd.graph.increment_version(params)
+        self._versions.update(zip([id(pair.master) for pair in pairs], _versions(params), strict=True))
+
+    def begin_steps(self) -> None:
+        """Take over edits before a window steps its optimizers, so that none of these steps has to look for them."""
+        self.take_over()
+        self._window_steps = True
+
+    def end_steps(self) -> None:
+        """Look for edits before each step again."""
+        self._window_steps = False
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Take over edits if the optimizer steps masters."""
+        if self._window_steps:
+            return
+        if any(id(p) in self._pairs for group in optimizer.param_groups for p in group["params"]):
+            self.take_over()
+
+    def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Round the masters that the optimizer stepped.
+
+        Raises:
+            RuntimeError: A hook on the step has written to a parameter, which then had the value from before the step.
+        """
+        keys = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in self._pairs]
+        pairs = [self._pairs[key] for key in keys]
+        versions = _versions(list(map(_param, pairs)))
+        edited = [p for key, p, v in zip(keys, pairs, versions, strict=True) if v != self._versions[key]]
+        self._round(pairs)
+        if edited:
+            raise RuntimeError(
+                f"{edited[0].segment.name!r} was edited while {type(optimizer).__name__}.step() ran, before its master "
+                "was rounded into it, and the edit is lost: edit weights after the step, not in its hooks or closure"
+                " (AK16)"
+            )
+
+    def values(self) -> dict[int, Tensor]:
+        """The masters that have memory and more bits than their parameters, by id of these."""
+        pairs = self._pairs.values()
+        return {id(pair.param): pair.master for pair in pairs if pair.master.dtype != pair.segment.dtype}
+
+    def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
+        """Param groups with every parameter replaced by the tensor that an optimizer steps for it."""
+        translated = []
+        for group in groups:
+            params = group["params"]
+            params = [params] if isinstance(params, Tensor) else list(params)
+            targets = [(p[0], self.target(p[1])) if isinstance(p, tuple) else self.target(p) for p in params]
+            translated.append({**group, "params": targets})
+        return translated
+
+    def remove(self) -> None:
+        """Take over the last edits, and stop following optimizers."""
+        self.take_over()
+        unfollow(self)
+
+
+def _versions(params: Sequence[Tensor]) -> list[Any]:
+    """Version counters, which in-place ops bump: on a DTensor its own, on its local part that part's."""
+    versions = list(map(_version, params))
+    if _PLAIN.issuperset(map(type, params)):
+        return versions
+    return list(zip(versions, map(_version, map(local, params)), strict=True))
+
+
+def _memory(params: Sequence[Tensor]) -> list[Any]:
+    """Addresses and storages, which `p.data = x` changes; None for all if there are subclasses that may lack both."""
+    if not _PLAIN.issuperset(map(type, params)):
+        params = list(map(local, params))
+        if not _PLAIN.issuperset(map(type, params)):
+            return [None] * len(params)
+    return list(zip(map(Tensor.data_ptr, params), map(_address, map(Tensor.untyped_storage, params)), strict=True))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from ..buffers.dtensors import local
 from ..buffers.flat import FlatBuffer
+from ..buffers.parameters import local
 from ..buffers.store import Store
 from ..hooks import Handles
 from ..ops.products import sums_fit_in_cache
-from .buckets import Buckets, default_bucket_bytes
-from .captures import Bucket, Capture
-from .gradients import Gradients
 from .graph import FusionPolicy, GraphCapture
+from .inbox import Bucket, Inbox, MicroBatch, Place, Sink, default_bucket_bytes
 
 _SMALLEST_FUSED = 2**18  # elements; below, hooks cost more than the bytes that they save
 _WIDE_RANGE = frozenset({torch.bfloat16, torch.float32})
@@ -50,8 +50,8 @@ def fusion_policy(
     )
 
 
-class Captures(list[Capture]):
-    """The captures in use: those that take gradients while a backward runs, and `gradients`, which is drained last.
+class Captures:
+    """What takes gradients for an accumulator: the inbox, and what reads the graphs of its backwards.
 
     Args:
         store: Flat buffers.
@@ -65,8 +65,7 @@ class Captures(list[Capture]):
         whole: Whether every gradient is to be left to autograd.
 
     Attributes:
-        buckets: Takes gradients while backward runs, if it listens.
-        gradients: Takes what is left in `.grad`.
+        inbox: Gradients until they are added.
         graph: Takes gradients where the graph shows that nobody else needs them; None if no parameter is large enough.
         add_early: Whether gradients may be added while backward runs.
         release_early: Whether they ever may, so that sums may be sent.
@@ -85,67 +84,92 @@ class Captures(list[Capture]):
         scaled: bool,
         whole: bool,
     ) -> None:
-        super().__init__()
         self._store = store
         self._release = release
         self.release_early = release != "microbatch"
-        self.gradients = Gradients(store)
         self.graph: GraphCapture | None = None
         self.add_early = False
         if bucket_bytes is None:
             segments = (s for buffer in store.buffers for s in buffer.segments)
             largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
-            bucket_bytes = default_bucket_bytes(store.device, largest)
-        self.buckets = Buckets(bucket_bytes, add, release == "backward", Handles(owner))
+            bucket_bytes = default_bucket_bytes(store.compute_devices[0], largest)
+        self.inbox = Inbox(store, bucket_bytes, add if release == "backward" else None, Handles(owner))
         self._policy: FusionPolicy | None = None
-        self.listen_to(store.buffers)
+        self.follow(store.buffers)
         if not whole:
             cheap = store.device.type == "cpu" and sums_fit_in_cache(sum(b.tensor.nbytes for b in store.buffers))
-            self._policy = fusion_policy(scaled, fuse_weight_gradients, overflow, self.buckets.listens, cheap)
+            wanted = fuse_weight_gradients if store.slots is None else False  # products go where the sums are
+            self._policy = fusion_policy(scaled, wanted, overflow, self.inbox.listens, cheap)
             self.add_early = self.add_early or self._policy.fuses
             self._read_graphs(store.buffers)
 
     def _read_graphs(self, grown: Sequence[FlatBuffer]) -> None:
         """Take gradients of new buffers where graphs show that nobody else needs them, if any is large enough."""
         if self._policy is not None:
-            graph = self.graph or GraphCapture(self._store, self.buckets, self.gradients, self._policy)
+            graph = self.graph or GraphCapture(self._store, self.inbox, self._policy)
             graph.follow(grown)
-            if self.graph is None and graph.weights:
+            if graph.weights:
                 self.graph = graph
-                self.append(graph)
 
-    def listen_to(self, grown: Sequence[FlatBuffer]) -> None:
+    def follow(self, grown: Sequence[FlatBuffer]) -> None:
         """Take gradients of new buffers; release them in backward if that is worth it: small models get no hooks."""
         self._read_graphs(grown)
         if not self.release_early:
             return
-        if not self.buckets.listens:
+        if not self.inbox.listens:
             params = [param for buffer in self._store.buffers for param in buffer.params]
             nbytes = sum(local(param).nbytes for param in params if param.requires_grad)
-            if self._release == "auto" and nbytes <= self.buckets.bucket_bytes:
+            if self._release == "auto" and nbytes <= self.inbox.bucket_bytes:
                 return
             grown = self._store.buffers
-            self.append(self.buckets)
             self.add_early = True
-        self.buckets.listen(grown)
+        self.inbox.listen(grown)
 
-    @property
-    def added(self) -> bool:
-        """Whether gradients of the current micro-batch were taken with its weight, which cannot change now."""
-        return any(capture.added for capture in self)
+    # ---- a backward
 
-    def discard(self) -> bool:
-        """Forget the current micro-batch, and drop every `.grad`; return whether some of it may be in the sums."""
-        self.gradients.discard()
-        return any([capture.discard() for capture in self])  # noqa: C419  of all of them
+    def begin(
+        self, roots: Sequence[Tensor], micro_batch: MicroBatch, sink: Sink, excludes: bool
+    ) -> tuple[GradientEdge, ...]:
+        """Begin a backward that the accumulator runs.
 
-    def remove_hooks(self) -> None:
+        Args:
+            roots: The tensors that it starts from.
+            micro_batch: The micro-batch.
+            sink: Adds gradients while it runs.
+            excludes: Whether it can be told which leaves to fill.
+
+        Returns:
+            What the engine has to run, its `inputs`; empty if that is everything.
+        """
+        inputs: tuple[GradientEdge, ...] = ()
+        if self._store.queues:
+            self.inbox.order.take_all(self._store.queues)
+        if self.graph is not None:
+            inputs = self.graph.plan(roots, micro_batch, sink, excludes)
+        if self.inbox.listens:
+            self.inbox.begin(micro_batch, sink, holds_leaves=bool(inputs))
+        return inputs
+
+    def end(self) -> bool:
+        """End it, also if it raised; return whether some of its gradients may be in the sums."""
+        broken = self.inbox.added or (self.inbox.running and self.inbox.always)
+        if self.graph is not None:
+            self.graph.end()
+        if self.add_early:
+            self.inbox.end()
+        return broken
+
+    def reports(self, place: Place) -> bool:
+        """Whether `Sink.leaf_ran` reports when all gradients of a segment have come."""
+        return self.graph is not None and self.graph.reports(place)
+
+    def remove(self) -> None:
         """Remove every hook."""
-        for capture in self:
-            capture.remove()
+        self.end()
+        self.inbox.remove()
 
     def __str__(self) -> str:
         """Name the way that `release` resolves to."""
-        if not self.buckets.listens:
+        if not self.inbox.listens:
             return f"{self._release!r} (whole micro-batches)" if self._release == "auto" else repr(self._release)
-        return f"{self._release!r} (buckets of {self.buckets.bucket_bytes:,} bytes)"
+        return f"{self._release!r} (buckets of {self.inbox.bucket_bytes:,} bytes)"

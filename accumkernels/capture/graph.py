@@ -14,6 +14,7 @@ Hooks are on nodes of the graph, for the length of one backward.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -24,13 +25,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from ..buffers.flat import FlatBuffer
-from ..buffers.layout import Segment
+from ..buffers.flat import FlatBuffer, Segment
 from ..buffers.store import Store
+from ..devices import keep_until_done
 from ..ops.products import Gemm, add_product, add_rows, choose, widened
-from .buckets import Buckets, in_compiled_autograd
-from .captures import Capture, MicroBatch, Place, Sink
-from .gradients import Gradients, have_hooks, is_ours_alone
+from .inbox import Inbox, MicroBatch, Place, Sink, have_hooks, in_compiled_autograd, is_ours_alone
 
 _NODES: Any = torch._C._functions
 _LEAF, _CAST, _TRANSPOSE = _NODES.AccumulateGrad, _NODES.ToCopyBackward0, _NODES.TBackward0
@@ -38,14 +37,16 @@ _ADDMM, _MM, _EMBEDDING = _NODES.AddmmBackward0, _NODES.MmBackward0, _NODES.Embe
 _WEIGHT_SIDE = frozenset({_LEAF, _CAST, _TRANSPOSE})  # nodes whose users are noted
 _HALF = (torch.float16, torch.bfloat16)
 
-# Elements. A hook takes three microseconds, and widening a gradient as long at 2**14 (benchmarks.defaults).
-SMALLEST_CAST = 2**14
+# Elements. Reading the graph, a hook and looking for those of others take 25 microseconds for each weight, and widening
+# its gradient as long at 2**17 (benchmarks.defaults: with 2**14, windows of the smallest model took 12 % more).
+SMALLEST_CAST = 2**17
 _KEPT_PART = 16  # operands of products that were not added yet take at most this part of the sums' memory
 EVERY = 32  # backwards between two looks for casts, where none are found
 
 _FUSED, _IN_16_BITS = _WAYS = "fused", "taken in 16 bits"
 
 Node = Any
+_Operands = tuple[Tensor, int, Tensor, int]  # of a product, with their versions
 Users = dict[Node, list[tuple[Node, int]]]  # of a node: those that its output goes into, at which position
 
 
@@ -76,26 +77,23 @@ class _Weight:
         numel: Its elements.
         nodes: In the running backward, how many nodes have yet to make their part of its gradient.
         products: The way to add a product, by dtype and number of tokens.
-        kept: Operands of products that were not added yet, with their versions.
-        tokens: How many rows these have.
         way: How its gradient came in the last backward whose graph was read, one of `_WAYS`; None: by autograd.
     """
 
-    __slots__ = ("_capture", "kept", "nodes", "numel", "param", "place", "products", "tokens", "way")
+    __slots__ = ("_capture", "nodes", "numel", "param", "place", "products", "way")
 
     def __init__(self, capture: GraphCapture, buffer: FlatBuffer, segment: Segment) -> None:
         self._capture = weakref.ref(capture)
         self.param, self.place, self.numel = segment.param, (buffer, segment.index), segment.numel
         self.nodes = 0
         self.products: dict[tuple[torch.dtype, int], Gemm | None] = {}
-        self.kept: list[tuple[Tensor, int, Tensor, int]] = []
-        self.tokens = 0
         self.way: str | None = None
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
         """Take what a node is about to compute, or has as its gradient, before the node runs."""
         capture = self._capture()
-        if capture is None or torch._C._current_graph_task_id() != capture.task:
+        run = None if capture is None else capture.run
+        if capture is None or run is None or torch._C._current_graph_task_id() != run.task:
             return None  # a hook of the user's runs another backward over this graph
         node, (grad, *_) = torch._C._current_autograd_node(), grads
         taken = type(node) is _CAST
@@ -103,49 +101,94 @@ class _Weight:
             if taken:
                 if grad.layout is not torch.strided and self.way == _IN_16_BITS:
                     return None
-                capture.take(self, grad)
+                capture.inbox.put(self.place, grad)
             elif type(node) is _EMBEDDING:
-                capture.add_embedding(self, node, grad)
+                capture.add_embedding(self, run, node, grad)
             else:
-                capture.add_product(self, node, grad)
+                capture.add_product(self, run, node, grad)
         self.nodes -= 1
-        if self.nodes == 0 and self.way == _FUSED and capture.sends:
-            capture.leaf_ran(self.place)
+        if self.nodes == 0 and self.way == _FUSED and run.micro_batch.last:
+            if run.sink.leaf_ran(self.place, capture.inbox.holds(self.place)):
+                capture.inbox.flush(self.place[0].grad_device)
         return (None,) if taken else None
 
 
-class GraphCapture(Capture):
+class _Backward:
+    """A backward whose graph was read.
+
+    Args:
+        micro_batch: The micro-batch.
+        sink: Says what products are multiplied by.
+
+    Attributes:
+        hooks: On nodes of its graph.
+        task: The number that the engine gives it; -1 until it runs.
+    """
+
+    def __init__(self, micro_batch: MicroBatch, sink: Sink) -> None:
+        self.micro_batch, self.sink = micro_batch, sink
+        self.hooks: list[Any] = []
+        self.task = -1
+
+    @functools.cached_property
+    def factor(self) -> float | Tensor | None:
+        """The factor of gradients that products add; asked for only where it is needed."""
+        return self.sink.multiplier(self.micro_batch)
+
+    def begin(self, *_: Any) -> None:
+        """Note its number, at its first node."""
+        if self.task < 0:
+            self.task = torch._C._current_graph_task_id()
+
+
+class _Kept:
+    """Operands of short products of one window that were not added yet.
+
+    Args:
+        factor: Of all of these products.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.nbytes = 0
+        self.operands: dict[_Weight, list[_Operands]] = {}
+
+    def add(self, weight: _Weight, left: Tensor, right: Tensor) -> int:
+        """Keep a product; return how many rows are kept for its weight."""
+        kept = self.operands.setdefault(weight, [])
+        kept.append((left, left._version, right, right._version))
+        self.nbytes += left.nbytes + right.nbytes
+        return sum(left.shape[0] for left, *_ in kept)
+
+    def take(self, weight: _Weight) -> list[_Operands]:
+        """Take a weight's products out."""
+        kept = self.operands.pop(weight)
+        self.nbytes -= sum(left.nbytes + right.nbytes for left, _, right, _ in kept)
+        return kept
+
+
+class GraphCapture:
     """Reads the graph of each backward, and puts hooks on the nodes that make gradients of large parameters.
 
     Args:
         store: Flat buffers of the parameters.
-        buckets: Takes 16-bit gradients while backward runs, if it takes that backward's gradients.
-        gradients: Keeps them otherwise.
+        inbox: Gets gradients that the hooks take.
         policy: Decides which products may add to the buffers.
 
     Attributes:
-        task: The number that the engine gives the running backward.
-        sends: Whether sums may be sent to other ranks while the backward runs.
+        inbox: As the argument.
         weights: Parameters large enough to gain, by their id.
+        run: The backward that runs, or will.
     """
 
-    def __init__(self, store: Store, buckets: Buckets, gradients: Gradients, policy: FusionPolicy) -> None:
-        self.added = False
-        self.task = -1
-        self.sends = False
+    def __init__(self, store: Store, inbox: Inbox, policy: FusionPolicy) -> None:
+        self.inbox = inbox
         self._store = store
-        self._buckets = buckets
-        self._gradients = gradients
         self._policy = policy
         self.weights: dict[int, _Weight] = {}
-        self._sink: Sink | None = None  # of the running backward
-        self._micro_batch: MicroBatch | None = None
-        self._factor: float | Tensor | None = None  # of gradients that products add
-        self._hooks: list[Any] = []
+        self.run: _Backward | None = None
         self._until_look = 0  # number of backwards
-        self._listening = True
-        self._kept_factor: float | None = None  # of all products that were not added yet
-        self._kept_bytes = 0
+        self._kept: _Kept | None = None
         self._tag = 0  # of the last micro-batch
 
     def follow(self, buffers: Iterable[FlatBuffer]) -> None:
@@ -173,18 +216,17 @@ class GraphCapture(Capture):
         Returns:
             What the engine has to run, its `inputs`; empty if that is everything.
         """
-        if not self._listening or not self.weights or torch._C._are_functorch_transforms_active():
+        if not self.inbox.listening or not self.weights or torch._C._are_functorch_transforms_active():
             return ()
         if self._until_look:
             self._until_look -= 1
             return ()
         if in_compiled_autograd(enabled=True):
             return ()
-        self._take_off()  # of a backward that never ran
+        self.end()  # of a backward that never ran
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         users, ends, nested = _read(nodes)
-        self._sink, self._micro_batch, self._tag = sink, micro_batch, micro_batch.tag
-        self.sends = micro_batch.last
+        run, self._tag = _Backward(micro_batch, sink), micro_batch.tag
         fuses = excludes and not nested and self._policy.fuses and not torch.is_anomaly_enabled()
         for known in self.weights.values():
             known.nodes, known.way = 0, None
@@ -192,7 +234,7 @@ class GraphCapture(Capture):
         excluded = set()
         for leaf in [node for node in users if type(node) is _LEAF]:
             weight = self.weights.get(id(leaf.variable))
-            sources = None if weight is None else self._sources(weight, leaf, users, fuses)
+            sources = None if weight is None else self._sources(weight, run, leaf, users, fuses)
             if weight is None or sources is None:
                 continue
             found.append((weight, sources))
@@ -205,23 +247,16 @@ class GraphCapture(Capture):
             if not self._policy.fuses:  # fused gradients have bits of their own, which no earlier backward may change
                 self._until_look = EVERY - 1
             return ()
+        self.run = run
         # The first node may itself be one of the sources.
-        self._hooks += [node.register_prehook(self._begun) for node in nodes]
-        self._hooks += [node.register_prehook(weight) for weight, sources in found for node in sources]
+        run.hooks += [node.register_prehook(run.begin) for node in nodes]
+        run.hooks += [node.register_prehook(weight) for weight, sources in found for node in sources]
         if not excluded:
             return ()
-        for device in self._store.states:
-            self._buckets.order.take(device)
-        self._buckets.hold_leaves(True)
         make = tuple.__new__  # a third of the constructor's time
         return tuple([make(GradientEdge, (node, 0)) for node in ends if node not in excluded])
 
-    def _begun(self, *_: Any) -> None:
-        """Note the number of this backward, at its first node."""
-        if self.task < 0:
-            self.task = torch._C._current_graph_task_id()
-
-    def _sources(self, weight: _Weight, leaf: Node, users: Users, fuses: bool) -> list[Node] | None:
+    def _sources(self, weight: _Weight, run: _Backward, leaf: Node, users: Users, fuses: bool) -> list[Node] | None:
         """Find the nodes that make a weight's gradient, of which each can be taken; None: leave it to autograd."""
         if not is_ours_alone(weight.param):
             return None
@@ -229,7 +264,7 @@ class GraphCapture(Capture):
         passed = [leaf]  # nodes between the leaf and those
         for node, position in users[leaf]:
             if type(node) is _CAST:
-                products = self._products(weight, users.get(node, ()), users, passed) if fuses else None
+                products = self._products(weight, run, users.get(node, ()), users, passed) if fuses else None
                 if products is None and not self._casts(weight, node):
                     return None
                 found += products or [node]
@@ -238,11 +273,11 @@ class GraphCapture(Capture):
             elif not fuses:
                 return None
             elif type(node) is _EMBEDDING:
-                if not self._embeds(weight, node):
+                if not self._embeds(weight, run, node):
                     return None
                 found.append(node)
             else:
-                products = self._products(weight, [(node, position)], users, passed)
+                products = self._products(weight, run, [(node, position)], users, passed)
                 if products is None:
                     return None
                 found += products
@@ -258,7 +293,7 @@ class GraphCapture(Capture):
         return large and param.dtype == torch.float32 and meta.dtype in _HALF and meta.device == param.device
 
     def _products(
-        self, weight: _Weight, uses: Iterable[tuple[Node, int]], users: Users, passed: list[Node]
+        self, weight: _Weight, run: _Backward, uses: Iterable[tuple[Node, int]], users: Users, passed: list[Node]
     ) -> list[Node] | None:
         """Find the products that a weight or its cast goes into, directly or transposed; None if it goes elsewhere."""
         if weight.numel < self._policy.min_numel:
@@ -271,13 +306,13 @@ class GraphCapture(Capture):
             else:
                 products = [(node, position)]
             for product, at in products:
-                if not self._multiplies(weight, product, at):
+                if not self._multiplies(weight, run, product, at):
                     return None
                 found.append(product)
         passed += transposes
         return found or None
 
-    def _multiplies(self, weight: _Weight, node: Node, position: int) -> bool:
+    def _multiplies(self, weight: _Weight, run: _Backward, node: Node, position: int) -> bool:
         """Whether a node multiplies something by a weight, in a way that a faster one can replace."""
         if type(node) is _ADDMM:
             expected, other = (2, node._raw_saved_mat1) if node._saved_alpha == 1 else (-1, None)
@@ -295,16 +330,16 @@ class GraphCapture(Capture):
         operand = mat2.data if mat2.unpack_hook is None else None
         if mat2.unpack_hook is None and (operand is None or _tensor_has_hooks(operand)):
             return False
-        return isinstance(self._multiplier(), float)
+        return isinstance(run.factor, float)
 
-    def _embeds(self, weight: _Weight, node: Node) -> bool:
+    def _embeds(self, weight: _Weight, run: _Backward, node: Node) -> bool:
         """Whether rows of an embedding's gradient can be added one by one."""
         return (
             weight.numel >= self._policy.min_numel
             and weight.param.dtype in self._policy.embedding
             and not node._saved_sparse
             and _can_read_twice(node._raw_saved_indices)
-            and self._multiplier() is not None
+            and run.factor is not None
         )
 
     def _way(self, weight: _Weight, dtype: torch.dtype, tokens: int) -> Gemm | None:
@@ -315,20 +350,9 @@ class GraphCapture(Capture):
             weight.products[dtype, tokens] = choose(buffer.views[index], dtype, tokens)
         return weight.products[dtype, tokens]
 
-    def _multiplier(self) -> float | Tensor | None:
-        """The factor of gradients that products add; asked for only where it is needed."""
-        if self._factor is None and self._sink is not None and self._micro_batch is not None:
-            self._factor = self._sink.multiplier(self._micro_batch)
-        return self._factor
-
     # ---- while it runs
 
-    def take(self, weight: _Weight, grad: Tensor) -> None:
-        """Take a gradient of the weight's own, or a part of it."""
-        if not self._buckets.collect(weight.place, grad):
-            self._gradients.stash(weight.place, grad)
-
-    def add_product(self, weight: _Weight, node: Node, grad: Tensor) -> None:
+    def add_product(self, weight: _Weight, run: _Backward, node: Node, grad: Tensor) -> None:
         """Add the weight's part of a product's gradient to its segment."""
         of_addmm = type(node) is _ADDMM
         transposed = type(node.next_functions[2 if of_addmm else 1][0]) is _TRANSPOSE
@@ -336,26 +360,23 @@ class GraphCapture(Capture):
         left, right = (grad, input) if transposed else (input, grad)
         way = self._way(weight, grad.dtype, grad.shape[0])
         if way is None or grad.dtype != input.dtype or not _are_plain(grad, input):
-            self.take(weight, left.t().mm(right))
+            self.inbox.put(weight.place, left.t().mm(right))
             return
-        assert isinstance(self._factor, float)
-        if not self._policy.deferred:
-            self._add(weight, way, left, right, self._factor)
+        assert isinstance(run.factor, float)
+        most = _deferred_tokens(weight.param) if self._policy.deferred else 0
+        if left.shape[0] > most // 2:
+            self._add(weight, way, left, right, run.factor)
             return
-        if self._factor != self._kept_factor:
+        if self._kept is None or self._kept.factor != run.factor:
             self.flush()
-            self._kept_factor = self._factor
-        most = _deferred_tokens(weight.param)
-        if left.shape[0] <= most // 2:
-            weight.kept.append((left, left._version, right, right._version))
-            weight.tokens += left.shape[0]
-            self._kept_bytes += left.nbytes + right.nbytes
-            self.added = True
-            too_many = self._kept_bytes > sum(b.tensor.nbytes for b in self._store.buffers) // _KEPT_PART
-            if weight.tokens >= most or too_many or self.sends:
-                self._flush(weight)
-        else:
-            self._add(weight, way, left, right, self._factor)
+            self._kept = _Kept(run.factor)
+        tokens = self._kept.add(weight, left, right)
+        if weight.place[0].queues:  # whoever multiplies them waits for this stream, too
+            self.inbox.order.take(weight.place[0].device)
+        self.inbox.note_added()
+        too_many = self._kept.nbytes > sum(b.tensor.nbytes for b in self._store.buffers) // _KEPT_PART
+        if too_many or run.micro_batch.last or tokens >= most:
+            self._flush(self._kept, weight)
 
     def _add(self, weight: _Weight, way: Gemm, left: Tensor, right: Tensor, factor: float) -> None:
         buffer, index = weight.place
@@ -370,15 +391,13 @@ class GraphCapture(Capture):
         Raises:
             RuntimeError: names the parameter of an operand that was changed in place since its backward.
         """
-        if self._kept_bytes:
+        if self._kept is not None:
             with torch.no_grad():
-                for weight in self.weights.values():
-                    if weight.kept:
-                        self._flush(weight)
+                for weight in list(self._kept.operands):
+                    self._flush(self._kept, weight)
 
-    def _flush(self, weight: _Weight) -> None:
-        kept, weight.kept, weight.tokens = weight.kept, [], 0
-        self._kept_bytes -= sum(left.nbytes + right.nbytes for left, _, right, _ in kept)
+    def _flush(self, products: _Kept, weight: _Weight) -> None:
+        kept = products.take(weight)
         if any(left._version != a or right._version != b for left, a, right, b in kept):
             name = weight.place[0].segments[weight.place[1]].name
             raise RuntimeError(
@@ -388,28 +407,26 @@ class GraphCapture(Capture):
             )
         lefts, rights = [left for left, *_ in kept], [right for _, _, right, _ in kept]
         left, right = (lefts[0], rights[0]) if len(kept) == 1 else (torch.cat(lefts), torch.cat(rights))
-        assert self._kept_factor is not None
-        self._add(weight, self._way(weight, left.dtype, left.shape[0]) or widened, left, right, self._kept_factor)
+        self._add(weight, self._way(weight, left.dtype, left.shape[0]) or widened, left, right, products.factor)
+        if weight.place[0].queues:
+            keep_until_done(lefts + rights)
 
     def drop_kept(self) -> None:
         """Drop products that were kept, with their window."""
-        if self._kept_bytes:
-            for weight in self.weights.values():
-                weight.kept, weight.tokens = [], 0
-        self._kept_bytes, self._kept_factor = 0, None
+        self._kept = None
 
     # ---- embeddings
 
-    def add_embedding(self, weight: _Weight, node: Node, grad: Tensor) -> None:
+    def add_embedding(self, weight: _Weight, run: _Backward, node: Node, grad: Tensor) -> None:
         """Add an embedding's rows to its segment."""
         indices, padding = _read_saved(node, "indices"), node._saved_padding_idx
         options = -1 if padding >= 2**63 else padding, node._saved_scale_grad_by_freq
         if not _are_plain(grad):
             rows = weight.param.shape[0]
-            self.take(weight, torch.ops.aten.embedding_dense_backward(grad, indices, rows, *options))
+            self.inbox.put(weight.place, torch.ops.aten.embedding_dense_backward(grad, indices, rows, *options))
             return
         buffer, index = weight.place
-        view, factor = buffer.views[index], self._factor
+        view, factor = buffer.views[index], run.factor
         assert factor is not None
         if self._write(weight):
             view.zero_()
@@ -418,58 +435,28 @@ class GraphCapture(Capture):
     def _write(self, weight: _Weight) -> bool:
         """Announce an addition to a segment; return whether it holds no sum of this window yet."""
         buffer, index = weight.place
-        if self._sink is not None:
-            self._sink.check_writable(weight.place)
-            self.added = True
+        if self.run is not None:
+            self.run.sink.check_writable(weight.place)
+            if not self.inbox.added:
+                self.inbox.note_added()
         first = not buffer.touched[index]
         buffer.touch_unchecked(index, self._tag)
-        if buffer.tensor.is_cuda:
-            self._buckets.order.take(buffer.device)
+        if buffer.queues:
+            self.inbox.order.take(buffer.device)
         return first
 
-    def leaf_ran(self, place: Place) -> None:
-        """Note that all parts of a gradient that autograd does not make have come."""
-        if self._sink is not None and self._sink.leaf_ran(place, self._buckets.is_pending(place)):
-            self._buckets.hand_over()
-
     def reports(self, place: Place) -> bool:
-        """See `Capture`."""
+        """Whether `Sink.leaf_ran` will report when all gradients of a segment have come."""
         weight = self.weights.get(id(place[0].params[place[1]]))
         return weight is not None and weight.way == _FUSED
 
     # ---- after it
 
-    def end(self, failed: bool) -> None:
-        """See `Capture`; takes the hooks off."""
-        self._take_off()
-        self._buckets.hold_leaves(False)
-        self._sink = self._micro_batch = self._factor = None
-        if self._buckets.order.writers:
-            self._buckets.order.end()
-
-    def _take_off(self) -> None:
-        for hook in self._hooks:
+    def end(self) -> None:
+        """End a backward, also one that raised: take the hooks off."""
+        for hook in () if self.run is None else self.run.hooks:
             hook.remove()
-        self._hooks.clear()
-        self.task = -1
-
-    @property
-    def broken(self) -> bool:  # type: ignore[override]
-        """See `Capture`: additions cannot be undone."""
-        return self.added
-
-    def forget(self) -> None:
-        """See `Capture`."""
-        self.added = False
-
-    def set_listening(self, listening: bool) -> None:
-        """See `Capture`."""
-        self._listening = listening
-
-    def remove(self) -> None:
-        """See `Capture`."""
-        self.end(failed=False)
-        self._listening = False
+        self.run = None
 
     def __str__(self) -> str:
         """Count the elements that were added on each way in the last backward whose graph was read."""

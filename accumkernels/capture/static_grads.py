@@ -1,8 +1,8 @@
 """Gives gradients memory of their own whose memory the next backward writes again.
 
-The backward of a callable that `torch.cuda.make_graphed_callables` made returns its gradients in the same memory each
-time, and autograd makes that memory the `.grad` without a copy. A second backward before `accumulate` would overwrite
-the first one's gradient, and then add the result to itself: a stock loop has that fault (pytorch issues 181723, 96693).
+The backward of a callable that `make_graphed_callables` made returns its gradients in the same memory each time, and
+autograd makes that memory the `.grad` without a copy. A second backward before `accumulate` would overwrite the first
+one's gradient, and then add the result to itself: a stock loop has that fault (pytorch issues 181723, 96693).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from ..buffers.flat import FlatBuffer
-from ..buffers.handed_out import use_count
+from ..buffers.flat import FlatBuffer, use_count
 from ..hooks import Handles
 
 _OF_GRAD = 2  # uses of the storage of a `.grad` that nobody else has: its own, and the object that asks for the count
@@ -95,7 +94,7 @@ def _watch(param: Tensor, found: StorageWeakRef | None = None) -> RemovableHandl
         if storage is not None:
             _take_own_memory(param)
 
-    look.of_accumulator = True  # type: ignore[attr-defined]  # see `gradients.is_ours_alone`
+    look.of_accumulator = True  # type: ignore[attr-defined]  # see `inbox.is_ours_alone`
     handle = param.register_post_accumulate_grad_hook(look)
     hooks: Any = param._post_accumulate_grad_hooks
     for key in [key for key in hooks if key != handle.id]:

@@ -2,27 +2,119 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
 
-from accumkernels import __version__, ops
+from accumkernels import doctor, ops
 
-from ..demo import measure, picture, report
-from .data import Corpus
-from .display import Display
-from .methods import ACCUMULATION_STEPS, MAX_NORM, METHODS, BigBatch, Method
+from .. import devices
+from . import report
+from .data import BatchWindow, Corpus
+from .methods import METHODS, BigBatch
 from .model import GPT
-from .train import SEEDS, SHAPES, Shape, choose_size, seconds_per_window, train
+from .train import (
+    ACCUMULATION_STEPS,
+    MAX_NORM,
+    SEEDS,
+    SHAPES,
+    Shape,
+    choose_size,
+    copied,
+    gradient_errors,
+    peak_bytes,
+    seconds_per_window,
+    train,
+)
+
+# ---- Shows progress: live bars on a terminal, an occasional line in a log
+
+
+class Display:
+    """A bar per method with its loss and the time left; `stage` names the current activity.
+
+    Args:
+        console: Where to print.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.stage = "while setting up"
+        self._steps = 0
+        self._done = 0
+        self._begin = 0.0
+        self._bars = Progress(
+            TextColumn("{task.description:<18}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]:<11}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Display:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def begin_training(self, names: Sequence[str], steps: int) -> None:
+        """Announce `steps` windows for each of `names`."""
+        self._steps = steps
+        self._done = 0
+        self._begin = time.perf_counter()
+        self.stage = f"after 0 of {steps} windows"
+        self._tasks = {name: self._bars.add_task(name, total=steps, note="") for name in names}
+
+    def trained(self, losses: dict[str, float]) -> None:
+        """Count one window; `losses` are by name."""
+        self._done += 1
+        self.stage = f"after {self._done} of {self._steps} windows"
+        for name, loss in losses.items():
+            self._bars.update(self._tasks[name], advance=1, note=f"loss {loss:.3f}")
+        tenth = self._done * 10 // self._steps
+        if not self.console.is_terminal and tenth > (self._done - 1) * 10 // self._steps:
+            left = (time.perf_counter() - self._begin) / self._done * (self._steps - self._done)
+            values = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+            self.console.print(f"window {self._done}/{self._steps}, {left:.0f} s left, loss: {values}", soft_wrap=True)
+
+    def begin_measuring(self, total: int) -> None:
+        """Announce `total` measurements."""
+        self.stage = "while measuring"
+        self._steps, self._done = total, 0
+        self._measuring = self._bars.add_task("measurements", total=total, note="")
+
+    def measured(self, what: str) -> None:
+        """Count one measurement."""
+        self._done += 1
+        self._bars.advance(self._measuring)
+        if not self.console.is_terminal:
+            self.console.print(f"measured {self._done}/{self._steps}: {what}", highlight=False, soft_wrap=True)
+
+
+# ---- Runs the demo, from the command line's arguments to its files
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}
 # A micro-batch is one line of text, as on a card that is full: its gradients then cost as much as its layers. Lines are
 # unequal, as samples are.
 CONTEXT = 64
+# Memory is measured with a batch that a card cannot take at once. Its budget is half as much again as what weights,
+# gradients and AdamW's moments take in fp32, 16 bytes per parameter; what is left is for activations.
+LINES_AT_A_TIME = 8
+BUDGET_PER_PARAMETER = 24  # bytes
 
 
 class DemoError(Exception):
@@ -30,26 +122,28 @@ class DemoError(Exception):
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device called `name`; by default a CUDA device if there is one.
+    """The device called `name`; by default the accelerator that is there, else the CPU.
 
     Raises:
         DemoError: There is no such device.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return devices.default()
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DemoError(f"--device {name}: no such device; use cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise DemoError(f"--device {name}: the demo runs on cpu and cuda")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            built = torch.version.cuda or torch.version.hip
-            reason = "torch finds no usable GPU" if built else "this torch is built without CUDA"
-            raise DemoError(f"--device {name}: {reason}")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise DemoError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        raise DemoError(f"--device {name}: no such device; use cpu, or an accelerator that torch finds") from None
+    if device.type == "cpu":
+        return device
+    if not devices.is_available(device):
+        built = device.type != "cuda" or torch.version.cuda or torch.version.hip
+        reason = "torch finds no usable one" if built else "this torch is built without CUDA"
+        raise DemoError(f"--device {name}: {reason}")
+    found = [other for other in devices.accelerators() if other.type == device.type]
+    if (device.index or 0) >= len(found):
+        raise DemoError(f"--device {name}: there are {len(found)} devices of this kind")
+    if (cause := devices.obstacle(device)) is not None:
+        raise DemoError(f"--device {name}: {cause}")
     return device
 
 
@@ -57,8 +151,8 @@ def choose_amp(name: str | None, device: torch.device) -> torch.dtype | None:
     """The dtype of autocast, as a user would choose it: bf16; fp16 on a GPU, none on a CPU, that has no bf16."""
     if name is not None:
         return AMP_DTYPES[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type != "cpu":
+        return torch.bfloat16 if devices.multiplies_bf16(device) else torch.float16
     # A CPU with AVX2 alone takes up to 50 times as long as in fp32; nothing in torch says so.
     return None if _seconds_of_product(torch.bfloat16) > 2 * _seconds_of_product(torch.float32) else torch.bfloat16
 
@@ -73,30 +167,42 @@ def _seconds_of_product(dtype: torch.dtype) -> float:
     return min(times)
 
 
-def _measure(runs: list[report.Run], big: Method, corpus: Corpus, steps: int, display: Display) -> None:
-    """Fill in the numbers of `runs` that training does not give, at the weights of the big batch."""
+def _measure(
+    runs: list[report.Run],
+    model: nn.Module,
+    amp_dtype: torch.dtype | None,
+    corpus: Corpus,
+    large: BatchWindow,
+    steps: int,
+    display: Display,
+) -> None:
+    """Fill in the numbers of `runs` that training does not give, at the weights of `model`; memory with `large`."""
     windows = {"full": corpus.window(steps), "short": corpus.window(steps + 1, partial=True)}  # not trained on
     display.begin_measuring(len(windows) + len(runs))
     for key, window in windows.items():
-        errors = measure.gradient_errors(METHODS, big.model, window, (big.amp_dtype, None))
+        errors = gradient_errors(METHODS, model, window, (amp_dtype, None))
         for run, (with_autocast, without) in zip(runs, errors, strict=True):
             run.gradient_errors[key] = with_autocast
             run.gradient_errors_without_autocast[key] = without
-        display.measured()
+        display.measured(f"gradient errors, {key} window")
     for run, cls in zip(runs, METHODS, strict=True):
-        run.peak_bytes = measure.peak_bytes(cls, big.model, windows["full"], big.amp_dtype)
-        display.measured()
+        run.peak_bytes = peak_bytes(cls, model, large, amp_dtype)
+        display.measured(f"memory of {run.name}")
 
 
-def _versions(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+def versions_and_device(device: torch.device) -> dict[str, Any]:
+    """What the doctor knows of versions, and what trains."""
     return {
-        "accumkernels": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": f"{device} ({name})",
+        **doctor.versions(),
+        "device": f"{device} ({doctor.describe(device)})",
+        "threads": torch.get_num_threads(),
         "backend": ops.name(ops.select("auto", device)),
     }
+
+
+def in_short(versions: dict[str, Any]) -> str:
+    """The versions for a picture's title."""
+    return ", ".join(f"{key} {versions[key]}" for key in ("accumkernels", "torch", "device", "threads", "backend"))
 
 
 def _demo(
@@ -109,44 +215,56 @@ def _demo(
         return shape.build(CONTEXT).to(device)
 
     corpus = Corpus(1, ACCUMULATION_STEPS, device, seed, longest=CONTEXT, separator=b"\n")
+    lines = LINES_AT_A_TIME * ACCUMULATION_STEPS
+    large = Corpus(LINES_AT_A_TIME, ACCUMULATION_STEPS, device, seed, longest=CONTEXT, separator=b"\n").window(0)
     shape, fitting = choose_size(seconds_per_window(build(SHAPES[-1], seed), corpus, amp_dtype))
     steps = steps or fitting
     model = build(shape, seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     amp = "float32" if amp_dtype is None else str(amp_dtype).removeprefix("torch.")
-    versions = _versions(device)
+    versions = versions_and_device(device)
     console.print(
         f"A byte-level GPT of {parameters / 1e6:.0f} M parameters on Python's standard library: {steps} windows of "
         f"{ACCUMULATION_STEPS} micro-batches of one line, up to {CONTEXT} bytes, {amp}, on {versions['device']}, "
         f"{torch.get_num_threads()} threads; FusedAccumulator's backend: {versions['backend']}.",
         highlight=False,
     )
-    methods = [cls(model, amp_dtype) for cls in METHODS]
+    methods = [copied(cls, model, amp_dtype) for cls in METHODS]
     with display:
         display.begin_training([method.name for method in methods], steps)
         runs = train(methods, corpus, steps, display.trained)
-        _measure(runs, methods[0], corpus, steps, display)
+        _measure(runs, methods[0].model, amp_dtype, corpus, large, steps, display)
         del methods  # before there are more
         seeds = runs[:1]
         for number in range(1, SEEDS):
             name = f"{BigBatch.name}, seed {seed + number}"
             display.begin_training([name], steps)
-            again = train([BigBatch(build(shape, seed + number), amp_dtype, name)], corpus, steps, display.trained)
+            again = train(
+                [copied(BigBatch, build(shape, seed + number), amp_dtype, name)], corpus, steps, display.trained
+            )
             seeds += again
     display.stage = "while writing the files"
     ends = [run.final_loss for run in seeds]
+    batch, budget = f"{lines} lines", BUDGET_PER_PARAMETER * parameters
+    for run in runs:
+        run.fits = run.peak_bytes <= budget
     report.print_table(
         console,
         runs,
+        unit="tokens",
+        exact="float64",
+        how="in one batch",
+        where="; at the weights that the big batch ended with. Micro-batches hold unequal numbers of bytes",
         full=ACCUMULATION_STEPS,
         short=len(corpus.window(0, partial=True).micro_batches),
         amp=amp,
         seeds=SEEDS,
         lowest=min(ends),
         highest=max(ends),
-        memory="memory in torch's CUDA allocator" if device.type == "cuda" else "tensors alive at a time",
+        memory="memory in torch's allocator" if devices.counts_memory(device) else "tensors alive at a time",
+        batch=f"a batch of {batch}, accumulated {LINES_AT_A_TIME} at a time, on a budget of {budget / 1e6:,.0f} MB",
     )
-    report.print_conclusion(console, runs[1], runs[2], amp)
+    report.print_conclusion(console, runs[1], runs[2], "tokens", scaled=amp == "float16", clips=True)
     settings = {
         "steps": steps,
         "seed": seed,
@@ -156,10 +274,13 @@ def _demo(
         "autocast": amp,
         "max_norm": MAX_NORM,
         "threads": torch.get_num_threads(),
+        "memory_batch": lines,
+        "memory_budget": budget,
     }
-    report.write_json(out / "demo.json", runs, seeds, settings=settings, versions=versions)
-    about = ", ".join(f"{key} {value}" for key, value in versions.items() if key != "python")
-    picture.draw(out / "demo.png", runs, seeds, f"GPT, {parameters / 1e6:.0f} M parameters, {amp}; {about}")
+    losses = [run.losses for run in seeds]
+    report.write_json(out / "demo.json", runs, seeds=losses, settings=settings, versions=versions)
+    title = f"GPT, {parameters / 1e6:.0f} M parameters, {amp}; {in_short(versions)}"
+    report.draw(out / "demo.png", runs, title, unit="tokens", batch=batch, budget=budget, seeds=seeds)
 
 
 def run(device: str | None, out: Path, steps: int | None, seed: int, amp: str | None = None) -> int:

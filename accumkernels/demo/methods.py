@@ -1,72 +1,105 @@
-"""The three training loops that the demo compares. They differ only in how they compute a window's gradient."""
+"""The three training loops that the demo and `compare` hold side by side, and how far a gradient is from another.
+
+They differ only in how they compute a window's gradient.
+"""
 
 from __future__ import annotations
 
 import abc
-import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import accumkernels as ak
 
-from .data import Batch, BatchWindow
 
-ACCUMULATION_STEPS = 8
-MAX_NORM = 1.0
-# Only fp16 needs a loss scale. GradScaler starts at 2**16 by default and may skip steps until its scale has settled,
-# and not the same ones for `loss / K` as for the plain loss. From 2**12 fp16 does not overflow here, so the three loops
-# take the same steps.
-INIT_SCALE = 2.0**12
+class Weighted(Protocol):
+    """A batch."""
+
+    @property
+    def tokens(self) -> float:
+        """What its mean loss averages over: its weight."""
+
+
+class Window(Protocol):
+    """The samples of one optimizer step."""
+
+    @property
+    def big_batch(self) -> Any:
+        """All samples as one batch."""
+
+    @property
+    def micro_batches(self) -> Sequence[Any]:
+        """The same samples in micro-batches."""
 
 
 class Method(abc.ABC):
-    """A copy of the model with its optimizer; subclasses define how a window becomes one step.
+    """A model with its optimizer; subclasses define how a window becomes one step.
 
     Args:
-        model: Copied; the copy stays on its device.
-        amp_dtype: The dtype of autocast; None disables it. float16 comes with a GradScaler.
+        model: Trained in place.
+        loss: Returns the mean loss of a batch, 0-d, under the autocast of the training.
+        optimizer: Of the model's parameters.
+        accumulation_steps: Micro-batches of a full window, which stock accumulation divides by.
+        init_scale: Of the GradScaler; None for none.
+        max_norm: To clip the gradient to; None: it is not clipped.
+        cache_casts: Whether FusedAccumulator keeps autocast's copies: only the optimizer may change weights.
         name: Instead of the class's.
     """
 
     name: str
 
-    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any], Tensor],
+        optimizer: Optimizer,
+        accumulation_steps: int,
+        *,
+        init_scale: float | None = None,
+        max_norm: float | None = None,
+        cache_casts: bool = True,
+        name: str | None = None,
+    ) -> None:
         self.name = name or type(self).name
-        self.model = copy.deepcopy(model)
-        self.device = next(self.model.parameters()).device
-        self.amp_dtype = amp_dtype
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=INIT_SCALE, enabled=amp_dtype is torch.float16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.accumulation_steps = accumulation_steps
+        self.max_norm = max_norm
+        self.device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=init_scale or 1.0, enabled=init_scale is not None
+        )
+        self._open(cache_casts)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean loss of a batch under autocast."""
-        with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
-            return self.model(batch.inputs, batch.targets)
+    def _open(self, cache_casts: bool) -> None:  # noqa: B027  stock loops need nothing
+        """Build what the loop needs besides."""
+
+    def close(self) -> None:  # noqa: B027
+        """Take off what was built."""
 
     @abc.abstractmethod
-    def backward(self, window: BatchWindow) -> Tensor:
-        """Run a window's forward and backward passes; returns its mean loss per byte (0-d tensor)."""
+    def backward(self, window: Window) -> Tensor:
+        """Run a window's forward and backward passes; returns its mean loss per token (0-d tensor)."""
 
     def unscale(self) -> None:
         """Set `.grad` to the window's gradient without the loss scale."""
-        self.scaler.unscale_(self.optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
 
     def step(self) -> None:
         """Clip, step the optimizer and drop the gradients."""
-        self.unscale()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        if self.max_norm is not None:
+            self.unscale()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-
-    def train(self, window: BatchWindow, learning_rate: float) -> Tensor:
-        """Take one optimizer step; returns the same as `backward`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        loss = self.backward(window)
-        self.step()
-        return loss
 
 
 class BigBatch(Method):
@@ -74,7 +107,7 @@ class BigBatch(Method):
 
     name = "big batch"
 
-    def backward(self, window: BatchWindow) -> Tensor:
+    def backward(self, window: Window) -> Tensor:
         """One pass."""
         loss = self.loss(window.big_batch)
         self.scaler.scale(loss).backward()
@@ -84,33 +117,37 @@ class BigBatch(Method):
 class StockAccumulation(Method):
     """The usual recipe: `loss / K`, gradients added up in `.grad`.
 
-    Every micro-batch counts the same, however few bytes it has, and a window with fewer than K micro-batches is still
+    Every micro-batch counts the same, however few tokens it has, and a window with fewer than K micro-batches is still
     divided by K.
     """
 
     name = "stock accumulation"
 
-    def backward(self, window: BatchWindow) -> Tensor:
+    def backward(self, window: Window) -> Tensor:
         """As many passes as micro-batches."""
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
             loss = self.loss(batch)
-            self.scaler.scale(loss / ACCUMULATION_STEPS).backward()
+            self.scaler.scale(loss / self.accumulation_steps).backward()
             total += loss.detach() * batch.tokens
         return total / sum(batch.tokens for batch in window.micro_batches)
 
 
 class Fused(Method):
-    """FusedAccumulator: the plain mean loss, weighted by the number of bytes that it averages."""
+    """FusedAccumulator: the plain mean loss, weighted by the number of tokens that it averages."""
 
     name = "FusedAccumulator"
 
-    def __init__(self, model: nn.Module, amp_dtype: torch.dtype | None, name: str | None = None) -> None:
-        super().__init__(model, amp_dtype, name)
-        # Only the optimizer changes weights here, so autocast may keep its 16-bit copies for a window.
-        self.accumulator = ak.FusedAccumulator(self.model, scaler=self.scaler, cache_casts=True)
+    def _open(self, cache_casts: bool) -> None:
+        self.accumulator = ak.FusedAccumulator(
+            self.model, scaler=self.scaler, cache_casts=cache_casts, process_group=False
+        )
 
-    def backward(self, window: BatchWindow) -> Tensor:
+    def close(self) -> None:
+        """Remove the accumulator."""
+        self.accumulator.remove()
+
+    def backward(self, window: Window) -> Tensor:
         """As many passes as micro-batches."""
         total = torch.zeros((), device=self.device)
         for batch in window.micro_batches:
@@ -125,7 +162,29 @@ class Fused(Method):
 
     def step(self) -> None:
         """Average, clip, step and open the next window, in one call."""
-        self.accumulator.step(self.optimizer, max_norm=MAX_NORM)
+        self.accumulator.step(self.optimizer, max_norm=self.max_norm)
 
 
 METHODS: tuple[type[Method], ...] = (BigBatch, StockAccumulation, Fused)
+
+
+# ---- How far a gradient is from another
+
+Gradient = list[Tensor | None]  # by parameter, in float64 on the CPU
+
+
+def gradient(model: nn.Module, scale: float = 1.0) -> Gradient:
+    """Copy the `.grad` of all parameters, times `scale`."""
+    return [None if p.grad is None else p.grad.double().cpu() * scale for p in model.parameters()]
+
+
+def distance(found: Gradient, exact: Gradient) -> float:
+    """The L2 distance of two gradients, relative to the length of `exact`; nan if that is 0."""
+    squares = length = 0.0
+    for ours, true in zip(found, exact, strict=True):
+        if true is not None:
+            length += float(true.square().sum())
+        difference = ours if true is None else true if ours is None else ours - true
+        if difference is not None:
+            squares += float(difference.square().sum())
+    return math.sqrt(squares / length) if length else math.nan

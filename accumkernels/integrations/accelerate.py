@@ -135,10 +135,7 @@ class Accelerator(Stock):
         self._accumulator_options = dict(options)
         self._preparing = False
         self._wrapped: list[nn.Module] = []  # as prepared; accelerate's `_models` has what was passed
-
-    @property
-    def _windows(self) -> list[TrainerWindow]:
-        return [optimizer.window for optimizer in self._optimizers if getattr(optimizer, "window", None) is not None]
+        self._windows: list[TrainerWindow] = []  # of the prepared optimizers that have one
 
     @property
     def accumulators(self) -> list[FusedAccumulator]:
@@ -209,6 +206,12 @@ class Accelerator(Stock):
 
     def _make_windows(self) -> None:
         """Give each optimizer a window over the models that it steps, if any are prepared yet."""
+        try:
+            self._give_windows()
+        finally:
+            self._windows = [optimizer.window for optimizer in self._optimizers if optimizer.window is not None]
+
+    def _give_windows(self) -> None:
         steps = [{id(p) for p in owned((optimizer,))} for optimizer in self._optimizers]
         alike = driven([optimizer.optimizer for optimizer in self._optimizers])
         for optimizer, stepped in zip(self._optimizers, steps, strict=True):
@@ -241,7 +244,7 @@ class Accelerator(Stock):
             if getattr(optimizer, "window", None) is not None:
                 optimizer.window.release()
                 optimizer.window = None
-        self._wrapped = []
+        self._wrapped, self._windows = [], []
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As in accelerate. If `accumulator` is registered for checkpointing, it saves open windows and masters.
@@ -253,7 +256,7 @@ class Accelerator(Stock):
         """
         states: dict[int, TrainerWindow] = {}
         for window in self._windows:
-            one, sharded = window.accumulator, window.parts.ranks.sharded
+            one, sharded = window.accumulator, window.engine.store.sharded
             if window.stepped:
                 window.close()
             elif sharded and one.micro_batches and any(one is other for other in self._custom_objects):
@@ -298,27 +301,20 @@ class Accelerator(Stock):
         """As in accelerate."""
         windows = self._windows
         for window in windows:
-            window.go_on()
-        self.open_window()
-        for window in windows:
-            window.micro_batch = 0
-        numbers = [window.parts.window().number for window in windows]
+            window.enter(waits=len(windows) > 1, folds=not self.reads_gradients)
         try:
             with super().accumulate(*models):
                 yield
         finally:
-            for window, number in zip(windows, numbers, strict=True):
+            for window in windows:
                 window.micro_batch = None
-                window.due = number if self.sync_gradients else None
+                window.due = window.number if self.sync_gradients else None
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """As in accelerate; it has no effect with FSDP2, which reduces each micro-batch."""
         if self.is_fsdp2 and any(model is module for window in self._windows for module in window.modules):
-            yield
-        else:
-            with super().no_sync(model):
-                yield
+            return contextlib.nullcontext()
+        return super().no_sync(model)
 
     @staticmethod
     @contextlib.contextmanager
@@ -368,14 +364,14 @@ class Accelerator(Stock):
                 )
             super().backward(loss, **kwargs)
             return
-        expect(loss, Tensor, "loss", "a tensor")
         steps = self.gradient_accumulation_steps
-        weight = self._begin(weight, steps)
+        weight = self._begin(windows, weight, steps)
         if len(windows) == 1:
-            windows[0].backward(loss / steps, weight, last=self._ends(windows[0]), **kwargs)
+            windows[0].backward(loss, weight, steps, **kwargs)
             reached = windows
         else:
-            reached = backward_of_all(windows, loss / steps, weight, self.scaler, **kwargs)
+            divided = expect(loss, Tensor, "loss", "a tensor") / steps
+            reached = backward_of_all(windows, divided, weight, self.scaler, **kwargs)
         self._counted(reached)
 
     def backward_coupled(
@@ -410,22 +406,13 @@ class Accelerator(Stock):
                 "accelerator.prepare(...) first"
             )
         steps = self.gradient_accumulation_steps
-        weight = self._begin(weight, steps)
-        loss, reached = backward_coupled_of_all(
-            windows,
-            chunks,
-            encode,
-            loss_fn,
-            weight,
-            self.scaler,
-            divided_by=steps,
-            last=self._ends(windows[0]),
-        )
+        weight = self._begin(windows, weight, steps)
+        loss, reached = backward_coupled_of_all(windows, chunks, encode, loss_fn, weight, self.scaler, divided_by=steps)
         self._counted(reached)
         return loss
 
     def backward_batch(self, batch: Any, loss_fn: Callable[[Any], Any], **options: Any) -> BatchReport:
-        """`FusedAccumulator.backward_batch`: a whole batch, as as many micro-batches as it takes to fit in memory.
+        """`FusedAccumulator.backward_batch`: split a batch into micro-batches that fit in memory.
 
             accelerator.backward_batch(batch, lambda part: loss_fn(model(part["x"]), part["y"]))
 
@@ -435,13 +422,13 @@ class Accelerator(Stock):
 
         Args:
             batch: See `FusedAccumulator.backward_batch`, as the following.
-            loss_fn: Called with a part of the batch; returns its mean loss, or a tuple of that and its weight. Where it
+            loss_fn: Called with a part of the batch; returns its mean loss, or that and its weight (and more). Where it
                 calls the prepared model, mixed precision is as in any forward. On several ranks it must not
                 communicate.
             **options: `micro_batch`, `budget`, `cost`, `collate`, `weight`, `multiple_of`.
 
         Returns:
-            Sizes and costs of the micro-batches that ran, how often memory ran out, the peak, and the loss.
+            A `BatchReport`: what ran, how often memory ran out, the peak, the loss, and the extras.
 
         Raises:
             TypeError, ValueError, torch.OutOfMemoryError: As `FusedAccumulator.backward_batch`.
@@ -454,11 +441,11 @@ class Accelerator(Stock):
                 "with its model in accelerator.prepare(...). With several, split the batch yourself and call "
                 "accelerator.backward(loss, weight) for each part"
             )
-        self._begin(None if self.counts_micro_batches else 1.0, steps=1)
+        self._begin(self._windows, None if self.counts_micro_batches else 1.0, steps=1)
         window = self._windows[0]
         self._apart = window.several_ranks and not window.split_together(self.splits_together)
         try:
-            report = window.backward_batch(batch, loss_fn, last=self._ends(window), **options)
+            report = window.backward_batch(batch, loss_fn, **options)
         finally:
             self._apart = False
         self._counted([window])
@@ -479,53 +466,52 @@ class Accelerator(Stock):
             raise RuntimeError(
                 f"accelerator.{name}() in the loss function of backward_batch: ranks may split their batches into "
                 "different numbers of parts, and would wait for each other. Call it after backward_batch (in a "
-                "Trainer: pass a number as split, which makes the numbers equal)"
+                "Trainer: pass a number as split, which makes the numbers equal) (AK35)"
             )
 
-    def _begin(self, weight: float | Tensor | None, steps: int) -> float | Tensor:
-        """Prepare the windows for a micro-batch, whose loss we divide by `steps`; returns its weight."""
-        windows = self._windows
+    def _begin(self, windows: list[TrainerWindow], weight: float | Tensor | None, steps: int) -> float | Tensor | None:
+        """Prepare the windows for a micro-batch, whose loss we divide by `steps`; returns its weight, None: 1."""
         weight = self.micro_batch_weight if weight is None else weight
+        before, several = self.loss_divided_by, len(windows) > 1
+        # We divide the losses of several windows before they see them, and that of one window after it.
+        divisions = several + (isinstance(before, Tensor) or before != 1)
         sums = weight is None and windows[0].micro_batch is None
-        for window in _ready(windows):
-            window.open()
-            window.divided_by = steps * self.loss_divided_by
-            window.begin(sums)
-        if len(windows) == 1:
+        for window in _ready(windows) if several else windows:
+            if window.finalized or window.micro_batch is None:  # else `accumulate` has opened it
+                window.open()
+            if window.micro_batch is not None or self.counts_micro_batches:
+                ends = bool(self.sync_gradients)
+            else:  # other loops count themselves: DistributedDataParallel would average now, one process not yet
+                ends = window.several_ranks and not window.inside_no_sync
+            window.begin(steps * before, divisions, sums=sums, ends=ends)
+        if windows[0].micro_batch and not several:
             self._check_first(windows)
-        return 1.0 if weight is None else weight
+        return weight
 
     def _counted(self, reached: list[TrainerWindow]) -> None:
         """After a micro-batch, show or average its windows' gradients where the loop may look at them."""
         if len(self._windows) > 1:
             self._check_first(reached)
         for window in reached:
-            window.folds = not self.reads_gradients
+            window.folds = not self.reads_gradients  # also where no `accumulate` has said so
             inside = window.micro_batch is not None
             if window.micro_batch is not None:
                 window.micro_batch += 1
             if not self.reads_gradients:
                 continue
-            if self._ends(window):
+            if window.ends:
                 window.finalize()
             elif not inside and not self.counts_micro_batches and not window.several_ranks:
                 window.show()
 
     def _check_first(self, windows: list[TrainerWindow]) -> None:
         for window in windows:
-            if window.micro_batch and window.accumulator.micro_batches:
+            if window.micro_batch and window.engine.window.micro_batches:
                 raise RuntimeError(
                     "accelerator.backward() twice inside one accelerator.accumulate(): it would count as two "
                     "micro-batches. Add up the losses and call it once; with several optimizers, keep the parameters "
                     "of one out of the loss of another (requires_grad_(False), detach())"
                 )
-
-    def _ends(self, window: TrainerWindow) -> bool:
-        """Whether the backward that is running is the last one of its window."""
-        if window.micro_batch is not None or self.counts_micro_batches:
-            return bool(self.sync_gradients)
-        # Other loops count themselves. DistributedDataParallel would average now; one process does nothing yet.
-        return window.several_ranks and not window.inside_no_sync
 
     def _finalize(self, windows: Iterable[TrainerWindow]) -> None:
         for window in windows:
@@ -542,14 +528,9 @@ class Accelerator(Stock):
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """As in accelerate. All parameters of an optimizer are clipped in flat fp32 buffers, other sets by torch."""
-        params = _listed(parameters)
-        windows = self._windows_of(params)
+        params, windows, whole = self._windows_of(parameters)
         if not windows:
             return super().clip_grad_norm_(params, max_norm, norm_type)
-        given = {id(p) for p in params}
-        whole = len(windows) == 1 and all(
-            id(entry.param) in given for entry in windows[0].parts.store.named if entry.param.requires_grad
-        )
         if whole and self.sync_gradients and not windows[0].inside_no_sync:
             if not self.reads_gradients and norm_type == 2:
                 return windows[0].clip_in_step(max_norm)
@@ -564,8 +545,7 @@ class Accelerator(Stock):
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """As in accelerate."""
-        params = _listed(parameters)
-        windows = self._windows_of(params)
+        params, windows, _ = self._windows_of(parameters)
         if not windows or self.is_fsdp2:
             super().clip_grad_value_(params, clip_value)
             return
@@ -574,10 +554,16 @@ class Accelerator(Stock):
         if any(p.grad is not None for p in params):
             torch.nn.utils.clip_grad_value_(params, clip_value)
 
-    def _windows_of(self, params: list[Tensor]) -> list[TrainerWindow]:
-        """The windows that accumulate some of the parameters."""
-        given = {id(p) for p in params}
-        return [w for w in self._windows if any(id(entry.param) in given for entry in w.parts.store.named)]
+    def _windows_of(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], list[TrainerWindow], bool]:
+        """The parameters; the windows that accumulate some of them; whether it is one, and these are all of its own."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found, whole, given = [], False, set(map(id, params))
+        for window in self._windows:
+            some, whole_window = window.share(given)
+            if some:
+                found.append(window)
+                whole = whole_window
+        return params, found, whole and len(found) == 1
 
     def window_metrics(self, prefix: str = "accumulator/") -> dict[str, float]:
         """The last window's numbers for `accelerator.log`: `FusedAccumulator.metrics` as floats; synchronises.
@@ -596,11 +582,9 @@ class Accelerator(Stock):
 
 def _ready(windows: list[TrainerWindow]) -> list[TrainerWindow]:
     """The windows that a backward may add to. With several, one that has ended may wait for its `zero_grad()`."""
-    return [window for window in windows if len(windows) == 1 or not window.finalized or window.stepped]
-
-
-def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if len(windows) == 1:
+        return windows
+    return [window for window in windows if not window.finalized or window.stepped]
 
 
 def _targets(windows: list[TrainerWindow], params: list[Tensor]) -> list[Tensor]:

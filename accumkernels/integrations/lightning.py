@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,11 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulator import FusedAccumulator
-from ..errors import expect, needs
+from ..errors import expect, logger, needs
 from ..splitting.run import BatchReport
 from .several import backward_coupled_of_all, driven, run_for_all
-from .split_step import split_options
-from .window import TrainerWindow
+from .window import TrainerWindow, split_options
 
 with needs("lightning", oldest="2.4"):
     import lightning.pytorch as pl
@@ -32,7 +30,7 @@ with needs("lightning", oldest="2.4"):
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities import GradClipAlgorithmType
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 # Code that overrides one of these may look at `.grad` between the last backward of a window and the next window.
 _READERS = (
@@ -51,8 +49,10 @@ class FusedAccumulation(pl.Callback):
     `accumulate_grad_batches`, `precision`, `gradient_clip_val` and the hooks of LightningModule mean what they do in
     Lightning: on one device, with `strategy="ddp"` and its variants, where a window communicates once, and with
     ModelParallelStrategy (FSDP2). `.grad` is the averaged, unscaled gradient from `on_before_optimizer_step` on, and
-    None before. Fused optimizers can be clipped in fp16 too; averaging and clipping are folded into their pass if no
-    hook of the user's could look at `.grad`.
+    None before. With `release="microbatch"`, after each backward it is the micro-batch's, scaled and divided as in
+    Lightning, until the next backward, the step or the batch's end; code may read and change it there. Fused optimizers
+    can be clipped in fp16 too; averaging and clipping are folded into their pass if no hook of the user's could look at
+    `.grad`.
 
     In manual optimization each `manual_backward` is a micro-batch of the optimizers whose parameters it reaches, and
     `optimizer.step()` ends the optimizer's window. Do not divide by the number of micro-batches, and do not call
@@ -93,6 +93,10 @@ class FusedAccumulation(pl.Callback):
         self._manual = False
         self._lightning_optimizers: list[Any] = []
         self._saved: dict[str, Any] | None = None
+        self._leaves = (
+            split is None and options.get("release") == "microbatch"
+        )  # whether `.grad` is there after backward
+        self._said = False  # that it is not
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> FusedAccumulation:
@@ -181,6 +185,23 @@ class FusedAccumulation(pl.Callback):
                 if window is not None:
                     self._lightning_optimizers.append(optimizer)
                     optimizer.zero_grad = optimizer.optimizer.zero_grad = _Drop(window)
+        hooked = [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in trainer.callbacks if c is not self)]
+        for owner, base in hooked if self._windows else ():
+            if type(owner).on_after_backward is not base.on_after_backward or "on_after_backward" in vars(owner):
+                self._say_taken(f"{type(owner).__name__}.on_after_backward()")
+
+    def _say_taken(self, who: str) -> None:
+        """Say once that gradients are not where FGM, textual inversion and their like look for them."""
+        if self._said or self._leaves:
+            return
+        self._said = True
+        _log.warning(
+            "%s finds no .grad right after a backward, since the accumulator has taken the gradients: code that reads "
+            "or changes them there, such as FGM or textual inversion, needs FusedAccumulation(release='microbatch'), "
+            "without split, which leaves a micro-batch's gradients in .grad. The averaged ones are there from "
+            "on_before_optimizer_step on",
+            who,
+        )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the model's values into masters: Lightning may have loaded or reset them since `on_fit_start`.
@@ -206,7 +227,10 @@ class FusedAccumulation(pl.Callback):
         self._release()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Let go of the model."""
+        """Let go of the model; say where gradients are to code that may have found None in their place."""
+        looked = isinstance(exception, (AttributeError, TypeError)) and "NoneType" in str(exception)
+        if looked and any(window.accumulator.micro_batches for window in self._windows):
+            self._say_taken("where this exception is of a None found in place of a gradient: code")
         self._release()
 
     def _release(self) -> None:
@@ -245,13 +269,18 @@ class FusedAccumulation(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Open the next window after a step, which manual optimization may take inside a batch."""
         if self._strategy is None:
-            self._begin(trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
+            scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+            if pl_module.automatic_optimization:  # where Lightning divides, even by 1
+                ends = not trainer.fit_loop._should_accumulate()
+                self._begin(trainer.accumulate_grad_batches, 1 + scaled, ends)
+            else:  # we cannot know which backward is the last
+                self._begin(1, int(scaled))
 
-    def _begin(self, divided_by: int) -> None:
+    def _begin(self, divided_by: int, divisions: int = 0, ends: bool = False) -> None:
+        self._take()
         for window in self._windows:
             window.open()
-            window.divided_by = divided_by
-            window.begin()
+            window.begin(divided_by, divisions, ends=ends)
 
     def _backward(self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Run the precision plugin's backward, and take its gradients while it runs or after it."""
@@ -264,11 +293,9 @@ class FusedAccumulation(pl.Callback):
         scaler = getattr(self._precision, "scaler", None)
         self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
         if len(windows) == 1 and windows[0].alone:
-            # In manual optimization we cannot know which backward is the last.
-            last = model.automatic_optimization and not model.trainer.fit_loop._should_accumulate()
-            windows[0].run(run, tensor, self._batch_weight, last=last)
+            windows[0].run(run, tensor, self._batch_weight, leaves=self._leaves)
         else:
-            run_for_all(windows, tensor, self._batch_weight, run)
+            run_for_all(windows, tensor, self._batch_weight, run, self._leaves)
 
     def backward_coupled(
         self,
@@ -309,7 +336,7 @@ class FusedAccumulation(pl.Callback):
                 "training_step returns: set self.automatic_optimization = False in the module, and step the optimizer "
                 "in training_step"
             )
-        self._begin(1)
+        self._begin(1, int(len(self._windows) > 1))  # of one window, the loss is looked at before we divide it
         weight = self._batch_weight if weight is None else weight
         scaler = getattr(self._precision, "scaler", None)
         loss, _ = backward_coupled_of_all(self._windows, chunks, encode, loss_fn, weight, scaler)
@@ -324,12 +351,12 @@ class FusedAccumulation(pl.Callback):
 
         Args:
             batch: See `FusedAccumulator.backward_batch`, as the following.
-            loss_fn: Called with a part of the batch; returns its mean loss, or a tuple of that and its weight. On
+            loss_fn: Called with a part of the batch; returns its mean loss, or that and its weight (and more). On
                 several ranks it must not communicate.
             **options: `micro_batch`, `budget`, `cost`, `collate`, `weight` (default: the callback's), `multiple_of`.
 
         Returns:
-            Sizes and costs of the micro-batches that ran, how often memory ran out, the peak, and the loss.
+            A `BatchReport`: what ran, how often memory ran out, the peak, the loss, and the extras.
 
         Raises:
             TypeError, ValueError, torch.OutOfMemoryError: As `FusedAccumulator.backward_batch`.
@@ -362,11 +389,10 @@ class FusedAccumulation(pl.Callback):
             losses[:] = [loss.detach()]
             return loss if self.weight is None else (loss, self.weight(part))
 
-        self._begin(1)
+        self._begin(1, ends=not trainer.fit_loop._should_accumulate())
         self._apart = window.several_ranks and not window.split_together(False)
         try:
-            last = not trainer.fit_loop._should_accumulate()
-            report = window.backward_batch(batch, loss_fn, last=last, **(self._split or {}))
+            report = window.backward_batch(batch, loss_fn, **(self._split or {}))
         finally:
             self._apart = False
             results.update(batch=batch, batch_size=None)
@@ -387,9 +413,14 @@ class FusedAccumulation(pl.Callback):
         return communicate
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the gradients, each for the optimizer that steps its parameter."""
-        for window in self._windows if self._strategy is None else ():
-            if window.alone or window.reached:
+        """Take the gradients, unless other code is to find them."""
+        if not self._leaves:
+            self._take()
+
+    def _take(self) -> None:
+        """Take the gradients of the last backward, each for the optimizer that steps its parameter."""
+        for window in self._windows:
+            if window.running is not None and (window.alone or window.reached):
                 window.take(self._loss)
 
     # ---- the end of a window, in place of the precision plugin's
@@ -408,6 +439,7 @@ class FusedAccumulation(pl.Callback):
             kind = type(self._precision)
             return kind.optimizer_step(self._precision, optimizer, model=model, closure=closure, **kwargs)
         result = closure()
+        self._take()
         window.folds = self._nobody_reads_gradients(model)
         if not window.folds:
             window.finalize()
@@ -434,6 +466,7 @@ class FusedAccumulation(pl.Callback):
         if window is None:
             type(self._precision).clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
             return
+        self._take()
         if not window.folds or gradient_clip_algorithm != GradClipAlgorithmType.NORM:
             window.finalize()
         Precision.clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
@@ -452,6 +485,7 @@ class FusedAccumulation(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the metrics of windows that this batch has ended; nothing is read back from the device."""
+        self._take()
         for index in self._stepped if self.metrics else ():
             name = "accumulator/" if len(self._windows) == 1 else f"accumulator/{index}/"
             values = self._windows[index].metrics()
@@ -461,9 +495,10 @@ class FusedAccumulation(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The accumulators' states: masters and an open window; empty with FSDP2."""
+        self._take()
         if not self._windows:
             return {}
-        if any(window.parts.ranks.sharded for window in self._windows):
+        if any(window.engine.store.sharded for window in self._windows):
             if lost := max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows):
                 _log.warning(
                     "a checkpoint after %d micro-batches of a window of a sharded model leaves them out, as Lightning "

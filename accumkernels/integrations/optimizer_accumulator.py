@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..accumulator import FusedAccumulator, Parts, parts_of
-from ..buffers.parameters import NamedParameter
-from ..ranks.ddp import module_buffers, unwrapped
+from ..accumulator import FusedAccumulator
+from ..arguments import Options
+from ..engine import Engine
+from ..errors import logger
+from ..ranks.ddp import Silence, module_buffers, unwrapped
 from ..window.optimizers import owned
-from .ddp import counting, silent
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class OptimizerAccumulator:
@@ -33,12 +36,13 @@ class OptimizerAccumulator:
 
     Attributes:
         accumulator: Replaced by `renew`.
-        parts: The accumulator's parts.
+        engine: The accumulator's.
         sends_in_backward: Whether sums can be sent to other ranks while a backward runs.
+        no_syncs: Those of DistributedDataParallel modules, which know whether a loop is inside.
     """
 
     accumulator: FusedAccumulator
-    parts: Parts
+    engine: Engine
     sends_in_backward: bool
 
     def __init__(
@@ -63,8 +67,16 @@ class OptimizerAccumulator:
         self._owned = self._owners()
         stepped = {id(p) for p in owned((self._optimizer,))}
         wrapped = [ddp for ddp in map(unwrapped, self._modules) if isinstance(ddp, DistributedDataParallel)]
+        options = dict(self._options)
+        group = options.pop("process_group", None)
+        if options.get("cpu_offload"):
+            raise ValueError(
+                "cpu_offload=True in a trainer: it moves the optimizer's state to the model's device, and its "
+                "checkpoints would lack the masters. Use FusedAccumulator in a loop of your own (docs/cpu_offload.md)"
+            )
+        checked = Options(scaler=self._scaler, **options)
         if len(self._modules) == 1 and self._alone:
-            self.accumulator = _Stepped(self._modules[0], stepped, scaler=self._scaler, **self._options)
+            self.engine = Engine(self._modules[0], checked, group, stepped=stepped)
         else:
             named = [
                 (f"{index}.{name}" if len(self._modules) > 1 else name, p)
@@ -72,31 +84,34 @@ class OptimizerAccumulator:
                 for name, p in module.named_parameters()
                 if id(p) in stepped
             ]
-            options = dict(self._options)
             for ddp in wrapped:
                 self._cleanup.enter_context(silent(ddp))
             if wrapped:
-                options["process_group"] = wrapped[0].process_group
-            self.accumulator = FusedAccumulator(named, scaler=self._scaler, **options)
+                group = wrapped[0].process_group
+            self.engine = Engine(named, checked, group)
             if wrapped:
-                parts_of(self.accumulator).ranks.share_from(
+                self.engine.ranks.share_from(
                     lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
                 )
-        self.parts = parts_of(self.accumulator)
-        self._no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
+        self.accumulator = FusedAccumulator(self.engine)  # type: ignore[arg-type]  # see there
+        self.no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
         # In a static graph a parameter may get several gradients in a backward, and we cannot tell which is the last.
         static = any(ddp.static_graph for ddp in wrapped)
-        early = self.parts.runner.captures.release_early
-        self.sends_in_backward = self.parts.ranks.reduces_sums and early and not static
-        if self.parts.ranks.sharded and self._options.get("master_weights"):
+        early = self.engine.runner.captures.release_early
+        self.sends_in_backward = self.engine.ranks.reduces_sums and early and not static
+        if self.engine.store.sharded and self._options.get("master_weights"):
             raise ValueError(
                 "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
                 "mixed precision policy (param_dtype)"
             )
-        self._translate(self.parts.store.target)
+        self._translate(self.engine.store.target)
 
-    def _owners(self) -> list[list[int]]:
-        return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
+    def _owners(self) -> list[int]:
+        """Ids of the parameters that the optimizer steps; every window asks for them."""
+        ids: list[int] = []
+        for group in self._optimizer.param_groups:
+            ids.extend(map(id, group["params"]))
+        return ids
 
     def _translate(self, target: Callable[[Tensor], Tensor]) -> None:
         """Let the optimizer step other tensors, and move its state to them."""
@@ -108,12 +123,10 @@ class OptimizerAccumulator:
             group["params"] = new
         self._owned = self._owners()
 
-    def split_together(self, together: bool) -> bool:
-        """Let ranks split batches into equally many parts; returns whether they do, which takes a module of its own."""
-        if not isinstance(self.accumulator, _Stepped):
-            return False
-        self.accumulator.split_together(together)
-        return together
+    @property
+    def of_one_module(self) -> bool:
+        """Whether the accumulator has the module itself, and no list of its parameters."""
+        return self.engine.module is not None
 
     @property
     def outgrown(self) -> bool:
@@ -122,7 +135,7 @@ class OptimizerAccumulator:
 
     def remove(self) -> dict[int, Tensor]:
         """Restore model and optimizer, keeping what was trained; returns the masters by id of their parameter."""
-        store = self.parts.store
+        store = self.engine.store
         masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
         params = {id(store.target(e.param)): e.param for e in store.named}
         self._translate(lambda tensor: params.get(id(tensor), tensor))
@@ -135,35 +148,74 @@ class OptimizerAccumulator:
         """Accumulate what the optimizer steps now; masters keep their values."""
         masters = self.remove()
         self._build()
-        store = self.parts.store
+        store = self.engine.store
         for entry in store.named:
             if id(entry.param) in masters and entry.param.requires_grad:
                 store.target(entry.param).copy_(masters[id(entry.param)])
 
-    @property
-    def inside_no_sync(self) -> bool:
-        """Whether the loop is inside `no_sync` of a DistributedDataParallel module."""
-        return any(no_sync.depth > 0 for no_sync in self._no_syncs)
+
+# ---- DistributedDataParallel modules that the windows of several optimizers share
+
+_silences: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+_no_syncs: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
 
 
-class _Stepped(FusedAccumulator):
-    """Leaves out parameters that the optimizer does not step, such as a frozen tower, or layers added later."""
+@dataclasses.dataclass
+class _Shared:
+    """State that the windows of one module share."""
 
-    def __init__(self, module: nn.Module, stepped: set[int], **options: Any) -> None:
-        self._stepped = stepped
-        super().__init__(module, **options)
+    held: Any
+    windows: int = 0
 
-    def split_together(self, together: bool) -> None:
-        """Whether ranks have equally many parts in `backward_batch`, since they wait for each other in the loss."""
-        self._splits_together = together
 
-    def _named(self, params: Any) -> list[NamedParameter]:
-        named = super()._named(params)
-        ignored = [e.name for e in named if id(e.param) not in self._stepped and e.param.requires_grad]
-        if ignored:
-            _log.warning(
-                "no optimizer steps %s%s, so that no gradient of it is accumulated",
-                ", ".join(map(repr, ignored[:3])),
-                f" and {len(ignored) - 3} more" if len(ignored) > 3 else "",
-            )
-        return [e for e in named if id(e.param) in self._stepped]
+@contextlib.contextmanager
+def silent(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Keep the module silent until the last of its windows is closed."""
+    if ddp not in _silences:
+        _silences[ddp] = _Shared(Silence(ddp))
+    _silences[ddp].windows += 1
+    try:
+        yield
+    finally:
+        _silences[ddp].windows -= 1
+        if _silences[ddp].windows == 0:
+            _silences.pop(ddp).held.remove()
+
+
+@contextlib.contextmanager
+def counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
+    """Replace the module's `no_sync` by one that knows whether a loop is inside it."""
+    if ddp not in _no_syncs:
+        ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
+        _no_syncs[ddp] = _Shared(ddp.no_sync)
+    _no_syncs[ddp].windows += 1
+    try:
+        yield _no_syncs[ddp].held
+    finally:
+        _no_syncs[ddp].windows -= 1
+        if _no_syncs[ddp].windows == 0:
+            del _no_syncs[ddp]
+            del ddp.no_sync
+
+
+class _NoSync:
+    """Counts the loops inside `no_sync`; in a copy or pickle of the module it does nothing."""
+
+    def __init__(self, kind: type[DistributedDataParallel], ddp: weakref.ref[DistributedDataParallel]) -> None:
+        self.depth = 0
+        self._kind = kind
+        self._ddp = ddp
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        ddp = self._ddp()
+        assert ddp is not None
+        with self._kind.no_sync(ddp):
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (contextlib.nullcontext,)

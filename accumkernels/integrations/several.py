@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,12 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..batch_statistics import check_independent
-from ..errors import expect
+from ..errors import expect, logger
 from ..window.coupled import CoupledLoss
 from ..window.optimizers import owned
 from .window import TrainerWindow
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -45,7 +44,7 @@ def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 def backward_of_all(
     windows: Sequence[TrainerWindow],
     loss: Tensor,
-    weight: float | Tensor,
+    weight: float | Tensor | None,
     scaler: torch.amp.GradScaler | None,
     **kwargs: Any,
 ) -> list[TrainerWindow]:
@@ -77,11 +76,10 @@ def backward_coupled_of_all(
     chunks: Iterable[Any],
     encode: Callable[[Any], Any],
     loss_fn: Callable[..., Tensor],
-    weight: float | Tensor,
+    weight: float | Tensor | None,
     scaler: torch.amp.GradScaler | None,
     *,
     divided_by: float = 1.0,
-    last: bool = False,
 ) -> tuple[Tensor, list[TrainerWindow]]:
     """`FusedAccumulator.backward_coupled` for one window, and `backward_of_all` for several.
 
@@ -92,8 +90,7 @@ def backward_coupled_of_all(
         loss_fn: Returns the plain loss.
         weight: The micro-batch's weight.
         scaler: The trainer's.
-        divided_by: What the trainer divides its losses by.
-        last: Whether it ends the window, if there is one.
+        divided_by: What the loss is divided by here, as the trainer divides its losses.
 
     Returns:
         The plain loss, detached, and the windows that count it.
@@ -114,21 +111,21 @@ def backward_coupled_of_all(
         return loss / divided_by
 
     if len(windows) == 1:
-        windows[0].backward_coupled(chunks, encode, divided, weight, last=last)
+        windows[0].backward_coupled(chunks, encode, divided, weight)
         return plain[0], list(windows)
     for window in windows:
         for module in window.modules:
             check_independent(module, "backward_coupled()")
     coupled = CoupledLoss(chunks, encode, divided)
-    devices = dict.fromkeys(device for window in windows for device in window.parts.store.states)
+    devices = dict.fromkeys(device for window in windows for device in window.engine.drawing(coupled.chunks))
 
     def run(is_open: list[TrainerWindow]) -> Tensor:
         def backward(loss: Tensor) -> None:
             run_for_all(is_open, loss, weight, _scaled(scaler))
 
         def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], _: bool) -> None:
-            if is_open and (micro_batch := is_open[0].under_way) is not None:
-                is_open[0].parts.runner.inspect_part(tensors, micro_batch)
+            if is_open and (micro_batch := is_open[0].running) is not None:
+                is_open[0].engine.runner.inspect_part(tensors, micro_batch)
             _run(is_open, functools.partial(torch.autograd.backward, tensors, grads), tensors[0])
 
         return coupled.run(devices, backward, backward_part)
@@ -143,7 +140,11 @@ def _scaled(scaler: torch.amp.GradScaler | None, **kwargs: Any) -> Callable[[Ten
 
 
 def run_for_all(
-    windows: Sequence[TrainerWindow], loss: Tensor, weight: float | Tensor, backward: Callable[[Tensor], Any]
+    windows: Sequence[TrainerWindow],
+    loss: Tensor,
+    weight: float | Tensor | None,
+    backward: Callable[[Tensor], Any],
+    leaves: bool = False,
 ) -> None:
     """Run a backward whose gradients several windows may count; each of them then waits for `take`.
 
@@ -152,19 +153,24 @@ def run_for_all(
         loss: The trainer's, scaled or not.
         weight: The micro-batch's weight.
         backward: Called with the loss to run backward of.
+        leaves: See `TrainerWindow.run`.
     """
+    for window in windows:
+        window.note_division(loss)
     if windows:
         loss, weighed = windows[0].weigh(loss, weight)
     for window in windows:
-        window.under_way = weighed._replace(tag=window.parts.runner.micro_batch(weighed.weight).tag)
-    _run(windows, functools.partial(backward, loss), loss)
+        tag = window.engine.micro_batch(1.0).tag
+        window.running = weighed._replace(tag=tag, divided_by=window.made_up_for)
+    _run(windows, functools.partial(backward, loss), loss, leaves)
 
 
-def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Tensor) -> None:
+def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Tensor, leaves: bool = False) -> None:
     """Run a backward of the micro-batch that is under way in all windows, whose captures may add gradients early."""
     for window in windows:
-        assert window.under_way is not None
-        backward = functools.partial(window.parts.runner.run, backward, (root,), window.under_way, shared=True)
+        assert window.running is not None
+        run = functools.partial(window.engine.runner.run, window.engine.window)
+        backward = functools.partial(run, backward, (root,), window.running, shared=True, leaves=leaves)
     backward()
 
 
@@ -190,9 +196,9 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
             )
     except BaseException:
         for window in is_open:
-            window.parts.runner.discard()
+            window.engine.discard()
         for window in ended:
-            window.parts.store.drop_grads()
+            window.engine.store.drop_grads()
         raise
     finally:
         for p, grad in kept:

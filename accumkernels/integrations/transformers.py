@@ -10,25 +10,28 @@ A subclass of `transformers.Trainer`, from any package, lists `FusedAccumulation
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..accumulator import FusedAccumulator
-from ..errors import expect, needs
+from ..arguments import Split
+from ..errors import expect, needs, wrong_type
 from ..window.checkpoint import without_window
+from .accelerate import fuse
+from .loss_probe import DIVIDED, MEAN, SUM, LossProbe, rows
+from .window import split_options
 
 with needs("transformers", oldest="5.19"):
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .accelerate import fuse
-from .ended import Endings
-from .loss_probe import LossProbe
-from .loss_questions import IGNORED, has_rows_of_labels, rows
-from .split_step import costs, deferred_loss, is_automatic, split_options
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -36,17 +39,18 @@ else:
     Base = object
 
 ACCUMULATOR_NAME = "accumulator.pt"  # in a checkpoint's folder
+_LOSS_IS = ("tokens", "rows", "sum")
+_IGNORED = -100  # label of positions that have no loss
 
 
 class FusedAccumulationMixin(Base):
     """Lets FusedAccumulator accumulate in a `transformers.Trainer`.
 
-    If the loss is divided by `num_items_in_batch`, the gradient is the Trainer's own. If it is a mean over the
-    micro-batch, this class weights each micro-batch by the number of labels, or without labels of rows, that its mean
-    was taken over (`micro_batch_weight`), on all ranks. The Trainer averages such means, and adds them up if the model
-    or the loss function gets the number and does not use it. To find out, this class computes the loss with another
-    number and with other labels, without gradients, at the first window and for each new form of inputs; it warns where
-    the Trainer would be wrong.
+    If the loss is divided by `num_items_in_batch`, or is a sum, the gradient is the Trainer's own. If it is a mean over
+    the micro-batch, this class weights each micro-batch by the number of labels, or without labels of rows, that its
+    mean was taken over (`micro_batch_weight`), on all ranks, and logs so. The Trainer averages such means, and adds
+    them up if the model or the loss function gets the number and does not use it. To find out, this class computes the
+    loss with another number and with more rows, without gradients, at the first window and for each new form of inputs.
 
     It needs one GPU per process, with DistributedDataParallel or FSDP2 if there are several.
 
@@ -59,6 +63,9 @@ class FusedAccumulationMixin(Base):
             are as the batch is at once. "auto": as large as fit. A number: the most rows of a part, or tokens with
             padding if inputs have `input_ids`. A dict: `micro_batch`, `budget`, `cost` and `multiple_of` of
             `FusedAccumulator.backward_batch`. None (default): batches are not split.
+        loss_is: What the loss of a micro-batch is, where this is not found out right. "tokens": a mean over the labels
+            that are not -100. "rows": a mean over rows. "sum": a sum. A function of the inputs: a mean over as much as
+            it returns. None (default): found out.
         **kwargs: Of the Trainer.
     """
 
@@ -68,12 +75,18 @@ class FusedAccumulationMixin(Base):
         accumulator_options: Mapping[str, Any] | None = None,
         log_windows: bool = False,
         split: str | float | Mapping[str, Any] | None = None,
+        loss_is: str | Callable[[Any], float | Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         expect(accumulator_options, Mapping | None, "accumulator_options", "a dict of options")
         self._accumulator_options = dict(accumulator_options or {})
         self._log_windows = log_windows
         self._split = split_options(split)
+        if isinstance(loss_is, str) and loss_is not in _LOSS_IS:
+            raise ValueError(f"loss_is must be one of {', '.join(map(repr, _LOSS_IS))} or a function, got {loss_is!r}")
+        if not (loss_is is None or isinstance(loss_is, str) or callable(loss_is)):
+            raise wrong_type("loss_is", f"one of {', '.join(map(repr, _LOSS_IS))}, a function, or None", loss_is)
+        self._loss_is = loss_is
         self._probe = LossProbe(self)
         self._endings: Endings  # of the current `train`
         self._logged: Tensor | None = None  # sum of the means of a window that the Trainer takes for its loss
@@ -127,31 +140,37 @@ class FusedAccumulationMixin(Base):
             inputs: The model's inputs, a micro-batch; for trainers whose collator collates nothing, a list of samples.
 
         Returns:
-            The number of labels that are not -100, without the first of each row if the loss shifts labels, as causal
-            models do; without labels, the number of rows, by the first tensor. Nothing is read back from the device.
+            As `loss_is` says. By default the number of labels that are not -100, without the first of each row for
+            causal models, whose losses shift labels; without labels, and for CTC losses that are means, which divide
+            each row by its own labels, the number of rows, by the first tensor. Nothing is read back from the device.
         """
-        labels = inputs.get("shift_labels", inputs.get("labels")) if isinstance(inputs, Mapping) else None
-        if isinstance(labels, Tensor):
-            if has_rows_of_labels(inputs) and self._probe.shifts(inputs):
-                labels = labels[..., 1:]
-            ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", IGNORED)
-            return (labels.ne(IGNORED) & labels.ne(ignored)).sum()
-        found = rows(inputs)
-        if found is None:
-            self._probe.warn(
-                "micro-batches of %s have neither labels nor rows that could be counted, so that each counts 1: "
-                "override micro_batch_weight",
-                type(inputs).__name__,
-            )
-            return 1.0
-        self._probe.warn(
-            "micro-batches without labels count by their rows, the length of %r: override micro_batch_weight if the "
-            "loss averages anything else",
-            found[0],
-        )
-        return float(found[1])
+        return self.default_weight(inputs)[1]
 
-    # ---- what the loss averages
+    def default_weight(self, inputs: Any) -> tuple[str, float | Tensor]:
+        """What `micro_batch_weight` counts unless it is overridden, in words, and how many of them there are."""
+        if callable(self._loss_is):
+            return "loss_is", self._loss_is(inputs)
+        labels = inputs.get("shift_labels", inputs.get("labels")) if isinstance(inputs, Mapping) else None
+        config = getattr(self.model, "config", None)
+        of_rows = self._loss_is == "rows" or (
+            self._loss_is is None and getattr(config, "ctc_loss_reduction", None) == "mean"
+        )
+        if isinstance(labels, Tensor) and not of_rows:
+            ignored = getattr(config, "semantic_loss_ignore_index", _IGNORED)
+            words = "its labels that are not -100"
+            if self._is_causal() and "shift_labels" not in inputs and labels.dim() == 2 and labels.shape[1] > 1:
+                labels, words = labels[:, 1:], f"{words}, without the first of each row"
+            return words, (labels.ne(_IGNORED) & labels.ne(ignored)).sum()
+        if (found := rows(inputs)) is None:
+            return "1, since it has neither labels nor rows", 1.0
+        return f"its rows, the length of {found[0]!r}", float(found[1])
+
+    def _is_causal(self) -> bool:
+        """Whether the model shifts labels, by its names, as the Trainer's count or its label smoothing takes them."""
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # PEFT's
+        return self._loss_shifts_labels or type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    # ---- how the loss is normalized
 
     @property
     def splits(self) -> bool:
@@ -164,9 +183,23 @@ class FusedAccumulationMixin(Base):
         return self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1 and not self.splits
 
     @property
-    def counts_labels(self) -> bool:
-        """Whether nothing overrides `micro_batch_weight`."""
-        return type(self).micro_batch_weight is FusedAccumulationMixin.micro_batch_weight
+    def weighs_by_default(self) -> bool:
+        """Whether the user has not said what a mean is taken over."""
+        return self._loss_is is None and type(self).micro_batch_weight is FusedAccumulationMixin.micro_batch_weight
+
+    @property
+    def told_normalization(self) -> str | None:
+        """How the user says that losses are normalized."""
+        if self._loss_is is not None:
+            return SUM if self._loss_is == "sum" else MEAN
+        return {None: None, True: DIVIDED, False: MEAN}[getattr(self, "loss_is_scaled_for_ga", None)]
+
+    @property
+    def most_added_up(self) -> int:
+        """How many losses the Trainer adds up at the most."""
+        return self.args.gradient_accumulation_steps * (
+            self.args.world_size if self.args.average_tokens_across_devices else 1
+        )
 
     def adds_up(self, items: Tensor | int | None) -> bool:
         """Whether the Trainer adds losses up as they are: it believes that they are divided by this number of items."""
@@ -179,7 +212,8 @@ class FusedAccumulationMixin(Base):
         """As in the Trainer, which takes a window's micro-batches at once; find out what their losses average."""
         samples, items = super().get_batch_samples(*args, **kwargs)
         self.current_gradient_accumulation_steps = len(samples)  # as the Trainer is about to
-        self._probe.look_at(samples, items)
+        if not self.takes_one:
+            self._probe.ask(samples, items)
         self._items = items
         return samples, items
 
@@ -191,8 +225,8 @@ class FusedAccumulationMixin(Base):
         accelerator.open_window()
         accelerator.reads_gradients = self._somebody_reads_gradients()
         adds_up = self.adds_up(num_items_in_batch)
-        facts = self._probe.facts(inputs)
-        means = not self.takes_one and (facts.mean if facts is not None else not adds_up)
+        found = self._probe.normalization(inputs)
+        means = not self.takes_one and (not adds_up if found is None else found == MEAN)
         steps = 1 if adds_up else self.current_gradient_accumulation_steps
         if self._split is None:
             accelerator.micro_batch_weight = self.micro_batch_weight(inputs) if means else None
@@ -200,32 +234,35 @@ class FusedAccumulationMixin(Base):
         else:
             accelerator.micro_batch_weight = 1.0 if means else None
             accelerator.loss_divided_by = 1
-        takes_number = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        multiplied = takes_number if facts is None else takes_number and facts.multiplied
-        if self.args.average_tokens_across_devices and multiplied and num_items_in_batch is not None:
-            # compute_loss multiplies by the number of ranks, scaled losses and means alike.
-            accelerator.loss_divided_by /= accelerator.num_processes // self.get_tp_size()
-        if self._split is None:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        else:
-            with deferred_loss(self, lambda compute, whole: self._backward_batch(compute, whole, means) / steps):
+        averages = self.args.average_tokens_across_devices
+        if means:
+            self.args.average_tokens_across_devices = False  # or compute_loss would multiply by the number of ranks
+        try:
+            if self._split is None:
                 loss = super().training_step(model, inputs, num_items_in_batch)
+            else:
+                with _deferred_loss(self, lambda compute, whole: self._backward_batch(compute, whole, means, steps)):
+                    loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self.args.average_tokens_across_devices = averages
         if means:
             self._logged = loss if self._logged is None else self._logged + loss
         return loss
 
-    def _backward_batch(self, compute: Callable[[Any], Tensor], inputs: Any, means: bool) -> Tensor:
-        """Run prepared inputs in parts; returns the loss that `compute_loss` would return of all."""
+    def _backward_batch(self, compute: Callable[[Any], Tensor], inputs: Any, means: bool, steps: int) -> Tensor:
+        """Run prepared inputs in parts; returns the loss that `training_step` would return of all."""
         assert self._split is not None
-        options = {"cost": costs(inputs), **self._split}
+        options = {"cost": _costs(inputs), **self._split}
         if means:
             options["weight"] = self.micro_batch_weight
         may_gather = (
             type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
         )
-        self.accelerator.splits_together = may_gather and not is_automatic(self._split)
-        report = self.accelerator.backward_batch(inputs, compute, **options)
-        return report.loss / self.accelerator.loss_divided_by if means else report.loss * len(report.sizes)
+        self.accelerator.splits_together = may_gather and not Split(**self._split).is_automatic
+        if means:
+            return self.accelerator.backward_batch(inputs, compute, **options).loss / steps
+        report = self.accelerator.backward_batch(inputs, lambda part: compute(part) / steps, **options)
+        return report.loss * len(report.sizes)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer, which calls it after a step. Of means it has added up the loss that it takes them for."""
@@ -308,3 +345,90 @@ class FusedAccumulationMixin(Base):
 
 class Trainer(FusedAccumulationMixin, transformers.Trainer):
     """`transformers.Trainer` in which FusedAccumulator accumulates."""
+
+
+# ---- Which rank ended a run first, for ranks that wait for it in vain; kept in torch.distributed's store
+
+_runs = itertools.count()
+
+
+class Endings:
+    """The ends of one run on several ranks, each of which makes these objects in the same order."""
+
+    def __init__(self) -> None:
+        self._key = f"accumkernels/ended/{next(_runs)}"
+
+    def note(self, windows: int) -> None:
+        """Note that this rank ended after so many windows, unless another has noted its own end before."""
+        if _is_initialized():
+            _store().compare_set(self._key, "", f"{torch.distributed.get_rank()} {windows}")
+
+    def first(self) -> tuple[int, int] | None:
+        """The rank that ended first, and after how many windows; None if no rank did, or the store ended with it."""
+        if not _is_initialized():
+            return None
+        try:
+            if not _store().check([self._key]):
+                return None
+            rank, windows = map(int, _store().get(self._key).split())
+        except RuntimeError:
+            return None
+        return rank, windows
+
+
+def _is_initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _store() -> torch.distributed.Store:
+    """The default process group's, for which torch has no public name."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+# ---- `training_step` on a whole batch, whose loss and backward are those of as many parts as it takes
+
+
+def _costs(inputs: Any) -> list[float] | None:
+    """What each row of a Trainer's inputs costs: its tokens, padding included; None: 1, without tokens."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.dim() < 2:
+        return None
+    found = rows(inputs)
+    assert found is not None
+    return [float(ids[0].numel())] * found[1] if len(ids) else []
+
+
+@contextlib.contextmanager
+def _deferred_loss(trainer: Any, run: Callable[[Callable[[Any], Tensor], Any], Tensor]) -> Iterator[None]:
+    """Let `training_step` compute its loss in `accelerator.backward`, where `run` may do so in parts.
+
+    Everything else in a `training_step`, of whatever class, sees the batch once, and the loss that `run` returns.
+
+    Args:
+        trainer: A Trainer.
+        run: Called with a function that computes the loss of inputs, in the contexts of `compute_loss`, and with the
+            prepared inputs of the whole batch. It runs backward, and returns the loss that `training_step` returns.
+    """
+    compute_loss = trainer.compute_loss
+    calls: list[Callable[[], Tensor]] = []
+
+    def defer(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def compute(part: Any) -> Tensor:
+            with trainer.compute_loss_context_manager():
+                return compute_loss(model, copy.copy(part), *args, **kwargs)  # it may take labels out
+
+        calls.append(lambda: run(compute, inputs))
+        return torch.zeros((), device=trainer.args.device)
+
+    def backward(loss: Tensor, **kwargs: Any) -> None:
+        loss.copy_(calls.pop()())
+
+    instance, accelerator = vars(trainer), trainer.accelerator
+    own = instance.get("compute_loss")
+    instance["compute_loss"], vars(accelerator)["backward"] = defer, backward
+    try:
+        yield
+    finally:
+        del instance["compute_loss"], vars(accelerator)["backward"]
+        if own is not None:
+            instance["compute_loss"] = own

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..accumulator import FusedAccumulator, Parts
-from ..arguments import as_scalar
-from ..capture.captures import MicroBatch
+from ..arguments import Split, as_scalar
+from ..batch_statistics import check_independent
+from ..buffers.flat import FlatBuffer, Segment
+from ..buffers.parameters import local, shaped_like
+from ..buffers.store import Store
+from ..capture.inbox import MicroBatch
+from ..errors import logger, wrong_type
 from ..splitting.run import BatchReport
-from ..window.optimizers import needs_closure
+from ..window.coupled import CoupledLoss
+from ..window.misuse import division
+from ..window.optimizers import check_optimizer, needs_closure
 from .optimizer_accumulator import OptimizerAccumulator
-from .stepping import apart, check_optimizer_once, once
-from .visible_grads import VisibleGrads
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 class TrainerWindow:
@@ -43,13 +46,19 @@ class TrainerWindow:
         **options: Of FusedAccumulator.
 
     Attributes:
-        divided_by: What the loss of the next micro-batch was divided by.
+        made_up_for: What the next micro-batch's loss was divided by, and its gradients are multiplied by; None: 1.
+        divisions: How many of the last nodes of its graph are such divisions, or the loss scale.
+        ends: Whether it is the window's last on this rank; other ranks may end theirs differently.
+        sends: Whether sums can be sent to other ranks while its backward runs.
         sums: Whether losses are added up as they are; the same for all micro-batches of a window.
+        accumulator: Replaced when the optimizer gets other parameters.
+        engine: The accumulator's.
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
         folds: Whether no code looks at `.grad` before the step or after it.
-        under_way: The micro-batch whose backward `run` has started, until it is counted.
+        running: The micro-batch whose backward `run` has started, until it is counted or dropped.
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
+        number: The number of the window in which it began.
         due: The number of the window that the trainer's last micro-batch was to end; None inside a window.
     """
 
@@ -65,33 +74,30 @@ class TrainerWindow:
         check_optimizer_once(optimizer)
         self.modules = list(modules)
         self.optimizer = optimizer
-        self.divided_by: float | Tensor = 1
+        self.made_up_for: float | Tensor | None = None
+        self.divisions = 0
+        self.ends = self.sends = False
         self.sums = False
         self.finalized = False
         self.stepped = False
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._needs_closure = needs_closure(optimizer)
         self.alone = alone
         self.micro_batch: int | None = None
         self.folds = False
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._visible = VisibleGrads()
         self._idle = False
+        self._splits_together = False
+        self.number = 0
         self.due: int | None = None
         self._warned = False  # of a window whose end was left out
-        self.under_way: MicroBatch | None = None
+        self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
+        self.running: MicroBatch | None = None
         self._current = OptimizerAccumulator(self.modules, optimizer, self._scaler, alone=alone, **options)
+        self.accumulator, self.engine = self._current.accumulator, self._current.engine
 
     # ---- the accumulator
-
-    @property
-    def accumulator(self) -> FusedAccumulator:
-        """The accumulator, which is replaced when the optimizer gets other parameters."""
-        return self._current.accumulator
-
-    @property
-    def parts(self) -> Parts:
-        """The accumulator's parts."""
-        return self._current.parts
 
     def release(self) -> None:
         """Restore the model and the optimizer, keeping what was trained."""
@@ -99,45 +105,89 @@ class TrainerWindow:
         self._current.remove()
 
     def _drop(self) -> None:
-        if self.parts.ranks.sender.begun and not self.finalized:  # after an exception: no rank sums the rest
-            self.parts.scaler.forget()
-            self.parts.store.drop_grads()
+        if self.engine.ranks.sender.begun and not self.finalized:  # after an exception: no rank sums the rest
+            self.engine.scaler.withdraw()
+            self.engine.store.drop_grads()
         else:
             self.close()
 
     @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `no_sync` of a DistributedDataParallel module."""
-        return self._current.inside_no_sync
+        for no_sync in self._current.no_syncs:
+            if no_sync.depth > 0:
+                return True
+        return False
 
     @property
     def several_ranks(self) -> bool:
         """Whether other ranks may have micro-batches in this window."""
-        return self.parts.ranks.ends_together
+        return self.engine.ranks.ends_together
 
     def split_together(self, together: bool) -> bool:
         """Let ranks split batches into equally many parts, or as they must; returns whether they are equally many."""
-        return self._current.split_together(together) or self.parts.ranks.sharded
+        self._splits_together = together and self._current.of_one_module
+        return self._splits_together or self.engine.store.sharded
 
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """The tensors that the optimizer steps for these parameters of the model."""
         return self.accumulator.param_groups([{"params": params}])[0]["params"]
 
-    def go_on(self) -> None:
-        """Before the trainer's next micro-batch, tell other ranks of a window that this rank has not ended.
+    def share(self, given: Set[int]) -> tuple[bool, bool]:
+        """Whether any parameter is among those of these ids, and whether all are but frozen ones."""
+        some, whole = False, True
+        for entry in self.engine.store.named:
+            if id(entry.param) in given:
+                some = True
+            elif entry.param.requires_grad:
+                whole = False
+        return some, whole
+
+    def enter(self, waits: bool, folds: bool) -> None:
+        """Before the trainer's next micro-batch begins, open the next window if the last one has ended.
+
+        Args:
+            waits: Whether a window that has ended and was not stepped is left as it is.
+            folds: See the attribute.
+
+        Raises:
+            RuntimeError: As `open` and `check_not_local`.
+        """
+        if self.due == self.engine.window.number and not self.finalized:
+            self._miss_end()
+        if self.engine.ranks.ends_together:
+            self.check_not_local()
+        if not (waits and self.finalized and not self.stepped):
+            self.open()
+            self.folds = folds
+        self.micro_batch, self.number = 0, self.engine.window.number
+
+    def _miss_end(self) -> None:
+        """Tell other ranks of a window that this rank has not ended.
 
         They may wait at its end, and would take the end of the next window for it.
         """
-        window = self.parts.window()
-        if self.due != window.number or self.finalized:
-            return
-        window.miss_end()
+        self.engine.window.miss_end()
         if self.accumulator.micro_batches and self.several_ranks and not self._warned:
             self._warned = True
             _log.warning(
                 "the last micro-batch of a window came without optimizer.step() on this rank, so its micro-batches go "
                 "to the next window. If other ranks have stepped, all stop there with an error: a rank that leaves a "
                 "micro-batch out steps all the same"
+            )
+
+    def check_not_local(self) -> None:
+        """Refuse windows that ranks would step by themselves.
+
+        Raises:
+            RuntimeError: the loop is inside `no_sync`, though no micro-batch begins there.
+        """
+        if self.inside_no_sync and self.several_ranks:
+            raise RuntimeError(
+                "a step inside no_sync(), as in accelerate's LocalSGD: each rank would step by its own gradients, but "
+                "FusedAccumulator adds up a window over all ranks. Use LocalSGD with accelerate's own Accelerator, or "
+                "leave it out, LocalSGD(..., enabled=False): a window communicates once, however many micro-batches "
+                "it has"
             )
 
     # ---- micro-batches
@@ -157,74 +207,110 @@ class TrainerWindow:
                     "the last backward of a window)"
                 )
             self.close()
-        if self.accumulator.micro_batches == 0 and not self._visible and self._current.outgrown:
+        if self.engine.window.micro_batches == 0 and not self._visible.shown and self._current.outgrown:
             self._drop()
             self._current.renew()
+            self.accumulator, self.engine = self._current.accumulator, self._current.engine
 
-    def begin(self, sums: bool = False) -> None:
+    def begin(self, divided_by: float | Tensor, divisions: int, *, sums: bool = False, ends: bool = False) -> None:
         """Before a backward, set the factor of its gradients.
+
+        Args:
+            divided_by: What the trainer divides its loss by.
+            divisions: See the attribute, as the following.
+            sums: Whether losses are added up.
+            ends: Whether it ends the window.
 
         Raises:
             RuntimeError: The window has micro-batches of the other kind.
         """
-        self.take_back()
-        if self.accumulator.micro_batches == 0:
+        if self._visible.shown:
+            self.take_back()
+        if self.engine.window.micro_batches == 0:
             self.sums = sums
         elif self.sums != sums:
             raise RuntimeError(
                 "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
                 "all of them a weight, or none"
             )
-        self.parts.scaler.make_up_for(1 if sums else self.divided_by)
-        self.under_way = None
+        self.running = None
+        plain = sums or (not isinstance(divided_by, Tensor) and divided_by == 1)
+        self.made_up_for, self.divisions, self.ends = None if plain else divided_by, divisions, ends
+        self.sends = ends and self._current.sends_in_backward
 
-    def backward(self, loss: Tensor, weight: float | Tensor, *, last: bool = False, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor | None, divide_by: float, **kwargs: Any) -> None:
         """Run and count a micro-batch, after `open` and `begin`.
 
         Args:
             loss: The trainer's.
-            weight: What it counts.
-            last: Whether it ends the window on this rank; other ranks may end theirs differently.
+            weight: What it counts; None: 1.
+            divide_by: What the trainer divides the loss by, and has not yet.
             **kwargs: Of `Tensor.backward`.
         """
-        last = last and self._current.sends_in_backward
-        self.accumulator.backward(loss, 1.0 if self.sums else weight, last=last, **kwargs)
+        engine = self.engine
+        if self.sends:
+            self._mark_last()
+        engine.check_accumulating("backward()")
+        engine.misuse.inspect_loss(loss, self.divisions)
+        engine.backward(loss / divide_by, self._next(weight, self.sends), **kwargs)
 
     def backward_coupled(
         self,
         chunks: Iterable[Any],
         encode: Callable[[Any], Any],
         loss_fn: Callable[..., Tensor],
-        weight: float | Tensor,
-        *,
-        last: bool = False,
+        weight: float | Tensor | None,
     ) -> None:
-        """`backward` for a loss over chunks."""
-        last = last and self._current.sends_in_backward
-        self.accumulator.backward_coupled(chunks, encode, loss_fn, weight=1.0 if self.sums else weight, last=last)
+        """`backward` for a loss over chunks, which `loss_fn` has divided."""
+        engine = self.engine
+        if self.sends:
+            self._mark_last()
+        engine.check_accumulating("backward_coupled()")
+        check_independent(engine.module, "backward_coupled()")
+        inspect_loss = functools.partial(engine.misuse.inspect_loss, made=self.divisions + 1)
+        engine.backward_coupled(CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends), inspect_loss)
 
-    def backward_batch(
-        self, batch: Any, loss_fn: Callable[[Any], Any], *, last: bool = False, **options: Any
-    ) -> BatchReport:
+    def backward_batch(self, batch: Any, loss_fn: Callable[[Any], Any], **options: Any) -> BatchReport:
         """`FusedAccumulator.backward_batch`, after `open` and `begin`. Losses that are sums are added up over parts.
 
         Args:
             batch: The batch.
-            loss_fn: Returns the loss of a part, divided by `divided_by`; or a tuple of that and its weight.
-            last: Whether it ends the window, see `backward`.
+            loss_fn: Returns the loss of a part, divided as `begin` says; or a tuple of that and its weight (and more).
             **options: Of `FusedAccumulator.backward_batch`.
         """
         if self.sums:
             options["weight"] = lambda part: 1.0
-        marks_last = last and self._current.sends_in_backward
-        (report,) = (
-            self.accumulator.backward_batch(whole, loss_fn, **options)
-            for whole in (self.accumulator.window([batch]) if marks_last else [batch])
+        if self.sends:
+            self._mark_last()
+        last = self.sends
+        return self.engine.backward_batch(
+            batch,
+            loss_fn,
+            Split(**options),
+            divided_by=self.made_up_for,
+            is_last=lambda: last,
+            inspect_loss=self.engine.misuse.inspect_loss,
+            splits_together=self._splits_together,
         )
-        return report
+
+    def _mark_last(self) -> None:
+        """Say that the next micro-batch is the last, also where it fails, and is discarded."""
+        self.engine.ranks.sender.mark_last()
+
+    def _next(self, weight: float | Tensor | None, last: bool) -> MicroBatch:
+        if weight is None or self.sums:
+            weight = 1.0
+        else:
+            weight = as_scalar(weight, "weight", self.engine.store.device)
+        return self.engine.micro_batch(weight, last=last, divided_by=self.made_up_for)
 
     def run(
-        self, backward: Callable[[Tensor], None], loss: Tensor, weight: float | Tensor, *, last: bool = False
+        self,
+        backward: Callable[[Tensor], None],
+        loss: Tensor,
+        weight: float | Tensor,
+        *,
+        leaves: bool = False,
     ) -> None:
         """Run a micro-batch by a backward of the caller's, after `open` and `begin`, and before `take`.
 
@@ -232,36 +318,46 @@ class TrainerWindow:
             backward: Called with the loss to run backward of.
             loss: The trainer's loss, scaled.
             weight: What it counts.
-            last: See `backward`.
+            leaves: Whether its gradients stay in `.grad` until `take`.
         """
-        loss, self.under_way = self.weigh(loss, weight, last and self._current.sends_in_backward)
-        self.parts.runner.run(functools.partial(backward, loss), (loss,), self.under_way)
+        self.note_division(loss)
+        loss, self.running = self.weigh(loss, weight, self.sends)
+        backward = functools.partial(backward, loss)
+        self.engine.runner.run(self.engine.window, backward, (loss,), self.running, leaves=leaves)
 
-    def weigh(self, loss: Tensor, weight: float | Tensor, last: bool = False) -> tuple[Tensor, MicroBatch]:
+    def note_division(self, loss: Tensor) -> None:
+        """Note what the user has divided the loss by, before a backward of the caller's; see `run`."""
+        _, self._loss_divided_by = division(loss, self.divisions)
+
+    def weigh(self, loss: Tensor, weight: float | Tensor | None, last: bool = False) -> tuple[Tensor, MicroBatch]:
         """The loss to run backward of, weighted if backward may cross ranks; and the micro-batch."""
-        weight = as_scalar(1.0 if self.sums else weight, "weight", self.parts.store.device)
-        return self.parts.runner.weigh(loss, self.parts.runner.micro_batch(weight, last))
+        return self.engine.runner.weigh(self.engine.window, loss, self._next(weight, last))
 
     def take(self, loss: Tensor | None = None) -> None:
         """Count the current micro-batch; `loss` is its unscaled loss."""
-        micro_batch, self.under_way = self.under_way or self.parts.runner.micro_batch(1.0), None
+        micro_batch = self.running or self.engine.micro_batch(1.0, divided_by=self.made_up_for)
+        self.running = None
         with torch.no_grad():
-            self.parts.runner.accumulate(micro_batch._replace(loss=loss))
+            self.engine.accumulate(micro_batch._replace(loss=loss))
+        self.engine.misuse.note_loss(self._loss_divided_by)
 
     @property
     def reached(self) -> bool:
         """Whether a backward has left gradients that were not counted."""
-        return self.parts.runner.is_uncounted() or any(entry.param.grad is not None for entry in self.parts.store.named)
+        for entry in self.engine.store.named:
+            if entry.param.grad is not None:
+                return True
+        return self.engine.runner.captures.inbox.uncounted
 
     # ---- `.grad` inside a window of sums, as autograd leaves it
 
     def show(self) -> None:
         """Let `.grad` be the sum so far."""
-        self._visible.show(self.parts.store)
+        self._visible.show(self.engine.store)
 
     def take_back(self) -> None:
         """Take `.grad` back as the loop left it; if the loop dropped all of it, drop the window."""
-        if self._visible and self._visible.take_back():
+        if self._visible.take_back():
             self.close()
 
     # ---- the end of a window
@@ -271,9 +367,9 @@ class TrainerWindow:
         if self.finalized:
             return
         self._take_uncounted()
-        if self.accumulator.micro_batches == 0 and not self.several_ranks:
+        if self.engine.window.micro_batches == 0 and not self.several_ranks:
             return
-        self.accumulator.finalize(self.optimizer, divisor=self._divisor())
+        self.accumulator.finalize(self.optimizer, divisor=self._divisor() if self.sums else None)
         self.finalized = True
 
     def _take_uncounted(self) -> None:
@@ -281,35 +377,39 @@ class TrainerWindow:
 
         If the window's last micro-batch was marked as the last, there are no such gradients.
         """
-        self.take_back()
-        self.under_way = None
+        if self._visible.shown:
+            self.take_back()
+        self.running = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, its gradients count once
-            self.parts.scaler.make_up_for(1)
-            self.take()
+            with torch.no_grad():
+                self.engine.accumulate(self.engine.micro_batch(1.0))
         if self._current.sends_in_backward and self.accumulator.micro_batches:
-            self.parts.ranks.sender.end_last()
+            self.engine.ranks.sender.end_last()
 
     def _divisor(self) -> float | None:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by it."""
         if not self.sums:
             return None
-        return 1.0 if self.parts.ranks.sharded else float(self.parts.ranks.size)
+        return 1.0 if self.engine.store.sharded else float(self.engine.ranks.size)
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; returns its norm before clipping."""
-        self.finalize()
+        if not self.finalized:
+            self.finalize()
         if not self.finalized:
             return torch.zeros(())
         return self.accumulator.clip_grad_norm_(max_norm, norm_type)
 
     def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
         """Clip in `step_as_agreed`, which fills in the norm returned here; no code looks at `.grad` before."""
-        store = self.parts.store
+        store = self.engine.store
         self._promised = max_norm, torch.zeros((), dtype=store.result_dtype, device=store.device)
         return self._promised[1]
 
     def step_as_agreed(self, result: Any = None, **kwargs: Any) -> None:
         """`step`, folding and clipping as `folds` and `clip_in_step` have set."""
+        if self.engine.ranks.ends_together:
+            self.check_not_local()
         max_norm, norm = self._promised or (None, None)
         self._promised = None
         found = self.step(result, max_norm=max_norm, fold=self.folds, **kwargs)
@@ -336,34 +436,33 @@ class TrainerWindow:
         if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
-        closure_needed = needs_closure(self.optimizer)
-        with apart(self._scaler, self.optimizer):
+        with contextlib.nullcontext() if self._scaler is None else apart(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()
                 ran = self.accumulator.micro_batches > 0
-                if fold and (ran or self.several_ranks) and not kwargs and not closure_needed:
+                if fold and (ran or self.several_ranks) and not kwargs and not self._needs_closure:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
-                    self._idle = not ran and not self.parts.end.reached
+                    self._idle = not ran and not self.engine.ending.reached
                     return norm
                 self.finalize()
-            no_rank_ran = next(iter(self.parts.store.touched()), None) is None  # `finalize` has asked the others
-            self._idle = self.accumulator.micro_batches == 0 and no_rank_ran
+            # After `finalize`, which has asked the other ranks, sums are those of all.
+            self._idle = self.engine.window.micro_batches == 0 and 1 not in self.engine.store.touched_bytes()
             if self._idle:  # as in stock torch: nothing moves, and schedulers go on
                 self.stepped = self.finalized
-                if self._scaler is None and not closure_needed:
+                if self._scaler is None and not self._needs_closure:
                     self.optimizer.step(**kwargs)
                 return None
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
-            args = (once(self.optimizer, result),) if closure_needed else ()
+            args = (once(self.optimizer, result),) if self._needs_closure else ()
             if self._scaler is not None:
-                verdict = self.parts.window().verdict
+                verdict = self.engine.window.verdict
                 assert verdict is not None
                 # Another optimizer's update has forgotten that its gradients are unscaled.
-                self.parts.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
+                self.engine.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
                 self._scaler.step(self.optimizer, *args, **kwargs)
                 self._scaler.update()
-            elif not self.accumulator.step_was_skipped:
+            elif not self.engine.ending.was_skipped():
                 self.optimizer.step(*args, **kwargs)
         self.stepped = True
         return norm
@@ -387,8 +486,7 @@ class TrainerWindow:
             self.close()
         done = self.accumulator.micro_batches
         if self.several_ranks:  # and any of them may be inside a window
-            counts = torch.tensor([done], device=self.parts.store.device)
-            done = int(self.parts.ranks.joined(counts, largest=True).item())
+            (done,) = self.engine.ranks.largest([done], self.engine.store.device)
         return self.accumulator.state_dict(reduced=self.several_ranks and done > 0)
 
     @contextlib.contextmanager
@@ -398,8 +496,8 @@ class TrainerWindow:
         If no parameter has any, torch.distributed.checkpoint makes the state of an optimizer that has none yet, by a
         step with zeros; they would stay in `.grad`, or the step is an error in an open window.
         """
-        _, segment = next(iter(self.parts.store.touched()), (None, None))
-        target = None if segment is None else self.parts.store.target(segment.param)
+        _, segment = next(iter(self.engine.store.touched()), (None, None))
+        target = None if segment is None else self.engine.store.target(segment.param)
         if target is None or self.finalized or target.grad is not None:
             yield
             return
@@ -414,15 +512,138 @@ class TrainerWindow:
 
         A rank that drops what all have finalized differs from those that step it, and says so at the next end.
         """
-        if self.parts.ranks.sender.begun:
+        if self.engine.ranks.sender.begun:
             self.finalize()
         dropped = self.finalized and not self.stepped
-        self._visible.forget()
+        if self._visible.shown:
+            self._visible.forget()
         self.accumulator.zero_()
         if dropped:
-            self.parts.window().miss_end()
+            self.engine.window.miss_end()
         self._reset()
 
     def _reset(self) -> None:
         self.finalized = self.stepped = False
+        self.running = None
         self.micro_batch = None if self.micro_batch is None else 0
+
+
+# ---- Steps of a trainer's optimizer, with or without a closure, when other optimizers share its GradScaler
+
+
+def check_optimizer_once(optimizer: Optimizer) -> None:
+    """Refuse wrapped optimizers, and optimizers that evaluate the loss more than once in a step.
+
+    Raises:
+        TypeError: Names the optimizer, and what to use instead.
+    """
+    check_optimizer(optimizer, "accumkernels.integrations")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates the loss of a window several times in one step, which trainers with micro-batches cannot; "
+            "use it with accumkernels.FusedAccumulator itself, which FusedAccumulator.step(lbfgs) shows"
+        )
+
+
+def once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
+    """A closure for an optimizer that needs one, whose backward has already run."""
+    calls = iter([result])
+
+    def closure() -> Any:
+        try:
+            return next(calls)
+        except StopIteration:
+            raise TypeError(
+                f"{type(optimizer).__name__} evaluates its closure twice in one step, which FusedAccumulator cannot "
+                "drive inside a trainer: gradients of the first evaluation are those of a whole window"
+            ) from None
+
+    return closure
+
+
+@contextlib.contextmanager
+def apart(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterator[None]:
+    """Hide a GradScaler's state of other optimizers from this one's step and update, and restore it afterwards."""
+    records = scaler._per_optimizer_states
+    others = {key: records.pop(key) for key in list(records) if key != id(optimizer)}
+    try:
+        yield
+    finally:
+        scaler._per_optimizer_states.update(others)
+
+
+# ---- Sums shown as `.grad` inside a window, as autograd leaves gradients, and taken back with the loop's changes
+
+
+class VisibleGrads:
+    """The part of a window that is shown, on one rank and only if sums are not divided, as in stock torch.
+
+    Attributes:
+        shown: What is, in which `.grad` of which version; empty if nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
+
+    def show(self, store: Store) -> None:
+        """Set `.grad` to the sum so far."""
+        for buffer, segment in store.touched():
+            view = buffer.expose()[segment.index]
+            target = store.target(segment.param)
+            grad = view if view.dtype == target.dtype else view.to(target.dtype)
+            target.grad = shaped_like(grad, target) if buffer.sharded else grad
+            self.shown.append((buffer, segment, target, grad, grad._version))
+
+    @torch.no_grad()
+    def take_back(self) -> bool:
+        """Take `.grad` back as the loop left it: changed, replaced, or None.
+
+        Returns:
+            Whether all are None, which means that the window was dropped.
+        """
+        shown, self.shown = self.shown, []
+        if shown and all(target.grad is None for _, _, target, _, _ in shown):
+            return True
+        for buffer, segment, target, grad, version in shown:
+            if target.grad is None:
+                buffer.touch(segment.index, False)
+                continue
+            found, view = local(target.grad), buffer.views[segment.index]
+            replaced = found is not grad and found is not view
+            if replaced or (grad.dtype != view.dtype and grad._version != version):
+                view.copy_(found)
+            target.grad = None
+        return False
+
+    def forget(self) -> None:
+        """Forget what is shown, after the window has ended."""
+        self.shown = []
+
+
+# ---- The argument `split` of the adapters
+
+_OPTIONS = {"micro_batch", "budget", "cost", "multiple_of"}
+
+
+def split_options(split: Any) -> dict[str, Any] | None:
+    """The options of `FusedAccumulator.backward_batch` that the argument `split` of an adapter stands for.
+
+    Args:
+        split: "auto", the most that a part may cost, a dict of options, or None.
+
+    Raises:
+        TypeError, ValueError: It is none of these.
+    """
+    if split is None:
+        return None
+    if isinstance(split, Mapping):
+        if unknown := sorted(map(str, split.keys() - _OPTIONS)):
+            raise ValueError(f"split has {', '.join(map(repr, unknown))}, it may have {', '.join(sorted(_OPTIONS))}")
+        return dict(split)
+    if split == "auto":
+        return {}
+    if isinstance(split, bool) or not isinstance(split, int | float):
+        raise wrong_type("split", "'auto', the most that a part may cost, a dict of options, or None", split)
+    if not split > 0:
+        raise ValueError(f"split must be positive, got {split}")
+    return {"budget": split}

@@ -1,20 +1,22 @@
 """The ops behind FusedAccumulator, in three backends with the same signatures.
 
 `schema` declares `torch.ops.accumkernels.*`; `reference` (plain torch), `native` (C++ and CUDA C++) and `triton` each
-have functions `accumulate_`, `check_finite_`, `norm_`, `scaled_copy_` and `judge_`. `select` chooses a backend, once
-per device; for CUDA tensors native ops come from `native_cuda`.
+have a function for every op in it. `select` chooses a backend, once
+per device.
 """
 
 from __future__ import annotations
 
 import warnings
 from types import ModuleType
+from typing import Literal, get_args
 
 import torch
 
-from ..ops import native, native_cuda, reference, triton
+from . import native, reference, triton
 
-BACKENDS = ("auto", "native", "triton", "reference")
+Backend = Literal["auto", "native", "triton", "reference"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 _warned: set[tuple[str, str]] = set()
 
 
@@ -32,6 +34,8 @@ def select(backend: str, device: torch.device) -> ModuleType:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return native  # the dispatcher's ops, which do nothing to fake tensors, with a library or none
     if backend == "reference":
         return reference
     if backend != "auto":
@@ -39,27 +43,23 @@ def select(backend: str, device: torch.device) -> ModuleType:
         cause = module.unavailable(device)
         if cause is not None:
             raise RuntimeError(f"backend={backend!r} is not available on {device}: {cause}")
-        return _native(device) if module is native else module
+        return module
 
     cause = native.unavailable(device)
     if cause is None:
-        return _native(device)
-    fallback = triton if device.type == "cuda" and triton.unavailable(device) is None else reference
+        return native
+    fallback = triton if device.type != "cpu" and triton.unavailable(device) is None else reference
     if (device.type, cause) not in _warned:
         _warned.add((device.type, cause))
         warnings.warn(
-            f"accumkernels uses its {name(fallback)} backend on {device} because native kernels are not available: "
-            f"{cause}",
+            f"accumkernels: the {name(fallback)} backend is used on {device} because native kernels are not available: "
+            f"{cause} (AK04)",
             RuntimeWarning,
             stacklevel=4,
         )
     return fallback
 
 
-def _native(device: torch.device) -> ModuleType:
-    return native if device.type == "cpu" else native_cuda
-
-
 def name(module: ModuleType) -> str:
     """What `select` takes for a module that it returned."""
-    return module.__name__.rpartition(".")[2].removesuffix("_cuda")
+    return module.__name__.rpartition(".")[2]

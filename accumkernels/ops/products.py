@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..boundary import profiling_range
-from ..ops import native as library
+from ..devices import adds_products
+from ..hooks import profiling_range
+from . import native as library
 from .schema import LIBRARY
 
 # Up to this many tokens, products in fp32 cost less than writing a 16-bit gradient and adding it, however it is made.
@@ -92,10 +93,8 @@ def choose(view: Tensor, dtype: torch.dtype, tokens: int) -> Gemm | None:
         return native if own and (tokens <= few or _faster_than_mkl()) else same_dtype
     if dtype not in (torch.bfloat16, torch.float16) or view.dtype != torch.float32:
         return None
-    if view.device.type == "cuda":
-        return None if torch.version.hip is not None else cuda  # not run on ROCm
     if view.device.type != "cpu":
-        return None
+        return widening if adds_products(view.device, dtype) else None
     if dtype == torch.bfloat16 and _mkl_widens():
         return native if library.multiplies(dtype) else None
     # MKL widens fp16. torch's products need not on processors with AMX, which also have AVX512_FP16; on others they
@@ -129,8 +128,8 @@ def same_dtype(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: fl
     torch.addmm(view, grad.t(), input, alpha=alpha, beta=beta, out=view)
 
 
-def cuda(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
-    """Multiply 16-bit operands on an NVIDIA GPU."""
+def widening(view: Tensor, grad: Tensor, input: Tensor, alpha: float, beta: float) -> None:
+    """Multiply 16-bit operands on a device whose products take a wider output."""
     torch.addmm(view, grad.t(), input, torch.float32, alpha=alpha, beta=beta, out=view)
 
 
@@ -168,7 +167,7 @@ def _faster_than_mkl() -> bool:
 
 @functools.cache
 def mkl_gemm(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Find the function of the MKL inside torch's own library, which torch's x86 wheels export."""
+    """Find the function of the MKL inside torch's own library, which torch's x86 wheels for Linux export."""
     name = "cblas_gemm_bf16bf16f32" if dtype == torch.bfloat16 else "cblas_gemm_f16f16f32"
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))

@@ -1,7 +1,8 @@
 """The ops in plain torch. This is their specification, written for readers.
 
 They are registered as CompositeExplicitAutograd, so they also run for meta and fake tensors (where they do nothing),
-and for CPU and CUDA tensors if no native library is loaded. `schema.py` says what each op means.
+and for CPU and CUDA tensors if no native library is loaded. `schema.py` says what each op means. They are not
+differentiable: gradients of a backward with `create_graph=True` leave no graph in the sums.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .schema import LIBRARY, Judged, State
+from .schema import LIBRARY, SCHEMAS, Judged, State
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -32,6 +33,7 @@ def _is_bad_weight(weight: Tensor) -> Tensor:
     return ~((weight >= 0) & torch.isfinite(weight))
 
 
+@torch.no_grad()
 def accumulate_(
     buffer: Tensor,
     state: Tensor,
@@ -91,6 +93,7 @@ def accumulate_(
         sq_norm += torch.where(dropped, 0, torch.stack([w / scale.square() * squares, growth]))
 
 
+@torch.no_grad()
 def check_finite_(
     grads: Sequence[Tensor],
     segments: Sequence[int],
@@ -110,6 +113,7 @@ def check_finite_(
         _raise_flag(found_inf, _is_bad_weight(weight_tensor.reshape(())))
 
 
+@torch.no_grad()
 def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:
     if out.is_meta:
         return
@@ -120,6 +124,7 @@ def norm_(out: Tensor, tensors: Sequence[Tensor], *, ord: float = 2.0) -> None:
             torch.maximum(out, tensor.double().abs().max(), out=out)  # maximum propagates NaN
 
 
+@torch.no_grad()
 def scaled_copy_(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -139,6 +144,7 @@ def scaled_copy_(
             _raise_flag(found_inf, ~_all_finite(output))
 
 
+@torch.no_grad()
 def judge_(
     verdict: Tensor,
     single: Tensor,
@@ -185,5 +191,5 @@ def judge_(
     single.copy_(verdict)
 
 
-for _kernel in (accumulate_, check_finite_, norm_, scaled_copy_, judge_):
-    LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")
+for _name in SCHEMAS:
+    LIBRARY.impl(_name, globals()[_name], "CompositeExplicitAutograd")

@@ -11,9 +11,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..ops import triton_kernels as kernels
-from .triton import TOTAL_BLOCK
-from .triton_table import BLOCK, NUM_WARPS
+from . import triton_kernels as kernels
+from .triton import BLOCK, NUM_WARPS, TOTAL_BLOCK
 
 _SHORT = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
 _TABLES = {"table": "*i64", "blocks": "*i32", "rows": "*i64", "n": "i32"}

@@ -105,12 +105,12 @@ def load_block(pointer, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_unless(skipped, pointer, left, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The block; if skipped, -0 throughout, without reading it: -0 plus x is x, for x = -0 too."""
+    """The block; if skipped, zeros, without reading it."""
     lanes = tl.arange(0, BLOCK)
     wanted = tl.full((BLOCK,), True, tl.int1) & (skipped == 0)
     if MASKED:
         wanted = wanted & (lanes < left)
-    return tl.load(pointer + lanes, mask=wanted, other=-0.0)
+    return tl.load(pointer + lanes, mask=wanted, other=0)
 
 
 @triton.jit
@@ -143,7 +143,8 @@ def accumulate_block(
     if scale is not None:
         multiplier = weight / scale.to(tl.float64)
     product = widen(value, DTYPE, WIDE) * multiplier.to(WIDE)
-    total = before + product
+    # Not by a -0 to add to, which keeps the sign of zeros: compiled for a GPU, `other=-0.0` of a load becomes 0.
+    total = tl.where(first, product, before + product)
     store_block(main_grad, total, left, BLOCK, MASKED)
     if flags is not None:
         if any_not_finite(total, left, BLOCK, MASKED):

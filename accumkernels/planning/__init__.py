@@ -1,4 +1,4 @@
-"""Chooses the batch: what fits (fit/), how much memory it takes (memory/), what it is worth (worth/).
+"""Chooses the batch: what fits (`batch_size`), how much memory it takes (`memory`), what it is worth (`worth`).
 
-This house trains models on trial and restores them. It uses the accumulator, which knows nothing of it.
+These modules train models on trial and restore them. They use the accumulator, which knows nothing of them.
 """

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..batch_statistics import batchnorms
-from .checks import positive_int
+from .training import positive_int
 
 
 def batchnorm_modules(model: nn.Module) -> list[str]:

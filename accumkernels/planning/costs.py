@@ -1,19 +1,14 @@
 """Measures the time of training steps, and predicts the time of windows from it.
 
 A step without accumulation takes s seconds on one rank: forward, backward and the optimizer's step. With several ranks
-it takes R longer: the part of its reduction that backward does not hide. A window of K >= 2 micro-batches pays R and O
-once::
+it takes R longer, a number that users know of their network. A window of K >= 2 micro-batches pays R and O once::
 
     T(1) = s + R
     T(K) = K (s - O + A) + O + R
 
 s - O + A is a micro-batch inside a window, which adds its gradients to the flat buffers; A is negative if weight
-gradients are added without being written first. O + R is what a window takes on top of its micro-batches. So O is the
-optimizer's step with the averaging and, with several ranks, the time by which the reduction at a window's end exceeds
-R.
-
-With several ranks, a step of s + R averages gradients in buckets while backward runs, as DistributedDataParallel does,
-and windows are reduced over the ranks.
+gradients are added without being written first. O + R is what a window takes on top of its micro-batches, so O is the
+optimizer's step with the averaging.
 """
 
 from __future__ import annotations
@@ -24,16 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..splitting.oom import is_oom_error
-from .checks import no_accumulator, positive_float, positive_int
-from .fit.agreement import Agreement, check_ranks
-from .fit.rank_trial import RankTrials
-from .fit.trial import Training, first_line
-from .fit.trial_setup import check_trainable, training_for
-from .snapshot import Snapshot
+from .training import positive_float, positive_int, training_for
+from .trial import Trials
 
 _WINDOW = 4  # micro-batches: the first is written to the buffers, the others are added
 _LEAST_TRIALS = 3
@@ -44,9 +33,9 @@ class StepCosts(NamedTuple):
 
     Attributes:
         samples_per_second: Rate of one rank in training without accumulation, by micro-batch size.
-        optimizer_seconds: Time of a window beyond its micro-batches and `reduction_seconds`: averaging, the optimizer's
-            step and, over ranks, the part of the reduction at the window's end that no backward hides.
-        reduction_seconds: Extra time of a step without accumulation with several ranks; 0.0 for one.
+        optimizer_seconds: Time of a window beyond its micro-batches and `reduction_seconds`: averaging, and the
+            optimizer's step.
+        reduction_seconds: Extra time of a step or window with several ranks; not measured, and 0.0 for one.
         accumulate_seconds: Extra time of a micro-batch in a window over a step of its own; may be negative.
     """
 
@@ -91,9 +80,9 @@ def measure_step_costs(
     make_batch: Callable[[int], Any] | None = None,
     make_loader: Callable[[int], Iterable[Any]] | None = None,
     amp_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
     num_iterations: int = 5,
     duration: float = 10.0,
-    process_group: Any = None,
 ) -> StepCosts:
     """Measure the costs that `plan` needs to say whether accumulating is worth it.
 
@@ -101,10 +90,8 @@ def measure_step_costs(
     of a step is timed by itself, and its fastest run counts, since other load on the machine only adds time. On a GPU
     the time includes a wait after each part. Afterwards everything is as it was, as with `find_batch_size`.
 
-    With torch.distributed every rank must call this, with the same model; the slowest rank counts. The ranks then
-    reduce steps and windows: steps without accumulation while backward runs, as DistributedDataParallel does (whose
-    broadcast of module buffers is not measured), windows when they end, of which `acc.window` hides a part. A rank that
-    fails raises its exception when the trial is over on all ranks; the others raise a RuntimeError that names it.
+    Nothing is communicated: the trials are those of one rank (for a DistributedDataParallel model, with its inner
+    module), and `reduction_seconds` is 0.0. For several ranks, pass your own number to `plan`.
 
     Args:
         model: As for `find_batch_size`, like every argument without an explanation of its own.
@@ -117,71 +104,41 @@ def measure_step_costs(
         make_batch: Instead of the shapes.
         make_loader: Instead of the shapes.
         amp_dtype: Run under autocast to this dtype.
-        num_iterations: Steps or windows per trial; with several ranks, the least number of windows.
+        cpu_offload: Keep sums, masters and optimizer state in host memory; a step without accumulation is a window of
+            one micro-batch then.
+        num_iterations: Steps or windows per trial.
         duration: Seconds of measuring, with at least three trials of each kind: the longer, the less noise.
-        process_group: The ranks that reduce; None for the group of a DistributedDataParallel module, else all ranks;
-            False for this one alone.
 
     Raises:
         TypeError, ValueError: names the wrong argument, with its value.
-        RuntimeError: the micro-batch does not fit, the model has a FusedAccumulator, or another rank failed.
+        RuntimeError: the micro-batch does not fit, or the model has a FusedAccumulator.
     """
-    ddp = model if isinstance(model, DistributedDataParallel) else None
-    if ddp is not None:
-        model = ddp.module
-        process_group = ddp.process_group if process_group is None else process_group
-    agreement = Agreement(process_group)
-    try:
-        size = positive_int(micro_batch_size, "micro_batch_size")
-        check_trainable(model)
-        no_accumulator(model, "measure_step_costs")
-        training = training_for(
-            model,
-            device,
-            input_shape,
-            output_shape,
-            make_batch=make_batch,
-            make_loader=make_loader,
-            loss_fn=loss_fn,
-            optimizer_fn=optimizer_fn,
-            amp_dtype=amp_dtype,
-            num_iterations=num_iterations,
-            accumulate=None,
-            memory_limit=None,
-            margin=0.0,
-        )
-        training.steps_in_parts = training.iterations
-        end = time.perf_counter() + positive_float(duration, "duration")
-        snapshot = Snapshot(model)
-    except BaseException:
-        agreement.gather(None)  # the others wait for an answer
-        raise
-    check_ranks(agreement.gather(True), "measure_step_costs", "its arguments")
-    group = None if agreement.size == 1 else process_group or torch.distributed.group.WORLD
-
-    single, window, reduced = _Fastest(), _Fastest(), _Fastest()
-    trials: list[tuple[_Fastest, Callable[[], tuple[float, ...]]]]
-    trials = [(single, lambda: _alone(training, snapshot, size, None))]
-    if group is None:
-        trials.append((window, lambda: _alone(training, snapshot, size, _WINDOW)))
-    else:
-        ranks = RankTrials(training, snapshot, size, group, agreement, end, ddp)
-        trials += [(window, lambda: ranks.window(_WINDOW)), (reduced, ranks.step)]
-    go_on = True
-    with training.garbage:
-        while go_on or single.runs < _LEAST_TRIALS:
-            for fastest, trial in trials:
-                parts, go_on = _agreed(agreement, training, size, trial, end)
-                fastest.add(parts)
+    size = positive_int(micro_batch_size, "micro_batch_size")
+    training = training_for(
+        "measure_step_costs",
+        model,
+        device,
+        input_shape=input_shape,
+        output_shape=output_shape,
+        make_batch=make_batch,
+        make_loader=make_loader,
+        loss_fn=loss_fn,
+        optimizer_fn=optimizer_fn,
+        amp_dtype=amp_dtype,
+        cpu_offload=cpu_offload,
+    )
+    end = time.perf_counter() + positive_float(duration, "duration")
+    single, window = _Fastest(), _Fastest()
+    with Trials(training, num_iterations, times_parts=True) as trials:
+        while time.perf_counter() < end or single.runs < _LEAST_TRIALS:
+            single.add(_time_parts(trials, training.device, size, None))
+            window.add(_time_parts(trials, training.device, size, _WINDOW))
 
     # A window's first micro-batch differs from the others: the window pays its extra time, or saving, once.
     first, *others, update = window.parts
-    micro_batch = sum(others) / len(others)
-    found = (sum(single.parts), micro_batch, max(0.0, update + first - micro_batch), sum(reduced.parts))
-    step, micro_batch, once, reduced_step = (max(times) for times in zip(*agreement.gather(found), strict=True))
-    reduction = 0.0 if group is None else max(0.0, reduced_step - step)
-    once = max(0.0, once - reduction)
-    return StepCosts({size: size / step}, once, reduction, micro_batch - (step - once))
+    micro_batch, step = sum(others) / len(others), sum(single.parts)
+    once = max(0.0, update + first - micro_batch)
+    return StepCosts({size: size / step}, once, 0.0, micro_batch - (step - once))
 
 
 class _Fastest:
@@ -196,34 +153,13 @@ class _Fastest:
         self.runs += 1
 
 
-def _alone(training: Training, snapshot: Snapshot, size: int, length: int | None) -> tuple[float, ...]:
-    """Time the parts of a window of `length` micro-batches, or of a step without accumulation, on one rank."""
-    training.accumulate = length
-    outcome = training.try_size(size, snapshot)
-    if not outcome.trial.ok:
-        raise torch.OutOfMemoryError(outcome.failure)
-    return outcome.parts
-
-
-def _agreed(
-    agreement: Agreement, training: Training, size: int, trial: Callable[[], tuple[float, ...]], end: float
-) -> tuple[tuple[float, ...], bool]:
-    """Run a trial on all ranks; returns its result on this one, and whether all of them have time for more.
+def _time_parts(trials: Trials, device: torch.device, size: int, length: int | None) -> tuple[float, ...]:
+    """Time the parts of a window of `length` micro-batches, or of a step without accumulation.
 
     Raises:
-        RuntimeError: memory ran out, or the trial failed on another rank.
-        Exception: whatever else the trial raises here.
+        RuntimeError: memory ran out.
     """
-    failure = ""
-    try:
-        parts = trial()
-    except BaseException as error:
-        agreement.gather(None)  # the others wait for an answer
-        if not is_oom_error(error):
-            raise
-        failure = first_line(error)
-    if failure:
-        raise RuntimeError(f"measure_step_costs: a micro-batch of {size} does not fit on {training.device}: {failure}")
-    everyones = agreement.gather(time.perf_counter() < end)
-    check_ranks(everyones, "measure_step_costs", "its trials")
-    return parts, all(everyones)
+    outcome = trials.try_size(size, length)
+    if not outcome.trial.ok:
+        raise RuntimeError(f"measure_step_costs: a micro-batch of {size} does not fit on {device}: {outcome.failure}")
+    return outcome.parts

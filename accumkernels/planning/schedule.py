@@ -3,19 +3,18 @@
 Decaying the learning rate and growing the batch reduce the noise of SGD alike, but a growing batch takes fewer steps
 (Smith, Kindermans, Ying and Le 2018, "Don't Decay the Learning Rate, Increase the Batch Size", arXiv:1711.00489).
 Accumulation grows the batch without extra memory. A schedule is any function from the optimizer step to samples per
-step over all ranks; here are two.
+step over all ranks.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import torch
+from typing import Literal
 
 from ..errors import wrong_type
-from .checks import fraction, positive_float, positive_int
+from .training import fraction, one_of, positive_float, positive_int
 
 
 class Milestones:
@@ -71,54 +70,64 @@ class Milestones:
         return self._sizes[bisect.bisect_right(self._steps, step) - 1]
 
 
-class FollowNoiseScale:
-    """Follows the measured noise scale, up to which a larger batch pays and which grows as the loss falls.
+# ---- The learning rate and Adam's beta2 for another batch size
 
-    McCandlish et al. 2018 (arXiv:1812.06162): at a batch of the noise scale, training takes twice the least number of
-    steps and twice the least number of samples. The batch never shrinks and grows by at most `growth` at a time, since
-    the measurement is noisy; build the accumulator with `noise_scale=half_life` so that it forgets the past.
 
-    With torch.distributed every rank uses rank 0's measurement, so calling it is collective.
+def suggest_learning_rate(
+    base_lr: float, base_batch_size: int, batch_size: int, rule: Literal["linear", "sqrt"] = "linear"
+) -> float:
+    """Scale a learning rate from one batch size to another: where a search begins, not where it ends.
+
+    With `k = batch_size / base_batch_size`:
+
+    * "linear": `base_lr * k`. For SGD with momentum: k small steps along nearly the same gradient are one step k times
+      as long (Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv:1706.02677, who warm the rate up over the first
+      epochs). It assumes that the gradient hardly changes along the k small steps, which no longer holds for batches
+      above the critical batch size (`FusedAccumulator.noise_scale`).
+    * "sqrt": `base_lr * sqrt(k)`. For Adam and its relatives, whose step divides by the gradient's noise (Malladi et
+      al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv:2205.10287, who scale
+      `1 - beta` by k too: see `suggest_betas`). It assumes that noise dominates the gradient, that is, a batch below
+      the critical one. Also proposed for SGD, as it keeps the variance of the weights' change (Krizhevsky 2014,
+      "One weird trick for parallelizing convolutional neural networks", arXiv:1404.5997).
 
     Args:
-        accumulator: A FusedAccumulator whose weights are numbers of samples.
-        batch_size: The first batch: two micro-batches or more, since a single one says nothing about the noise.
-        maximum: The largest batch.
-        every: Steps between readings; each reading synchronises with the device.
-        growth: Largest factor from one reading to the next.
+        base_lr: The learning rate that works at `base_batch_size`.
+        base_batch_size: In samples per optimizer step over all micro-batches and ranks.
+        batch_size: The new batch size, in the same unit: the effective one, not the micro-batch's.
+        rule: "linear" or "sqrt".
 
     Raises:
         TypeError, ValueError: names the wrong argument, and its value.
     """
+    base_lr = positive_float(base_lr, "base_lr")
+    ratio = positive_int(batch_size, "batch_size") / positive_int(base_batch_size, "base_batch_size")
+    one_of(rule, "rule", ("linear", "sqrt"))
+    return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
-    def __init__(
-        self, accumulator: Any, batch_size: int, maximum: int, *, every: int = 50, growth: float = 2.0
-    ) -> None:
-        if not callable(getattr(accumulator, "noise_scale", None)):
-            raise wrong_type("accumulator", "a FusedAccumulator", accumulator)
-        self._accumulator = accumulator
-        self._size = positive_int(batch_size, "batch_size")
-        self._maximum = positive_int(maximum, "maximum")
-        if self._maximum < self._size:
-            raise ValueError(f"maximum must be at least batch_size {self._size}, got {self._maximum}")
-        self._every = positive_int(every, "every")
-        self._growth = positive_float(growth, "growth")
-        if self._growth <= 1:
-            raise ValueError(f"growth must be larger than 1, got {growth!r}")
-        self._last = 0
 
-    def __call__(self, step: int) -> int:
-        """Return the samples per optimizer step at `step`; ask for steps in order."""
-        if step - self._last >= self._every:
-            self._last = step
-            wanted = self._measured()
-            if wanted > self._size:  # False for nan
-                self._size = int(min(wanted, self._size * self._growth, self._maximum))
-        return self._size
+def suggest_betas(beta2: float, base_batch_size: int, batch_size: int) -> float:
+    """Scale Adam's `beta2` from one batch size to another: `beta2 ** (batch_size / base_batch_size)`.
 
-    def _measured(self) -> float:
-        measured = [float(self._accumulator.noise_scale())]
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.broadcast_object_list(measured, src=0)
-        return measured[0]
+    A squared gradient counts half in Adam's average after `log(1/2) / log(beta2)` steps. The rule keeps this half-life
+    fixed in samples, or tokens, instead of in steps (Marek et al. 2025, "Small Batch Size Training for Language
+    Models", arXiv:2507.07101, who trained with batches of 1 to 4096 sequences that way): 0.999 at 32 samples is 0.992
+    at 256, and 0.99997 at 1.
+
+    It assumes that how fast squared gradients change depends on the samples seen, not on the steps taken. As in that
+    paper, `beta1`, the average of the gradient itself, does not change. The rule of Malladi et al. 2022
+    (arXiv:2205.10287), which scales `1 - beta` by `batch_size / base_batch_size` for both betas, is the same to first
+    order for `beta2`. Change the learning rate as well (`suggest_learning_rate`).
+
+    Args:
+        beta2: The value that works at `base_batch_size`, in [0, 1).
+        base_batch_size: In samples per optimizer step over all micro-batches and ranks.
+        batch_size: The new batch size, in the same unit.
+
+    Returns:
+        `beta2` for the new batch size; `betas=(beta1, suggest_betas(...))`.
+
+    Raises:
+        TypeError, ValueError: names the wrong argument, and its value.
+    """
+    beta2 = fraction(beta2, "beta2")
+    return beta2 ** (positive_int(batch_size, "batch_size") / positive_int(base_batch_size, "base_batch_size"))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence, Set
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
-from ..buffers.parameters import NamedParameter
+from ..buffers.parameters import NamedParameter, move, worst
 from .sender import Sender
-from .weight_unit import SHARED_KEY
+
+SHARED_KEY = "accumkernels/unit of weights"
 
 
 class LocalStats(NamedTuple):
@@ -175,11 +176,9 @@ class Ranks:
         stage: This rank's number in a pipeline, whose ranks have different parameters.
         ends_together: Whether another rank may have micro-batches when this one has none, which must then take part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
-        sharded: Whether parameters are DTensors, of which a rank accumulates its local shard.
-        judged_together: Whether ranks hold different parts of the same gradients, and judge them together. These are
-            right only in `.grad`, once others have reduced or divided them, so nothing is taken inside modules.
         sender: Decides what to send while a backward runs.
-        weight_key: Of the unit that weights in losses are counted in, see weight_unit.py.
+        unnamed: What is not finite in a dropped micro-batch if none of this rank's gradients is.
+        weight_key: Of the unit that weights in losses are counted in, see below.
     """
 
     size = 1
@@ -189,9 +188,8 @@ class Ranks:
     stage = 0
     ends_together = False
     reduces_sums = False
-    sharded = False
-    judged_together = False
     sender = Sender()
+    unnamed = "the weight"
     weight_key = SHARED_KEY
 
     def __str__(self) -> str:
@@ -202,6 +200,9 @@ class Ranks:
 
     def check_noise_scale(self) -> None:
         """Refuse to measure the noise scale if squares of shards do not add up."""
+
+    def prepare_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Make a scaler's scale if only another rank may scale losses."""
 
     # ---- while a window is open
 
@@ -237,7 +238,7 @@ class Ranks:
         stats = self.all_reduce_stats(report)
         if stats.error is not None:
             raise RuntimeError(stats.error)
-        if self.judged_together:
+        if stats.loss is not None:  # other ranks take part
             look.agree(stats)
         squares = None if report.squares is None else self.sum_over_shards(report.squares)
         if clips and norm is None:
@@ -250,6 +251,10 @@ class Ranks:
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Reduce what was not reduced, and pass every part of a touched segment to `look` when it arrives."""
+
+    def worst(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Take the maximum of one tensor per device, and over ranks with other parts of the same gradients."""
+        return tensors[0] if len(tensors) == 1 else worst(tensors, device)
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """Take the elementwise maximum over ranks that hold different parts of the same gradients, in place."""
@@ -292,7 +297,7 @@ class Ranks:
     def end_without_clipping(self, device: torch.device) -> None:
         """Note that a window that was finalized here ends without `norm_to_clip`; raises as that does."""
 
-    # ---- checkpoints
+    # ---- checkpoints, and whatever else ranks must be asked
 
     def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
         """Combine over ranks what windows sum up: by sum, or by mean if gradients are means.
@@ -303,9 +308,46 @@ class Ranks:
         """
         return tensor
 
+    def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Return the largest of each integer on any rank; collective."""
+        return [int(n) for n in self.joined(torch.tensor(numbers, device=device), largest=True).tolist()]
+
+    def alike(self, number: int, device: torch.device, *others: int) -> list[int]:
+        """Return the smallest and the largest of an integer on all ranks, and the largest of each other; collective."""
+        *found, largest, smallest = self.largest([*others, number, -number], device)
+        return [-smallest, largest, *found]
+
+    def portion(self, saved_by: int) -> float:
+        """Return this rank's part of the sums in a state of all ranks, of which there were `saved_by`."""
+        return float(self.rank == 0)
+
     def gather_rows(self, row: Tensor) -> Tensor:
         """Gather a row from each rank that holds another part of the same gradients, this one's at `shard`."""
         return row.unsqueeze(0)
+
+
+class PartialRanks(Ranks):
+    """Ranks that hold different parts of the same gradients, and therefore decide about them together."""
+
+    unnamed = "the weight, or gradients on another rank"
+    _compared: int | None = None  # the number of norms for which the host has compared all ranks' reports
+
+    def prepare_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """See `Ranks`: only the last stage of a pipeline has losses."""
+        if scaler is not None and scaler._scale is None:
+            scaler.scale(torch.zeros((), device=scaler._device))
+
+    def worst(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """See `Ranks`; collective."""
+        return self.maximum(worst(tensors, device))
+
+    def _looks(self, report: LocalStats) -> bool:
+        """Whether the host reads what ranks agree on: on the CPU; elsewhere in windows that may be wrong.
+
+        These are the first window, those with a divisor, and those in which the clipping changes.
+        """
+        changes, self._compared = self._compared != report.norms, report.norms
+        return changes or report.state.device.type == "cpu" or report.divisor is not None
 
 
 class SingleProcess(Ranks):
@@ -316,3 +358,76 @@ class SingleProcess(Ranks):
         state = torch.zeros_like(report.state) if report.dropped else report.state
         squares = None if report.squares is None else report.squares[0]
         return GlobalStats(state, report.divisor, squares, idle=report.idle)
+
+
+# ---- The unit of weights that go into losses: one power of two for all ranks.
+#
+# If backward crosses ranks, one rank's gradients are added up on another, so all ranks must weight losses before
+# backward, in the same unit. The unit is near the first weight that any rank has, so that a weighted loss is about as
+# large as the loss, and a power of two, so that it changes no bits. Ranks agree on it through the store that started
+# torch.distributed, not by a collective, because they may begin at different times, or have no micro-batch at all.
+#
+# An accumulator that all ranks of the job have built together has a unit of its own. All others share one, since ranks
+# that have other accumulators, or none, may take part in their backwards.
+
+_built: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # accumulators of all ranks, by the world
+
+
+class AwaitedUnit(float):
+    """A unit that this rank does not need for its loss, and that another may set while backward runs; nan as a number.
+
+    Attributes:
+        key: The unit's key in the store.
+    """
+
+    key: str
+
+    @classmethod
+    def of(cls, key: str) -> AwaitedUnit:
+        """Make the unit with this key."""
+        unit = cls(math.nan)
+        unit.key = key
+        return unit
+
+    def get(self) -> float:
+        """Return the unit; 1 while no rank has had a weight other than 0."""
+        return agreed_unit(self.key) or 1.0
+
+
+def backward_may_cross_ranks() -> bool:
+    """Whether this process is one of several; nobody can see what a model does in its backward."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def next_key(size: int) -> str:
+    """Return the key for the unit of an accumulator that `size` ranks are building; all of them call this in one order.
+
+    The constructors communicate, so those of all ranks of the job come in the same order on each of them.
+    """
+    world = torch.distributed.group.WORLD
+    if size < torch.distributed.get_world_size():
+        return SHARED_KEY
+    _built[world] = number = _built.get(world, 0) + 1
+    return f"{SHARED_KEY}/{number}"
+
+
+def agree_on_unit(weight: float | Tensor, key: str) -> float:
+    """Return the unit with this key, set by the first rank that asks.
+
+    Args:
+        weight: This rank's first weight that is not 0; a weight that only the device knows proposes 1.
+        key: The unit's key in the store.
+    """
+    exponent = 0 if isinstance(weight, Tensor) else math.frexp(weight)[1] - 1
+    agreed = _store().compare_set(key, "", str(exponent))
+    return math.ldexp(1.0, int(agreed))
+
+
+def agreed_unit(key: str) -> float | None:
+    """Return the unit with this key; None while no rank has had a weight other than 0."""
+    return math.ldexp(1.0, int(_store().get(key))) if _store().check([key]) else None
+
+
+def _store() -> torch.distributed.Store:
+    return torch.distributed.distributed_c10d._get_default_store()

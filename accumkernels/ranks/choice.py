@@ -13,14 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..buffers.parameters import NamedParameter, devices_of
 from ..errors import wrong_type
-from .base import Ranks, SingleProcess
+from .base import Ranks, SingleProcess, backward_may_cross_ranks
 from .data_parallel import DataParallel
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped, unwrapped
 from .fsdp2 import mesh_of
 from .group import Group
-from .pipeline import Pipeline
-from .stages import group_of_stages, is_group_of, stages_of
-from .weight_unit import backward_may_cross_ranks
+from .pipeline import Pipeline, group_of_stages, ranks_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,8 @@ class Choice:
         stages, no_replicas = stages_of(named), False
         if stages:
             group = group_of_stages(stages, options["release"], given)
-            no_replicas = bool(given) and is_group_of(group, given)  # then only the parameters tell of other ranks
+            # Then only the parameters tell of other ranks.
+            no_replicas = bool(given) and ranks_of(group) == ranks_of(given)
             options["release"] = "microbatch"  # a schedule's backwards are over before anything could be sent
         replicas: Ranks | None = mesh_of(self.params, named, None if no_replicas else given, noise_scale)
         if replicas is not None:
@@ -141,7 +140,7 @@ def _check_said(process_group: Any) -> None:
             f"torch.distributed runs {ranks} ranks, and nothing says how their gradients are combined: "
             "pass the DistributedDataParallel module as params, or process_group=torch.distributed.group.WORLD for a "
             "module or parameters that nothing wraps, or shard it with fully_shard (FSDP2); for the stages of a "
-            "pipeline, the group that they were built with; process_group=False if this rank is alone on purpose"
+            "pipeline, the group that they were built with; process_group=False if this rank is alone on purpose (AK03)"
         )
 
 

@@ -4,7 +4,7 @@ A window's communication does not depend on the number of its micro-batches. At 
 
 * puts its sum of weights, its flags and what must be alike in one fp64 vector, which is summed
   (`all_reduce_stats`): all ranks then divide by the same number, and all step or all skip. Its size depends neither on
-  the number of ranks (packing.py) nor, in a settled layout, on that of parameters (touched.py);
+  the number of ranks (agreement.py) nor, in a settled layout, on that of parameters (sender.py);
 * sums the flat buffers, chunk by chunk, several in flight, so that inspecting one chunk (norm, overflow, division)
   overlaps with the communication of the next (`reduce`).
 
@@ -24,12 +24,10 @@ from torch import Tensor
 
 from ..buffers.flat import FlatBuffer
 from ..ops.schema import State
-from .base import GlobalStats, LocalStats, Ranks
+from .agreement import ANY, SAME_CLIPPING, SAME_WINDOW, SUM, Agreement, Alike, Table
+from .base import GlobalStats, LocalStats, Ranks, next_key
 from .group import Group
-from .packing import Packer, different_limits, different_windows, listed
-from .sender import ChunkSender
-from .touched import Fields, Touched
-from .weight_unit import next_key
+from .sender import ChunkSender, Fields, Touched
 
 
 class DataParallel(Ranks):
@@ -51,7 +49,7 @@ class DataParallel(Ranks):
         self.sender = ChunkSender(group, early)
         self.weight_key = next_key(self.size)
         self._group = group
-        self._touched = Touched(parameters, self.sender, self.rank, self.size)
+        self._touched = Touched(parameters, self.size)
 
     def __str__(self) -> str:
         return str(self._group)
@@ -81,63 +79,48 @@ class DataParallel(Ranks):
         # Sum one vector, which has the same length on every rank, whatever is frozen where.
         device, own = report.state.device, report.touched
         looks = device.type == "cpu" or report.divisor is not None or not self._touched.knows(own)
-        packer = Packer(self.rank, self.size, device, looks)
-        packer.add(
-            state=report.state,
-            squares=None if report.squares is None else report.squares[0],
-            loss=report.loss_sums,
-            dropped=report.dropped,
-            measuring=report.squares is not None,
-            marked=self.sender.marked,
-            unmarked=not self.sender.marked and report.micro_batches > 0 and not report.dropped,
-            **self._touched.fields(own, report.idle),
-        )
-        packer.add_alike(
-            window=report.window,
-            resumed=report.resumed,
-            placed=len(own),
-            divisor=report.divisor,
-            norms=report.norms,
-            limit=report.limit,
-        )
-        packed = packer.reduce(self._group.sum)
+        touched = self._touched.fields(own, report.idle)
+        values = report._asdict() | {
+            "squares": None if report.squares is None else report.squares[0],
+            "loss": report.loss_sums,
+            "measuring": report.squares is not None,
+            "marked": self.sender.marked,
+            "unmarked": not self.sender.marked and report.micro_batches > 0 and not report.dropped,
+            "placed": len(own),
+        }
+        table = {**_TABLE, **dict.fromkeys(touched, SUM)}
+        found = Agreement(table, values | touched, self._group, device, looks)
 
         # Without the host, the device concludes that a window dropped by any rank is empty, and that different windows,
         # norms, divisors or limits count as overflow.
-        state, loss = packed["state"], packed["loss"]
-        flags = state[State.FOUND_INF :: State.POISONED - State.FOUND_INF]  # these two
-        flags.copy_((flags > 0) | packed.differ())
-        dropped, measuring = packed["dropped"], packed["measuring"]
-        agreement = GlobalStats(
-            state=torch.where(dropped > 0, 0.0, state),
+        dropped, all_measure = found["dropped"], found["measuring"][0] == self.size
+        stats = GlobalStats(
+            state=torch.where(dropped, 0.0, found.flagged(found["state"], found.is_wrong())),
             divisor=report.divisor,
-            squares=None
-            if report.squares is None
-            else torch.where(measuring[0] == self.size, packed["squares"][0], torch.nan),
-            loss=torch.where(dropped > 0, 0.0, loss),
+            squares=None if report.squares is None else torch.where(all_measure, found["squares"][0], torch.nan),
+            loss=torch.where(dropped, 0.0, found["loss"]),
         )
 
         # The host concludes the rest, where it may look.
         if not looks:
-            self.sender.agree(())
-            return agreement
-        sums, differs = packed.on_host()
-        if "placed" in differs:  # even the sums of ranks that hold others have no common layout
-            raise RuntimeError(packed.explain(differs, _disagreement))
-        touched, idle = self._touched.agree(own, report.idle, sums, functools.partial(self._sum, device))
-        return agreement._replace(
+            self.sender.agree()
+            return stats
+        if "placed" in found.wrong():  # even the sums of ranks that hold others have no common layout
+            raise RuntimeError(found.error())
+        self.sender.agree()
+        sums = found.sums
+        any_touched, idle = self._touched.agree(own, report.idle, sums, functools.partial(self._sum, device))
+        return stats._replace(
             idle=idle,
-            touched=None if touched == own else touched,
+            touched=None if any_touched == own else any_touched,
             dropped=sums["dropped"][0] > 0,
             weight=sums["state"][State.WEIGHT],
-            error=packed.explain(differs, _disagreement) or _different_marks(*sums["marked"], *sums["unmarked"]),
+            error=found.error() or _different_marks(*sums["marked"], *sums["unmarked"]),
         )
 
     def _sum(self, device: torch.device, fields: Fields) -> dict[str, list[float]]:
         """Sum fields over ranks, for the host; collective."""
-        packer = Packer(self.rank, self.size, device)
-        packer.add(**fields)
-        return packer.reduce(self._group.sum).on_host().sums
+        return Agreement(dict.fromkeys(fields, SUM), fields, self._group, device).sums
 
     def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """See `Ranks`; `look` inspects chunks while the next are being sent. Then module buffers are shared."""
@@ -148,25 +131,22 @@ class DataParallel(Ranks):
 
     def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
         """See `Ranks`; collective."""
-        self._group.sum(tensor, largest)
-        return tensor
+        return self._group.sum(tensor, largest)
 
 
-def _disagreement(found: dict[str, list[float]]) -> str | None:
-    """Describe what ranks disagree about."""
-    if differ := different_windows(found):
-        return differ
-    if len(set(found["placed"])) > 1:
-        return (
-            "parameters were unfrozen on some ranks only: by rank, "
-            f"{listed([int(n) for n in found['placed']])} are accumulated"
-        )
-    if len(set(found["divisor"])) > 1:
-        return (
-            f"divisor must be that of the whole window, over all ranks; by rank it is {listed(found['divisor'])} "
-            "(0.0: none)"
-        )
-    return different_limits(found["norms"], found["limit"])
+_TABLE: Table = {
+    "state": SUM,
+    "squares": SUM,
+    "loss": SUM,
+    "dropped": ANY,
+    "measuring": SUM,
+    "marked": SUM,
+    "unmarked": SUM,
+    **SAME_WINDOW,
+    "placed": Alike("parameters were unfrozen on some ranks only: by rank, {} are accumulated", int),
+    "divisor": Alike("divisor must be that of the whole window, over all ranks; by rank it is {} (0.0: none)"),
+    **SAME_CLIPPING,
+}
 
 
 def _different_marks(marked: float, unmarked: float) -> str | None:

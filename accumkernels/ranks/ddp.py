@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from typing import Any
 
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import logger
 from ..hooks import Handles, Hook
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _DELAYED = "_static_graph_delay_allreduce_enqueued"  # set by the first backward of a static graph
 
 
@@ -39,7 +39,7 @@ def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
 
 
 def _first_wrapped(names: dict[int, str]) -> str | None:
-    for candidate in _instances(DistributedDataParallel):
+    for candidate in instances(DistributedDataParallel):
         if not is_silent(candidate):
             for param in candidate.parameters():
                 if id(param) in names:
@@ -47,7 +47,7 @@ def _first_wrapped(names: dict[int, str]) -> str | None:
     return None
 
 
-def _instances(kind: type) -> list[Any]:
+def instances(kind: type) -> list[Any]:
     """List all living objects of a class; looking at types first takes a sixth of the time of asking every object."""
     objects = gc.get_objects()
     kinds = {found for found in set(map(type, objects)) if issubclass(found, kind)}
@@ -163,7 +163,7 @@ def _inside_join(ddp: Any) -> bool:
     """Whether this is inside `join()`; the module does not know when that ends, but its context is gone then."""
     if not ddp._join_config.enable:
         return False
-    if any(joinable is ddp for join in _instances(Join) for joinable in join._joinables):
+    if any(joinable is ddp for join in instances(Join) for joinable in join._joinables):
         return True
     ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
     return False

@@ -8,10 +8,10 @@ which a parameter is replicated (HSDP), and where a smaller mesh has copies on o
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -19,28 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buffers.devices import move
-from ..buffers.dtensors import is_dtensor, local
 from ..buffers.flat import FlatBuffer
-from ..buffers.parameters import NamedParameter, devices_of
+from ..buffers.parameters import NamedParameter, devices_of, is_dtensor, local, move
 from ..ops.schema import State
-from .base import GlobalStats, LocalStats, Ranks
-from .divide_factor import DivideFactor
-from .own_group import own_group
-from .packing import Packer, different_limits, different_windows, listed
-from .weight_unit import next_key
+from .agreement import ANY, SAME_CLIPPING, SAME_WINDOW, SUM, Agreement, Alike, Table
+from .base import GlobalStats, LocalStats, PartialRanks, next_key
+from .ddp import instances
+from .group import Group, own_group
 
 
-class Sharded(Ranks):
+class Sharded(PartialRanks):
     """The meshes under the DTensors of one accumulator, whose gradients FSDP2 reduces inside backward.
 
     Args:
         named: All parameters.
         sharded_by_fsdp: Whether FSDP2 reduces gradients; it leaves out plain parameters.
     """
-
-    sharded = True
-    judged_together = True
 
     def __init__(self, named: Sequence[NamedParameter], sharded_by_fsdp: bool) -> None:
         self._sharded_by_fsdp = sharded_by_fsdp
@@ -49,7 +43,7 @@ class Sharded(Ranks):
         meshes = {id(entry.param): _mesh(entry) for entry in named}
         everyone = sorted({rank for ranks in meshes.values() for rank in ranks})
         self.size, self.rank = len(everyone), everyone.index(dist.get_rank())
-        self._group = _group_of(everyone, [entry.param for entry in named])
+        self._group = Group(_group_of(everyone, [entry.param for entry in named]))
         for entry in named:
             param: Any = entry.param
             if is_dtensor(param):
@@ -60,7 +54,6 @@ class Sharded(Ranks):
             self.shard = self.shard * group.size() + group.rank()
         self._replicas = self._count_replicas(named, meshes)
         self.weight_key = next_key(self.size)
-        self._compared: int | None = None  # the number of norms for which the host has compared all ranks' reports
 
     def _count_replicas(self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]) -> dict[int, int]:
         """By id of a parameter, count the ranks that hold the same part of it as this one.
@@ -78,8 +71,7 @@ class Sharded(Ranks):
         copies = dict.fromkeys(meshes.values(), 1)
         wanted = torch.full((1,), bool(contents), dtype=torch.int64, device=devices_of(named)[0])
         if self.maximum(wanted).item():
-            everyones: list[Any] = [None] * self.size
-            dist.all_gather_object(everyones, list(contents.values()), group=self._group)
+            everyones = self._group.gather(list(contents.values()))
             for ranks, content in contents.items():
                 copies[ranks] = sum(content in theirs for theirs in everyones)
         return {
@@ -106,8 +98,7 @@ class Sharded(Ranks):
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """See `Ranks`; the host does not wait."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
-        return tensor
+        return self._group.sum(tensor, largest=True)
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine all ranks' reports; collective: if one skips, all do.
@@ -115,8 +106,7 @@ class Sharded(Ranks):
         FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights; or
         by another factor, which changes the divisor as it changes gradients.
 
-        The host reads the result on the CPU; elsewhere only in the first window and in those that may be wrong: with a
-        divisor, with weights that came after backward, or if the clipping changes.
+        The host reads the result as `_looks` says, and in windows with weights that came after backward.
         """
         # A divisor replaces the sum of weights, and the user knows what it divides.
         over_mean = 1.0 if report.divisor is not None else self._factor.over_mean()
@@ -127,52 +117,31 @@ class Sharded(Ranks):
             )
 
         # Sum one vector of weights, flags, and what must be alike.
-        device = report.state.device
-        looks = (
-            device.type == "cpu" or self._compared != report.norms or report.divisor is not None or report.weighed_after
-        )
-        state = torch.zeros_like(report.state) if report.dropped else report.state
-        packer = Packer(self.rank, self.size, device, looks)
-        packer.add(state=state, loss=report.loss_sums, dropped=report.dropped, after=report.weighed_after)
-        packer.add_alike(
-            window=report.window,
-            resumed=report.resumed,
-            norms=report.norms,
-            limit=report.limit,
-            divisor=report.divisor,
-            weight=state[State.WEIGHT],
-        )
-        packed = packer.reduce(functools.partial(dist.all_reduce, group=self._group))
+        looks = self._looks(report) or report.weighed_after
+        state = torch.zeros_like(report.state) if report.dropped else report.state.clone()
+        values = report._asdict() | {"state": state, "loss": report.loss_sums, "weight": state[State.WEIGHT].clone()}
+        found = Agreement(_TABLE, values, self._group, state.device, looks)
 
         # The device concludes this without the host.
-        wrong = packed.differ("divisor") | ((packed["after"][0] > 0) & packed.differ("weight"))
-        wrong = wrong & (packed["dropped"][0] == 0) | packed.differ("window", "resumed", "norms", "limit")
-        together = state.clone()
-        together[State.WEIGHT] = packed["state"][State.WEIGHT] / self.size * over_mean
-        for flag in (State.FOUND_INF, State.POISONED):
-            together[flag] = ((packed["state"][flag] > 0) | wrong).double()
-        agreement = GlobalStats(
-            state=torch.where(packed["dropped"] > 0, 0.0, together),
+        dropped = found["dropped"]
+        state[State.WEIGHT] = found["state"][State.WEIGHT] / self.size * over_mean
+        wrong = found.is_wrong(dropped | (found["state"][State.POISONED] > 0))
+        stats = GlobalStats(
+            state=torch.where(dropped, 0.0, found.flagged(state, wrong)),
             divisor=report.divisor,
             squares=None if report.squares is None else report.squares[0],
-            loss=torch.where(packed["dropped"] > 0, 0.0, packed["loss"]),
+            loss=torch.where(dropped, 0.0, found["loss"]),
             idle=report.idle,  # no rank sends sums to another
         )
 
         # The host concludes the rest, where it may look.
         if not looks:
-            return agreement
-        self._compared = report.norms
-        sums, differs = packed.on_host()
-        may_differ = set()
-        if sums["dropped"][0] or sums["state"][State.POISONED]:
-            may_differ = {"divisor", "weight"}
-        elif not sums["after"][0]:
-            may_differ = {"weight"}
-        return agreement._replace(
-            dropped=sums["dropped"][0] > 0,
-            weight=sums["state"][State.WEIGHT] / self.size * over_mean,
-            error=packed.explain([name for name in differs if name not in may_differ], _disagreement),
+            return stats
+        any_dropped, summed = found.sums["dropped"][0] > 0, found.sums["state"]
+        return stats._replace(
+            dropped=any_dropped,
+            weight=summed[State.WEIGHT] / self.size * over_mean,
+            error=found.error(any_dropped or summed[State.POISONED] > 0),
         )
 
     # ---- sums over shards
@@ -196,10 +165,7 @@ class Sharded(Ranks):
                     buffer.ops.norm_(part, views, ord=norm_type)
                     part = move(part, device)
                     total = total + part / replicas if norm_type == 2.0 else torch.maximum(total, part)
-            if norm_type == 2.0:
-                dist.all_reduce(total, group=self._group)
-                return total[0].sqrt()
-            return self.maximum(total)[0]
+            return self._group.sum(total)[0].sqrt() if norm_type == 2.0 else self.maximum(total)[0]
 
         # For other orders, torch takes the norm of the norms of whole tensors.
         views = [move(buffer.views[s.index], device, torch.float64) for buffer, s, _ in parts]
@@ -210,8 +176,7 @@ class Sharded(Ranks):
             count = norm_type == 0
             sums = [v.count_nonzero().double() if count else v.abs().pow(norm_type).sum() for v in views]
             norms = _stack([part / r for part, (_, _, r) in zip(sums, parts, strict=True)], device)
-            dist.all_reduce(norms, group=self._group)
-            norms = norms if count else norms.pow(1 / norm_type)
+            norms = self._group.sum(norms) if count else self._group.sum(norms).pow(1 / norm_type)
         return torch.linalg.vector_norm(norms, norm_type)
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
@@ -236,10 +201,11 @@ class Sharded(Ranks):
 
     def joined(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
         """See `Ranks`; collective."""
-        if largest:
-            return self.maximum(tensor)
-        dist.all_reduce(tensor, group=self._group)
-        return tensor.div_(self.size)
+        return self.maximum(tensor) if largest else self._group.sum(tensor).div_(self.size)
+
+    def portion(self, saved_by: int) -> float:
+        """See `Ranks`: sums and weights are means over ranks, whose number may have changed."""
+        return saved_by / self.size
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """See `Ranks`; collective."""
@@ -301,20 +267,26 @@ def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> bytes
     return hashlib.blake2b("\n".join(description).encode(), digest_size=8).digest()
 
 
-def _disagreement(found: dict[str, list[float]]) -> str | None:
-    """Describe what ranks disagree about; weights, if it is nothing else."""
-    if differ := different_windows(found) or different_limits(found["norms"], found["limit"]):
-        return differ
-    if len(set(found["divisor"])) > 1:
-        return (
-            f"the divisors of this window are, by rank, {listed(found['divisor'])} (0.0: none), and must be equal: the "
-            "sum of weights of all ranks, divided by their number, as FSDP2 has averaged over ranks (docs/fsdp2.md)"
-        )
-    return (
-        f"the weights of this window sum, by rank, to {listed(found['weight'])}, and were given to accumulate(): that "
-        "is after FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md), "
-        "where no .grad is left from before"
-    )
+_TABLE: Table = {
+    "state": SUM,
+    "loss": SUM,
+    "dropped": ANY,
+    "weighed_after": ANY,
+    **SAME_WINDOW,
+    **SAME_CLIPPING,
+    "divisor": Alike(
+        "the divisors of this window are, by rank, {} (0.0: none), and must be equal: the sum of weights of all ranks, "
+        "divided by their number, as FSDP2 has averaged over ranks (docs/fsdp2.md)",
+        if_counted=True,
+    ),
+    "weight": Alike(
+        "the weights of this window sum, by rank, to {}, and were given to accumulate(): that is after FSDP2 has "
+        "averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md), where no .grad is "
+        "left from before (AK32)",
+        if_counted=True,
+        if_any="weighed_after",
+    ),
+}
 
 
 def _stack(scalars: list[Tensor], device: torch.device) -> Tensor:
@@ -359,3 +331,61 @@ def mesh_of(params: Any, named: Sequence[NamedParameter], process_group: Any, no
     if noise_scale is not False:
         mesh.check_noise_scale()
     return mesh
+
+
+# ---- What FSDP2 divides gradients by: the number of ranks, or what `set_gradient_divide_factor` was called with
+
+_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"  # not imported before fully_shard: it takes a second
+
+
+class DivideFactor:
+    """The factor of the FSDP2 groups that hold some parameters, which may be set at any time.
+
+    Args:
+        named: All parameters.
+    """
+
+    def __init__(self, named: Sequence[NamedParameter]) -> None:
+        ours = {id(entry.param): number for number, entry in enumerate(named)}
+        kind = getattr(sys.modules.get(_MODULE), "FSDPParamGroup", None)
+        numbered: list[tuple[int, Any]] = []
+        # A parameter does not know its group, and the user may have passed parameters alone.
+        for found in instances(kind) if kind is not None else ():
+            numbers = [ours[id(p)] for p in (held.sharded_param for held in found.fsdp_params) if id(p) in ours]
+            if numbers:
+                numbered.append((min(numbers), found))
+        # Name of a parameter, FSDP2's group, and how many ranks reduce. In the parameters' order: that of all objects
+        # depends on when garbage was collected, and an error would name other parameters on other ranks.
+        numbered.sort(key=lambda pair: pair[0])
+        self._groups = [(named[number].name, group, _ranks_of(group)) for number, group in numbered]
+        self._ranks = max((ranks for _, _, ranks in self._groups), default=1)
+
+    def over_mean(self) -> float:
+        """How many times larger gradients are than the mean over ranks.
+
+        A group on a smaller mesh, such as experts', gets samples of all ranks, so its factor is held against the
+        largest number of ranks. The number of its own ranks is FSDP2's default.
+
+        Raises:
+            RuntimeError: groups have different factors, which no single weight makes right.
+        """
+        first: tuple[str, float] | None = None
+        for name, group, ranks in self._groups:
+            factor = group.gradient_divide_factor
+            over = 1.0 if factor is None or factor == ranks else self._ranks / factor
+            if first is None:
+                first = name, over
+            elif first[1] != over:
+                raise RuntimeError(
+                    f"set_gradient_divide_factor differs between modules: FSDP2 sums the gradient of {first[0]!r} to "
+                    f"{first[1]} times the mean over ranks, and that of {name!r} to {over} times. Call "
+                    "set_gradient_divide_factor with one factor on every module that fully_shard was applied to, or "
+                    "on none (docs/fsdp2.md)"
+                )
+        return 1.0 if first is None else first[1]
+
+
+def _ranks_of(group: Any) -> int:
+    """Return the number of ranks over which an FSDP2 group reduces its gradients."""
+    mesh: Any = group.mesh_info
+    return int(getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers.parameters import NamedParameter, devices_of
-from .own_group import own_group
 
 _BROADCAST_BYTES = 32 * 2**20  # tensors are broadcast together up to about this many bytes
 
 
 class Group:
-    """The process group of an accumulator: its collectives, on the caller's values.
+    """A process group: its collectives, on the caller's values.
 
     Args:
         group: A `torch.distributed.ProcessGroup`.
@@ -27,7 +30,9 @@ class Group:
         own: Whether this is a group of the library's own, so that the user's collectives may come in between.
     """
 
-    def __init__(self, group: Any, comm_dtype: torch.dtype | str, shared: Callable[[], list[Tensor]]) -> None:
+    def __init__(
+        self, group: Any, comm_dtype: torch.dtype | str = torch.float32, shared: Callable[[], list[Tensor]] = list
+    ) -> None:
         self.size: int = torch.distributed.get_world_size(group)
         self.rank: int = torch.distributed.get_rank(group)
         self._group = group
@@ -60,24 +65,16 @@ class Group:
         digest = int.from_bytes(hashlib.blake2b("\n".join(description).encode(), digest_size=7).digest(), "big")
         alike = True
         for device in devices_of(named):
-            both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
             try:
-                torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self._group)
+                alike = self.alike(digest, device) and alike
             except RuntimeError as error:
                 backend = torch.distributed.get_backend(self._group)
                 raise RuntimeError(
                     f"process_group ({backend}): a tensor on {device} was not reduced: {error}"
                 ) from error
-            largest, smallest = both.tolist()
-            alike = alike and largest == -smallest
-        if alike:
-            return
-        everyones: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(everyones, [*description, "no more parameters"], group=self._group)
-        for rank, theirs in enumerate(everyones):
-            for a, b in zip(everyones[0], theirs, strict=False):
-                if a != b:
-                    raise RuntimeError(f"process_group: rank 0 has {a}, rank {rank} has {b}; all ranks must be alike")
+        if not alike and (found := difference(self.gather([*description, "no more parameters"]))):
+            rank, first, other = found
+            raise RuntimeError(f"process_group: rank 0 has {first}, rank {rank} has {other}; all ranks must be alike")
 
     def separate(self, device: torch.device) -> None:
         """Switch to a group of the library's own, which supports tensors on `device` too; collective."""
@@ -119,14 +116,110 @@ class Group:
         """Give all ranks rank 0's module buffers; collective if there are any."""
         self.broadcast(self._shared())
 
+    # ---- questions to all ranks
+
+    def alike(self, number: int, device: torch.device | None) -> bool:
+        """Whether an integer is the same on all ranks; collective."""
+        both = torch.tensor([number, -number], dtype=torch.int64, device=device)
+        return self.sum(both, largest=True).sum().item() == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, which are pickled; collective."""
+        everyones: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(everyones, value, group=self._group)
+        return everyones
+
     # ---- sums
 
-    def sum(self, vector: Tensor, largest: bool = False) -> None:
-        """Take the sum or maximum over all ranks, in place."""
+    def sum(self, tensor: Tensor, largest: bool = False) -> Tensor:
+        """Take the sum or the elementwise maximum over all ranks, in place."""
         ops = torch.distributed.ReduceOp
-        torch.distributed.all_reduce(vector, ops.MAX if largest else ops.SUM, group=self._group)
+        torch.distributed.all_reduce(tensor, ops.MAX if largest else ops.SUM, group=self._group)
+        return tensor
 
     def send(self, piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """Begin to sum a range of a flat buffer over all ranks; returns the tensor sent, and the work to wait for."""
         sent = piece.to(dtype)
         return sent, torch.distributed.all_reduce(sent, group=self._group, async_op=True)
+
+
+def difference(everyones: Sequence[Sequence[Any]]) -> tuple[int, Any, Any] | None:
+    """Return the first rank that has other values than rank 0, and the first that differs, of rank 0 and of it."""
+    pairs = ((rank, *pair) for rank, theirs in enumerate(everyones) for pair in zip(everyones[0], theirs, strict=False))
+    return next((found for found in pairs if found[1] != found[2]), None)
+
+
+# ---- Process groups of the library's own, besides the user's
+
+# By ranks and their properties: the world at that time, and the group. Held weakly: a group that outlives
+# destroy_process_group() would end with the interpreter, and its threads with a crash.
+_groups: dict[tuple[Any, ...], tuple[weakref.ref[Any], Callable[[], Any]]] = {}
+_MOST = 64  # groups of the same ranks; further users share the last
+_users: dict[tuple[Any, ...], weakref.ref[Any]] = {}  # the user of each group, by the same keys
+
+
+@atexit.register
+def _end() -> None:
+    """End groups that nobody has ended, while their threads can still be joined."""
+    for _, made in _groups.values():
+        group = made()
+        if group is not None and group in dist.distributed_c10d._world.pg_map:
+            with contextlib.suppress(Exception):  # another rank may be gone
+                dist.destroy_process_group(group)
+
+
+def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | None = None, user: Any = None) -> Any:
+    """Return a group of the library's own of these ranks, made if there is none yet; collective over them.
+
+    Args:
+        ranks: Global ranks, this one among them.
+        like: A group of the same ranks, whose backend and timeout to use instead of the default's.
+        device: A device that `like` communicates from.
+        user: Has the group for itself as long as it lives; the ranks' users come in one order. Two users' collectives
+            may come in different orders on different ranks: one may have nothing to send in its last backward.
+
+    Returns:
+        The group; None if it cannot be made, because the ranks have made different numbers of groups before, from which
+        torch makes the names of new ones.
+    """
+    world = dist.group.WORLD
+    backend, timeout = (None, None) if like is None else (dist.get_backend_config(like), _timeout(like, device))
+    # Key by the user's group, so that a user who makes a new one after a failure gets a new one here too.
+    key: tuple[Any, ...] = (tuple(ranks), backend, timeout, None if like is None else like.group_name)
+    if user is not None:
+        key = (*key, _free(key, like, device))
+        _users[key] = weakref.ref(user)
+    if key in _groups and _groups[key][0]() is world:
+        find = _groups[key][1]
+        made = find()
+        if find is _none or (made is not None and made in dist.distributed_c10d._world.pg_map):
+            return made
+    if len(ranks) == dist.get_world_size():
+        group = dist.new_group(backend=backend, timeout=timeout)
+    elif like is not None and not Group(like).alike(len(dist.distributed_c10d._world.pg_names), device):
+        group = None
+    else:  # other ranks do not call this
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+    if like is not None:
+        # A rank that has connected may end before it communicates; others would then fail to connect to it.
+        dist.all_reduce(torch.zeros(1, device=device), group=like)
+    _groups[key] = (weakref.ref(world), _none if group is None else weakref.ref(group))
+    return group
+
+
+def _free(key: tuple[Any, ...], group: Any, device: torch.device | None) -> int:
+    """Find the first number without a living user on any rank: objects do not die at the same time on all of them."""
+    places = [(*key, number) for number in range(_MOST)]
+    taken = torch.tensor([p in _users and _users[p]() is not None for p in places], dtype=torch.uint8, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX, group)
+    numbers = taken.tolist()
+    return numbers.index(0) if 0 in numbers else _MOST - 1
+
+
+def _none() -> None:
+    """Stand in for a group that could not be made."""
+
+
+def _timeout(group: Any, device: torch.device | None) -> Any:
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)

@@ -1,24 +1,198 @@
-"""Decides what goes to other ranks before a window ends, by what captures report while the last backward runs.
+"""Which segments any rank has touched: three numbers while that is as in the last window, else a count per parameter.
 
-Every rank sends chunks in the same order: each as soon as the last micro-batch has added its part to it and to all
-chunks before it, the rest at the end of the window.
+If every rank has touched what it touched in the last window, or one of them all that any had touched then and none of
+them more, the union is the last one's. Otherwise ranks send counts: in a collective of their own if they did not expect
+it, and from then on with everything else, until the union stays the same. So a window has one collective, except the
+first one after a change.
+
+Counts also tell which segments every rank could give back, because their parameters are frozen. Where none are sent,
+the same is touched as before, so hardly anything was frozen since.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..buffers.flat import FlatBuffer
-from .chunks import Chunk, Place, as_they_come, cut
+from ..devices import keep_until_done
 from .group import Group
 
+_IDLE = 2.0**-32  # what a segment that a rank could give back adds to its count: exact in fp64, and never a whole one
+
+Fields = dict[str, Sequence[float] | float]
+
+
+class Touched:
+    """The agreement of data parallel ranks about which segments hold sums.
+
+    Args:
+        parameters: How many parameters the accumulator has, frozen ones too: counts have the same size on every rank,
+            whatever is frozen where.
+        size: The number of ranks.
+    """
+
+    def __init__(self, parameters: int, size: int) -> None:
+        self._parameters = parameters
+        self._size = size
+        self.follow()
+
+    def follow(self) -> None:
+        """Begin with a layout of which nothing is known."""
+        self._counts = True  # whether the next vector has counts
+        self._own = b""  # touched by this rank in the last window
+        self._any = b""  # touched by any rank in the last window
+
+    def knows(self, own: bytes) -> bool:
+        """Whether this rank knows the union without asking: it has touched everything, as before."""
+        return not self._counts and own == self._any and 0 not in own
+
+    def fields(self, own: bytes, idle: bytes = b"") -> Fields:
+        """Return the fields of the next vector.
+
+        Args:
+            own: For each segment, in the order of buffers, 1 if this rank has touched it.
+            idle: The same, 1 if this rank could give it back; empty for none.
+        """
+        if self._counts:
+            return self._counted(own, idle)
+        whole = own == self._any
+        beyond = not whole and (len(own) != len(self._any) or bool(_bits(own) & ~_bits(self._any)))
+        return {"whole": whole, "beyond": beyond, "changed": own != self._own}
+
+    def agree(
+        self,
+        own: bytes,
+        idle: bytes,
+        found: Mapping[str, Sequence[float]],
+        sum_: Callable[[Fields], Mapping[str, Sequence[float]]],
+    ) -> tuple[bytes, bytes]:
+        """Conclude what any rank has touched from the fields' sums; collective if they do not tell.
+
+        Args:
+            own: As in `fields`.
+            idle: As in `fields`.
+            found: The sums.
+            sum_: Sums fields over ranks; collective.
+
+        Returns:
+            What any rank has touched, as `own`, and what all ranks could give back, as `idle`.
+        """
+        settled = not self._counts and not found["beyond"][0] and (found["whole"][0] or not found["changed"][0])
+        if settled:
+            self._own = own
+            return self._any, b""
+        if not self._counts:
+            found = sum_(self._counted(own, idle))
+        count = len(own)
+        touched = bytes(number >= 1 for number in found["touched"][:count])
+        idle = bytes(number == self._size * _IDLE for number in found["touched"][:count])
+        self._counts = touched != self._any
+        self._own, self._any = own, touched
+        return touched, idle
+
+    def _counted(self, own: bytes, idle: bytes) -> Fields:
+        frozen = [0.0] * (self._parameters - len(own))
+        touched = [t + i * _IDLE for t, i in zip(own, idle or bytes(len(own)), strict=True)]
+        return {"touched": [*touched, *frozen]}
+
+
+def _bits(touched: bytes) -> int:
+    return int.from_bytes(touched, "little")
+
+
+# ---- Cuts flat buffers into the chunks that are reduced over ranks.
+#
+# Neither cuts nor order ever change: the bits of a sum over ranks depend on the cuts, and all ranks send chunks in one
+# order. It is that of the segments, parameters in reverse order of registration, as DistributedDataParallel and
+# Megatron have it: about the order in which backward completes them.
+
+# Long enough for bandwidth, yet short, because the link waits until backward has completed a whole chunk.
+CHUNK_BYTES = 16 * 2**20
+Place = tuple[FlatBuffer, int]  # a segment
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """A range of a flat buffer, the segments that overlap it, and the dtype in which it is sent."""
+
+    buffer: FlatBuffer
+    start: int
+    end: int
+    segments: range
+    sent_in: torch.dtype
+
+    @functools.cached_property
+    def places(self) -> frozenset[Place]:
+        """Return the segments."""
+        return frozenset((self.buffer, index) for index in self.segments)
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return the range, with the padding between segments."""
+        return self.buffer.tensor[self.start : self.end]
+
+    def parts(self, touched: bool) -> list[Tensor]:
+        """Return the parts of segments that hold a sum, or of those that do not; neither includes padding."""
+        of_kind = (self.buffer.segments[i] for i in self.segments if bool(self.buffer.touched[i]) is touched)
+        ranges = ((max(s.offset, self.start), min(s.offset + s.numel, self.end)) for s in of_kind)
+        return [self.buffer.tensor[start:end] for start, end in ranges]
+
+
+def cut(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[Chunk]:
+    """Cut a buffer into ranges of at most `CHUNK_BYTES`, the same in every window, since sums depend on the cuts.
+
+    The link is idle until the first chunk is complete. Nothing hides the last chunk, nor what a slow link still has to
+    send of the one before. These chunks are cut up further.
+    """
+    size = CHUNK_BYTES // buffer.dtype.itemsize
+    chunks = []
+    for start in range(0, buffer.numel, size):
+        end = min(start + size, buffer.numel)
+        inside = [s for s in buffer.segments if s.offset < end and s.offset + s.numel > start]
+        dtype = buffer.dtype
+        if dtype == torch.float32:
+            bf16 = inside and all(s.dtype == torch.bfloat16 for s in inside)
+            dtype = sent_in if isinstance(sent_in, torch.dtype) else torch.bfloat16 if bf16 else dtype
+        indices = [s.index for s in inside]
+        segments = range(min(indices, default=0), max(indices, default=-1) + 1)
+        chunks.append(Chunk(buffer, start, end, segments, dtype))
+    count = len(chunks)
+    for index in sorted({0, count - 2, count - 1} & set(range(count)), reverse=True):
+        if chunks[index].segments:
+            chunks[index : index + 1] = _quarters(chunks[index])
+    return chunks
+
+
+def _quarters(chunk: Chunk) -> Iterator[Chunk]:
+    """Cut the chunk into up to four, between segments."""
+    size = -(-(chunk.end - chunk.start) // 4)
+    inside = [s for s in chunk.buffer.segments[chunk.segments.start : chunk.segments.stop] if s.offset > chunk.start]
+    start = chunk.start
+    for segment in [*inside, None]:
+        end = chunk.end if segment is None else segment.offset
+        if end - start >= size or (segment is None and end > start):
+            held = [
+                s.index
+                for s in chunk.buffer.segments[chunk.segments.start : chunk.segments.stop]
+                if s.offset < end and s.offset + s.numel > start
+            ]
+            yield Chunk(chunk.buffer, start, end, range(min(held), max(held) + 1), chunk.sent_in)
+            start = end
+
+
+# ---- Decides what goes to other ranks before a window ends, by what captures report while the last backward runs.
+#
+# Every rank sends chunks in the same order: each as soon as the last micro-batch has added its part to it and to all
+# chunks before it, the rest at the end of the window.
+
 _IN_FLIGHT = 4  # chunks whose narrower copies are alive; chunks reduced in place need no limit
-_LEARNING = 2  # windows in which rank 0 may show the order of its gradients; the host reads these back
 
 _Bucket = Sequence[tuple[FlatBuffer, Any]]  # after the buffer comes an object whose `segments` are indices
 
@@ -41,12 +215,12 @@ class Sender:
     def end_last(self) -> None:
         """Send everything not yet sent, because the last micro-batch is complete."""
 
-    def sink(self, sums: Any, captures: Sequence[Any], sends: bool) -> Any:
+    def sink(self, sums: Any, captures: Any, sends: bool) -> Any:
         """Return the sink that captures report to while a backward runs.
 
         Args:
             sums: The sink that adds gradients.
-            captures: The captures that report.
+            captures: They report.
             sends: Whether it is the window's last backward, and all gradients come in it.
         """
         return sums
@@ -59,15 +233,33 @@ class Sender:
         """
 
 
+@dataclasses.dataclass
+class _Sent:
+    """What was sent of one window.
+
+    Attributes:
+        marked: Whether the user said which micro-batch is its last.
+        count: Number of chunks sent.
+        waited: Number of them that have arrived.
+        flying: The others: the chunk, what was sent of it, and the work to wait for.
+        complete: Segments that get no more gradients.
+        places: Segments of which some part was sent.
+    """
+
+    marked: bool = False
+    count: int = 0
+    waited: int = 0
+    flying: deque[tuple[Chunk, Tensor, Any]] = dataclasses.field(default_factory=deque)
+    complete: set[Place] = dataclasses.field(default_factory=set)
+    places: set[Place] = dataclasses.field(default_factory=set)
+
+
 class ChunkSender(Sender):
     """Sends chunks of flat buffers as the last backward completes them.
 
     Args:
         group: The group to sum over.
         early: Whether the last micro-batch of a window may send chunks; the same on all ranks.
-
-    Attributes:
-        marked: Whether the user said which micro-batch is the window's last.
     """
 
     def __init__(self, group: Group, early: bool) -> None:
@@ -79,37 +271,39 @@ class ChunkSender(Sender):
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
         """Send these flat buffers from now on, which all ranks have; the list may grow between windows."""
         self._buffers = buffers
-        self._known = len(buffers)  # number of first buffers whose parameters ranks have compared
-        self._agreements = 0  # number since the layout last changed
         self._chunks: list[Chunk] = []
         self._chunked = 0  # number of buffers that have chunks
-        self._agreed = 0  # number of first chunks that all ranks are known to have
-        self._came: Sequence[float] = ()  # see `as_they_come`; empty while unknown
-        self._last: Set[Place] = frozenset()  # each chunk's segment that comes last
+        self._last: set[Place] = set()  # each chunk's segment that comes last
+        self._list_chunks()
+        self._agreed = len(self._chunks)  # number of first chunks that all ranks are known to have
 
     def open_window(self) -> None:
         """See `Sender`."""
-        self.begun = False
-        self.marked = False
-        self._sent = 0
-        self._waited = 0
-        self._flying: deque[tuple[Chunk, Tensor, Any]] = deque()
-        self._complete: dict[Place, int] = {}  # complete segments, and when each became so
-        self._gone: set[Place] = set()  # segments of which some part was sent
+        self._window = _Sent()
+
+    @property
+    def begun(self) -> bool:  # type: ignore[override]
+        """See `Sender`."""
+        return self._window.count > 0
+
+    @property
+    def marked(self) -> bool:
+        """Whether the user said which micro-batch is the window's last."""
+        return self._window.marked
 
     # ---- while the last backward runs
 
     def mark_last(self) -> None:
         """See `Sender`."""
-        self.marked = True
+        self._window.marked = True
 
     def end_last(self) -> None:
         """See `Sender`."""
-        self.marked = True
+        self._window.marked = True
         if self._group.own:
             self._send_all()
 
-    def sink(self, sums: Any, captures: Sequence[Any], sends: bool) -> Any:
+    def sink(self, sums: Any, captures: Any, sends: bool) -> Any:
         """See `Sender`."""
         return _Sending(self, sums, captures) if sends else _Checking(self, sums)
 
@@ -121,29 +315,38 @@ class ChunkSender(Sender):
 
     def check_place(self, place: Place) -> None:
         """See `check_not_sent`."""
-        if place in self._gone:
+        if place in self._window.places:
             raise RuntimeError(
                 f"{place[0].segments[place[1]].name!r} got a gradient after last=True had sent its sum: in the last "
                 "micro-batch, a parameter may get one only (reentrant checkpointing of a layer that is called twice "
-                "makes more: use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch')"
+                "makes more: use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch') (AK27)"
             )
 
-    def send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
-        """Note that segments are complete, and send all complete chunks up to the first incomplete one."""
-        self._list_chunks()
-        for index in segments:
-            self._complete.setdefault((buffer, index), len(self._complete) + 1)
-        complete = self._complete.keys()
-        while self._group.own and self._sent < self._agreed and self._chunks[self._sent].places <= complete:
-            self._send()
+    def send_complete(
+        self, buffer: FlatBuffer, segments: Iterable[int], wait_for_writers: Callable[[torch.device], None]
+    ) -> None:
+        """Note that segments are complete, and send all complete chunks up to the first incomplete one.
+
+        Args:
+            buffer: The buffer of the segments.
+            segments: The segments.
+            wait_for_writers: Makes the current stream of an accelerator wait for all that have written to sums, of
+                which several may have written to one chunk, and for the next one to write to them wait for it.
+        """
+        window = self._window
+        window.complete.update((buffer, index) for index in segments)
+        if self._group.own:
+            while window.count < self._agreed and self._chunks[window.count].places <= window.complete:
+                for chunk in (self._chunks[window.count], *(chunk for chunk, *_ in window.flying)):
+                    if chunk.buffer.queues:
+                        wait_for_writers(chunk.buffer.device)
+                self._send()
 
     @property
-    def awaited(self) -> Set[Place] | None:
-        """Segments whose gradients other ranks wait for; None: all, until rank 0 knows the order of its gradients."""
-        if not self._group.own:
-            return frozenset()
+    def awaited(self) -> Set[Place]:
+        """Segments whose gradients other ranks wait for."""
         self._list_chunks()
-        return None if not self._came and self.learning else self._last
+        return self._last if self._group.own else frozenset()
 
     # ---- at the end of a window
 
@@ -154,22 +357,9 @@ class ChunkSender(Sender):
         else:
             self._clear_untouched()
 
-    @property
-    def learning(self) -> bool:
-        """Whether the next agreement of ranks teaches the order of gradients."""
-        return self._agreements < _LEARNING
-
-    def came(self) -> list[float]:
-        """For each segment, in the order of buffers, return when its gradient came; 0 if none did or that is known."""
-        learns = self.learning
-        return [self._complete.get((b, s.index), 0) if learns else 0 for b in self._buffers for s in b.segments]
-
-    def agree(self, came: Sequence[float]) -> None:
-        """Note that all ranks have the same layout, and know when gradients came on rank 0; empty if nobody asked."""
-        self._agreements += 1
-        self._known, self._agreed = len(self._buffers), len(self._chunks)
-        if self._agreements <= _LEARNING and any(came) and not self._came:
-            self._came = came
+    def agree(self) -> None:
+        """Note that all ranks have the same layout."""
+        self._agreed = len(self._chunks)
 
     def send_rest(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Send what was not sent, and inspect chunks while the next are on their way.
@@ -184,9 +374,9 @@ class ChunkSender(Sender):
         ahead = _IN_FLIGHT if narrower else count
         while done < count:
             end = done + (1 if narrower else max(1, (count - done) // 2))
-            while self._sent < min(done + ahead, count):
+            while self._window.count < min(done + ahead, count):
                 self._send()
-            while self._waited < end:
+            while self._window.waited < end:
                 self._wait()
             parts: dict[FlatBuffer, list[Tensor]] = {}
             for chunk in self._chunks[done:end]:
@@ -195,55 +385,55 @@ class ChunkSender(Sender):
                 if of_buffer:
                     look(buffer, of_buffer)
             done = end
-        if self._came and self._agreements <= _LEARNING:
-            self._chunks, self._last = as_they_come(self._chunks, self._buffers, self._came)
 
     # ---- inside
 
     def _send_all(self) -> None:
         self._clear_untouched()
-        while self._sent < self._agreed:
+        while self._window.count < self._agreed:
             self._send()
 
     def _clear_untouched(self) -> None:
         """Clear segments that this rank did not touch: they hold old sums, and other ranks may have touched them."""
         self._list_chunks()
-        stale = [part for chunk in self._chunks[self._sent :] for part in chunk.parts(touched=False)]
+        stale = [part for chunk in self._chunks[self._window.count :] for part in chunk.parts(touched=False)]
         if stale:
             torch._foreach_zero_(stale)
 
     def _list_chunks(self) -> None:
-        """List the chunks of new buffers; they come between windows."""
+        """List the chunks of new buffers; they come between windows.
+
+        Other ranks may not have unfrozen the same parameters: these chunks go last, after the vector has said so.
+        """
         if self._chunked < len(self._buffers):
-            self._agreements, self._came = 0, ()
-            chunks = [cut(buffer, self._group.comm_dtype) for buffer in self._buffers]
-            self._chunks = [chunk for of_buffer in chunks for chunk in of_buffer]
-            # Other ranks may not have unfrozen the same parameters: send their chunks only after the vector says so.
-            self._agreed = sum(map(len, chunks[: self._known]))
-            self._last = {(chunk.buffer, chunk.segments[-1]) for chunk in self._chunks if chunk.segments}
+            for buffer in reversed(self._buffers[self._chunked :]):  # the last device has the last layers
+                chunks = cut(buffer, self._group.comm_dtype)
+                self._chunks += chunks
+                self._last |= {(buffer, chunk.segments[-1]) for chunk in chunks if chunk.segments}
             self._chunked = len(self._buffers)
 
     def _send(self) -> None:
-        chunk = self._chunks[self._sent]
-        self._flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
-        self._gone |= chunk.places
-        self._sent += 1
-        self.begun = True
-        while len(self._flying) > _IN_FLIGHT and self._flying[0][1].dtype != chunk.buffer.dtype:
+        window = self._window
+        chunk = self._chunks[window.count]
+        window.flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
+        window.places |= chunk.places
+        window.count += 1
+        while len(window.flying) > _IN_FLIGHT and window.flying[0][1].dtype != chunk.buffer.dtype:
             self._wait()
 
     def _wait(self) -> None:
-        chunk, sent, work = self._flying.popleft()
+        chunk, sent, work = self._window.flying.popleft()
         work.wait()
         if sent.dtype != chunk.buffer.dtype:
             chunk.tensor.copy_(sent)
-        self._waited += 1
+            keep_until_done([sent])  # a backward may have made it on another stream
+        self._window.waited += 1
 
 
 class _Checking:
-    """A sink that refuses gradients that come too late; see `Sink` in capture/captures.py."""
+    """A sink that refuses gradients that come too late; see `Sink` in capture/inbox.py."""
 
-    awaited: Set[Place] | None = frozenset()
+    awaited: Set[Place] = frozenset()
 
     def __init__(self, sender: ChunkSender, sums: Any) -> None:
         self._sender = sender
@@ -262,7 +452,7 @@ class _Checking:
 class _Sending(_Checking):
     """A sink that sends chunks as the last backward completes them."""
 
-    def __init__(self, sender: ChunkSender, sums: Any, captures: Sequence[Any]) -> None:
+    def __init__(self, sender: ChunkSender, sums: Any, captures: Any) -> None:
         super().__init__(sender, sums)
         self.awaited = sender.awaited
         self._captures = captures
@@ -272,19 +462,18 @@ class _Sending(_Checking):
         """Send a segment that gets nothing more; a part of it may still be in a bucket."""
         self._leaves_ran.add(place)
         if not pending:
-            self._sender.send_complete(place[0], [place[1]])
-        awaited = self._sender.awaited
-        return awaited is None or place in awaited
+            self._send_complete(place[0], [place[1]])
+        return place in self.awaited
 
     def add(self, bucket: _Bucket, micro_batch: Any) -> None:
         super().add(bucket, micro_batch)
         for buffer, captured in bucket:
             complete = [index for index in captured.segments if self._is_complete((buffer, index))]
-            self._sender.send_complete(buffer, complete)
+            self._send_complete(buffer, complete)
+
+    def _send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
+        self._sender.send_complete(buffer, segments, self._captures.inbox.order.take)
 
     def _is_complete(self, place: Place) -> bool:
         """Whether a segment that got a gradient gets no more in this backward."""
-        for capture in self._captures:
-            if capture.reports(place):
-                return place in self._leaves_ran
-        return True
+        return place in self._leaves_ran or not self._captures.reports(place)

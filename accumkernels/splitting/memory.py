@@ -1,15 +1,207 @@
-"""What a device's memory has free, and how much of it a micro-batch takes."""
+"""What a device's memory has free, and what a micro-batch takes of it."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Iterator
+import sys
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .live_bytes import LiveBytes, storage_of
+from .. import devices
+from .returned_bytes import returned_bytes, storage_of, tensors_of
+
+# ---- Counts the bytes of live tensors op by op, for devices whose allocator does not keep count
+
+BLOCK = 512  # bytes; the caching allocators of CUDA and XPU round up to multiples of it
+
+
+class _StorageReference(weakref.ref):
+    """A weak reference that remembers the key and the size of its storage."""
+
+    __slots__ = ("key", "nbytes")
+
+    key: int
+    nbytes: int
+
+
+def format_bytes(nbytes: float) -> str:
+    """Format bytes for people: 1,234 bytes are "1.2 KiB"."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of the tensors that ops return, once each, for as long as they live.
+
+    It does not see what an op allocates and frees inside. Compiled models run eagerly. It works with fake tensors.
+
+    Args:
+        limit: Bytes of the device. An op that would exceed them raises `torch.OutOfMemoryError` before it runs, or
+            afterwards if torch cannot say what it will return. None: no limit.
+        granularity: Bytes that allocations are rounded up to.
+        device: Count tensors of this device alone; None: of all.
+
+    Attributes:
+        peak: The most bytes alive after any op, or after one that was refused.
+    """
+
+    def __init__(self, limit: int | None = None, granularity: int = 1, device: torch.device | None = None) -> None:
+        super().__init__()
+        self._of = device
+        self._live = 0
+        self._eager: Any = contextlib.nullcontext()
+        self.peak = 0
+        self._limit = limit
+        self._granularity = granularity
+        self._storages: dict[int, _StorageReference] = {}
+        # Filled by weak references' callbacks. A Python callback might run a Ctrl-C's handler and, being a callback,
+        # swallow its KeyboardInterrupt; deque.append cannot.
+        self._dead: deque[_StorageReference] = deque()
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        return self._sweep()
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Count existing tensors; return the bytes that were not counted yet."""
+        before = self._sweep()
+        for tensor in tensors:
+            self._add(tensor)
+        self._check()
+        return self.live - before
+
+    def nbytes(self, tensors: Iterable[Tensor]) -> int:
+        """Sum the bytes of the distinct storages of `tensors`, rounded as counted here."""
+        distinct = {
+            storage._cdata: self._rounded(storage) for storage in map(storage_of, tensors) if storage is not None
+        }
+        return sum(distinct.values())
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        self.peak = self._sweep()
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._granularity) * self._granularity
+
+    def _sweep(self) -> int:
+        while self._dead:
+            reference = self._dead.popleft()
+            if self._storages.get(reference.key) is reference:
+                del self._storages[reference.key]
+                self._live -= reference.nbytes
+        return self._live
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage is None or storage._cdata in self._storages:
+            return
+        if self._of is not None and tensor.device != self._of:
+            return
+        reference = _StorageReference(storage, self._dead.append)
+        reference.key, reference.nbytes = storage._cdata, self._rounded(storage)
+        self._storages[reference.key] = reference
+        self._live += reference.nbytes
+
+    def _check(self, more: int = 0) -> None:
+        live = self._live + more
+        self.peak = max(self.peak, self._live)
+        if self._limit is not None and live > self._limit:
+            self.peak = max(self.peak, live)
+            raise torch.OutOfMemoryError(
+                f"out of the memory limit: {format_bytes(live)} of tensors alive, limit {format_bytes(self._limit)}"
+            )
+
+    def __enter__(self) -> LiveBytes:
+        # Under a mode torch.compile gives up on the functions that it meets, for good. So they run eagerly here, where
+        # their ops are seen, and are compiled later.
+        compiles = "torch._dynamo" in sys.modules  # importing it takes a second
+        self._eager = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+        self._eager.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._eager.__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._limit is not None:
+            self._sweep()
+            self._check(returned_bytes(func, args, kwargs or {}))
+        result = self.call(func, args, kwargs or {})
+        before = self._sweep()
+        for tensor in tensors_of(result):
+            self._add(tensor)
+        if self._live > before:  # an op in place has done its work, and must not seem to have failed
+            self._check()
+        return result
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op; subclasses may change how."""
+        return func(*args, **kwargs)
+
+
+def one_device(device: torch.device) -> torch.device | None:
+    """What `LiveBytes` counts for training on a device: its tensors; all if it is the CPU, and there is no other."""
+    return None if device.type == "cpu" else device
+
+
+# ---- Frees what an error holds
+
+
+def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:
+    """Clear the local variables of every frame of an exception, and of the exceptions that it is chained to.
+
+    Args:
+        error: The exception.
+        outer: One that was being handled before: its frames are its owner's.
+    """
+    for link in _chain(error, outer):
+        traceback.clear_frames(link.__traceback__)
+
+
+def let_go(error: BaseException, outer: BaseException | None) -> str:
+    """Free what an error's frames hold, and those of the errors behind it; return its message.
+
+    Args:
+        error: Nobody will see its traceback.
+        outer: See `clear_frames`.
+    """
+    clear_frames(error, outer)
+    for link in _chain(error, outer):
+        link.__traceback__ = None
+    return str(error)
+
+
+def _chain(error: BaseException, outer: BaseException | None) -> list[BaseException]:
+    """The error and those that it is chained to, up to `outer`."""
+    seen: set[int] = {id(outer)}
+    found: list[BaseException] = []
+    links: list[BaseException | None] = [error]
+    while links:
+        link = links.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            found.append(link)
+            links += [link.__cause__, link.__context__]
+    return found
+
+
+# ---- What a device's memory has free, and how much of it a micro-batch takes
 
 # A graph that is older than any user's. A backward that raises on the CPU leaves nodes in its thread's queue, and with
 # them what they saved; the queue hands out the newest first and drops what belongs to no backward any more.
@@ -23,24 +215,38 @@ class Memory:
 
     Attributes:
         limit: Bytes that tensors of the process may take; None if that is not known.
-        peak: The most bytes alive in the micro-batch measured last, of the whole process; None if unknown.
-        taken: How many of them the micro-batch added.
+        before: Bytes alive before what was measured last; None if unknown, as the following.
+        peak: The most bytes alive in it, also if it ran out of memory.
+        taken: How many of them it added.
         crowded: Whether it does not fit though it ran: it took more than the limit, or the allocator had to give its
             cached blocks back.
+        counts_ops: Whether it counts op by op, so that measuring is slow, and the limit holds where it measures alone.
     """
 
     limit: int | None = None
+    before: int | None = None
     peak: int | None = None
     taken: int | None = None
     crowded = False
+    counts_ops = False
+
+    def alive(self) -> int | None:
+        """Bytes that tensors take now; None if that is not known."""
+        return None
 
     def free(self) -> int | None:
         """Bytes that a micro-batch may take now; None if that is not known."""
-        return None
+        limit, alive = self.limit, self.alive()
+        return None if limit is None or alive is None else limit - alive
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure what runs inside."""
+        """Measure what runs inside, and keep it within the limit: an op that exceeds it runs out of memory."""
+        yield
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Keep what runs inside within the limit where that costs nothing, measured or not."""
         yield
 
     def let_go(self) -> None:
@@ -51,19 +257,30 @@ class Memory:
 
 
 class CountedMemory(Memory):
-    """Counts live tensors, for devices whose allocator does not keep count. Looking for them takes milliseconds."""
+    """Counts live tensors, for devices whose allocator does not keep count. Looking for them takes milliseconds.
 
-    limit: int
+    What exceeds the limit is noticed when the op that allocates it returns.
 
-    def __init__(self, device: torch.device, limit: int) -> None:
+    Args:
+        device: The device.
+        limit: Bytes that tensors may take; None: any number.
+        tensors: What is alive before; None: every tensor of the process on the device.
+    """
+
+    counts_ops = True
+
+    def __init__(
+        self, device: torch.device, limit: int | None, tensors: Callable[[], Iterable[Tensor]] | None = None
+    ) -> None:
         self.limit = limit
         self._device = device
+        self._existing = self._tensors if tensors is None else tensors
 
-    def free(self) -> int:
+    def alive(self) -> int:
         """See `Memory`."""
-        live = LiveBytes()
-        live.add(self._tensors())
-        return self.limit - live.live
+        live = LiveBytes(device=one_device(self._device))
+        live.add(self._existing())
+        return live.live
 
     def _tensors(self) -> Iterator[Tensor]:
         for found in gc.get_objects():
@@ -78,17 +295,25 @@ class CountedMemory(Memory):
     @contextmanager
     def measured(self) -> Iterator[None]:
         """See `Memory`."""
-        counter = LiveBytes()
-        counter.add(self._tensors())
-        before = counter.live
-        with counter:
-            yield
-        self.peak, self.taken = counter.peak, counter.peak - before
-        self.crowded = counter.peak > self.limit
+        counter, self.before = LiveBytes(self.limit, device=one_device(self._device)), None
+        try:
+            counter.add(self._existing())
+            self.before = counter.live
+            with counter:
+                yield
+        finally:
+            if self.before is None:  # it is beyond the limit already
+                self.before = counter.live
+            self.peak, self.taken = counter.peak, counter.peak - self.before
 
 
-class CudaMemory(Memory):
-    """Reads the caching allocator."""
+class AllocatorMemory(Memory):
+    """Reads an accelerator's caching allocator, which keeps what it has reserved within the user's limit.
+
+    Args:
+        device: The device.
+        limit: Bytes that the allocator may take; None: all that the device has for it.
+    """
 
     def __init__(self, device: torch.device, limit: int | None) -> None:
         self._device = device
@@ -96,36 +321,67 @@ class CudaMemory(Memory):
 
     @property
     def limit(self) -> int:  # type: ignore[override]
-        """Bytes that tensors of this process may take: all but what others hold, or the user's limit."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        available = free + torch.cuda.memory_reserved(self._device)
+        """Bytes that tensors of this process may take: all but what others hold, or one of the user's limits.
+
+        These are the accumulator's, and the part of the memory that the allocator was given
+        (`set_per_process_memory_fraction`). What is reserved for CUDA graphs takes no other tensors.
+        """
+        free, total = torch.accelerator.get_memory_info(self._device)
+        available = free + torch.accelerator.memory_reserved(self._device)
+        fraction = devices.memory_fraction(self._device)
+        if fraction is not None:
+            available = min(available, int(fraction * total))
+        available -= devices.idle_bytes_of_graphs(self._device)
         return available if self._limit is None else min(self._limit, available)
 
-    def free(self) -> int:
+    def alive(self) -> int:
         """See `Memory`."""
-        return self.limit - torch.cuda.memory_allocated(self._device)
+        return torch.accelerator.memory_allocated(self._device)
 
     def _retries(self) -> int:
-        return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+        return torch.accelerator.memory_stats(self._device).get("num_alloc_retries", 0)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """See `Memory`. The allocator's peak statistics begin anew."""
-        before, retries, limit = torch.cuda.memory_allocated(self._device), self._retries(), self.limit
-        torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        self.peak = torch.cuda.max_memory_allocated(self._device)
-        self.taken = self.peak - before
-        self.crowded = self.peak > limit or self._retries() > retries
+        before, retries, limit = self.alive(), self._retries(), self.limit
+        self.before = before
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        try:
+            with self.limited():
+                yield
+        finally:
+            self.peak = torch.accelerator.max_memory_allocated(self._device)
+            self.taken = self.peak - before
+            self.crowded = self.peak > limit or self._retries() > retries
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """See `Memory`."""
+        before = None if self._limit is None else devices.memory_fraction(self._device)
+        if self._limit is None or before is None:
+            yield
+            return
+        if torch.accelerator.memory_reserved(self._device) > self._limit:  # cached, it would be used beyond the limit
+            torch.accelerator.empty_cache()
+        _, total = torch.accelerator.get_memory_info(self._device)
+        try:
+            devices.set_memory_fraction(self._device, min(before, max(0, self._limit) / total))
+            yield
+        finally:
+            devices.set_memory_fraction(self._device, before)
 
     def let_go(self) -> None:
         """See `Memory`."""
         super().let_go()
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
 
 
-def memory_of(device: torch.device, limit: int | None) -> Memory:
-    """The memory of a device, or `limit` bytes of it."""
-    if device.type == "cuda":
-        return CudaMemory(device, limit)
-    return Memory() if limit is None else CountedMemory(device, limit)
+def memory_of(device: torch.device, limit: int | None, tensors: Callable[[], Iterable[Tensor]] | None = None) -> Memory:
+    """The memory of a device, or `limit` bytes of it; see `CountedMemory` for `tensors`, which alone are counted.
+
+    The allocator counts where it can: if there is a limit, where it can be given one.
+    """
+    if devices.counts_memory(device) and (limit is None or devices.memory_fraction(device) is not None):
+        return AllocatorMemory(device, limit)
+    return Memory() if limit is None and tensors is None else CountedMemory(device, limit, tensors)

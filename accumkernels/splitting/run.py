@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..errors import is_oom_error, logger, wrong_type
 from ..snapshots import RandomState
-from .learning import Learned
-from .live_bytes import format_bytes
-from .memory import Memory
-from .oom import is_oom_error, let_go
-from .packing import Packer
-from .samples import Samples
+from .batches import Samples
+from .memory import Memory, format_bytes, let_go
+from .packing import Learned, Packer
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 _MANY = 20  # batches before a warning about those that are split again
 _LOOK = 16  # batches in which nothing new was tried, after which to look again how much memory is free
 
@@ -34,6 +33,8 @@ class BatchReport(NamedTuple):
         out_of_memory: Tries that ran out of memory.
         peak_bytes: The most bytes alive in a micro-batch, where it was measured: while a cost is new. None: it was not.
         loss: `sum w_i l_i / sum w_i` over the micro-batches that were used, 0-d on the device; nan if there were none.
+        extras: What `loss_fn` returned beside loss and weight for each micro-batch that was used, detached, in the
+            order of `sizes`; empty if it returned nothing else.
     """
 
     sizes: list[int]
@@ -41,27 +42,51 @@ class BatchReport(NamedTuple):
     out_of_memory: int
     peak_bytes: int | None
     loss: Tensor
+    extras: list[Any]
 
 
-class Window(NamedTuple):
+class Ran(NamedTuple):
+    """What a `BatchRunner` ran; the fields are those of `BatchReport`."""
+
+    sizes: list[int]
+    costs: list[float]
+    out_of_memory: int
+    peak_bytes: int | None
+    extras: list[Any]
+
+
+class Window(Protocol):
     """The window that micro-batches are added to.
 
     Attributes:
-        add: Runs a micro-batch, forward and backward, and adds its gradients; returns whether it had a weight. It gets
-            the argument of `loss_fn`, the number of samples that count, whether to add only when backward has ended, so
-            that an error leaves the sums as they were, and whether this is the last micro-batch of its batch.
-        adds_early: Whether gradients may be added while backward runs.
-        is_broken: Whether an error has left a part of a micro-batch in the sums.
-        begin_anew: Drops what this batch has added; False if the window has more than that.
         agree: The largest of such numbers on all ranks, if forward or backward communicates, so that ranks need equally
             many micro-batches; None if they do not.
     """
 
-    add: Callable[[Any, int, bool, bool], bool]
-    adds_early: Callable[[], bool]
-    is_broken: Callable[[], bool]
-    begin_anew: Callable[[], bool]
-    agree: Callable[[Sequence[int]], list[int]] | None = None
+    agree: Callable[[Sequence[int]], list[int]] | None
+
+    def add(self, part: Any, indices: Sequence[int], whole: bool, last: bool, asks: bool) -> tuple[bool, Any]:
+        """Run a micro-batch, forward and backward, and add its gradients.
+
+        Args:
+            part: The argument of `loss_fn`.
+            indices: The samples that count.
+            whole: Whether to add only when backward has ended, so that an error leaves the sums as they were.
+            last: Whether this is the last micro-batch of its batch.
+            asks: Whether this is the first one of several, so that a loss must say what it weighs.
+
+        Returns:
+            Whether it had a weight, and what `loss_fn` returned beside loss and weight, detached.
+        """
+
+    def adds_early(self) -> bool:
+        """Whether gradients may be added while backward runs."""
+
+    def is_broken(self) -> bool:
+        """Whether an error has left a part of a micro-batch in the sums."""
+
+    def begin_anew(self) -> bool:
+        """Drop what this batch has added; return False if the window has more than that."""
 
 
 class BatchRunner:
@@ -69,23 +94,26 @@ class BatchRunner:
 
     Args:
         memory: Of the accumulator's device.
-        devices: Whose random state matters.
 
     Attributes:
         learned: What fits.
     """
 
-    def __init__(self, memory: Memory, devices: Sequence[torch.device]) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.learned = Learned()
         self._memory = memory
-        self._devices = devices
         self._free: int | None = None
         self._settled = 0  # batches since a cost was new or failed
         self._warned = False
 
     def run(
-        self, samples: Samples, packer: Packer, budget: float | None, window: Window
-    ) -> tuple[list[int], list[float], int, int | None]:
+        self,
+        samples: Samples,
+        packer: Packer,
+        budget: float | None,
+        window: Window,
+        devices: Sequence[torch.device],
+    ) -> Ran:
         """Run a batch.
 
         Args:
@@ -93,19 +121,34 @@ class BatchRunner:
             packer: Packs them into micro-batches.
             budget: The most that a micro-batch may cost; None: what has shown to fit.
             window: Adds micro-batches.
-
-        Returns:
-            The first four fields of its `BatchReport`.
+            devices: Accelerators whose random numbers a micro-batch may draw.
 
         Raises:
-            torch.OutOfMemoryError: One sample does not fit. The message says whether the last try broke the window.
+            torch.OutOfMemoryError: One sample does not fit, or nothing does. The message says whether the last try
+                broke the window.
             RuntimeError: A micro-batch that used to fit did not, and the window cannot begin anew.
         """
+        if self._settled % _LOOK == 0:
+            self._free = self._memory.free()
+            if self._free is not None and self._free < 0:
+                raise torch.OutOfMemoryError(self._below(self._memory.alive() or 0))
+        with self._memory.limited():
+            return self._run(samples, packer, budget, window, devices)
+
+    def _run(
+        self,
+        samples: Samples,
+        packer: Packer,
+        budget: float | None,
+        window: Window,
+        devices: Sequence[torch.device],
+    ) -> Ran:
         outer = sys.exc_info()[1]
         learned, tries, peak, new = self.learned, 0, 0, False
-        start = RandomState(self._devices)
+        start = RandomState(devices)
+        room = self._free if self._memory.counts_ops else None  # else the limit holds whether measured or not
         queue = self._pack(packer, budget, window)
-        used: list[tuple[int, float]] = []
+        used: list[tuple[int, float, Any]] = []
         ended = 0
         alone = False  # whether a single sample failed, and is tried with gradients added early
         while queue:
@@ -114,15 +157,13 @@ class BatchRunner:
             if len(indices) > 1 and cost >= learned.failed and window.agree is None:
                 queue.extendleft(reversed(packer.split(indices)))
                 continue
-            before = RandomState(self._devices)
-            proven = learned.proven(cost)
+            before = RandomState(devices)
+            fits = learned.known_to_fit(cost, room) or not indices
             try:
-                part = samples.part(indices or [0])
-                if proven or not indices:
-                    counts = window.add(part, len(indices), False, not queue)
-                else:
-                    with self._memory.measured():
-                        counts = window.add(part, len(indices), not alone, not queue)
+                with contextlib.nullcontext() if fits else self._memory.measured():
+                    part = samples.part(indices or [0])
+                    asks = not ended and len(queue) > 0
+                    counts, extra = window.add(part, indices, not (fits or alone), not queue, asks)
             except BaseException as error:
                 if not is_oom_error(error):
                     _note(error, f"backward_batch(): {ended} of {ended + 1 + len(queue)} micro-batches ran")
@@ -132,9 +173,10 @@ class BatchRunner:
                 part, alone = None, False
                 ended += 1
                 if counts and indices:
-                    used.append((len(indices), cost))
-                    if not proven:
+                    used.append((len(indices), cost, extra))
+                    if not fits:
                         new, peak = True, max(peak, self._learn(cost, len(indices)))
+                extra = None
                 continue
             part = None
             tries += 1
@@ -143,13 +185,13 @@ class BatchRunner:
                 raise torch.OutOfMemoryError(
                     f"backward_batch(): a micro-batch of cost {cost:g} ran out of memory, and cannot be split, since "
                     "other ranks wait in forward or backward: pass a smaller budget or micro_batch"
-                    f"{_broken(window)} ({message})"
+                    f"{_broken(window)} ({message}) (AK33)"
                 )
             if len(indices) > 1:
                 learned.fail(cost)
-            elif proven or alone or not window.adds_early():
+            elif fits or alone or not window.adds_early():
                 learned.fail(cost)
-                message = self._too_dear(cost, message) + _broken(window)
+                message = self._too_dear(cost, message, not fits) + _broken(window)
                 raise torch.OutOfMemoryError(message)
             alone = len(indices) == 1
             if not window.is_broken():
@@ -163,12 +205,19 @@ class BatchRunner:
                     f"backward_batch(): memory ran out in a micro-batch of cost {cost:g}, which had fitted before, "
                     "after some of its gradients were added, and the window has other micro-batches, or parts of it "
                     "were sent to other ranks: drop it with acc.zero_(), or acc.discard() with several ranks, and run "
-                    f"its batches again, or pass release='microbatch' ({message})"
+                    f"its batches again, or pass release='microbatch' ({message}) (AK14)"
                 )
         learned.end_batch(split=tries > 0)
         self._settled = 0 if new or tries else self._settled + 1
         self._warn_of_splits()
-        return [size for size, _ in used], [cost for _, cost in used], tries, peak or None
+        extras = [extra for _, _, extra in used]
+        return Ran(
+            [size for size, _, _ in used],
+            [cost for _, cost, _ in used],
+            tries,
+            peak or None,
+            extras if any(extra is not None for extra in extras) else [],
+        )
 
     def _pack(self, packer: Packer, budget: float | None, window: Window) -> deque[list[int]]:
         """Micro-batches of all samples; empty ones at the end, where other ranks have more."""
@@ -189,8 +238,6 @@ class BatchRunner:
         learned = self.learned
         if budget is not None and (learned.failed == math.inf or learned.failed > budget):
             return budget
-        if self._settled % _LOOK == 0:
-            self._free = self._memory.free()
         return min(learned.budget(self._free), math.inf if budget is None else budget)
 
     def _learn(self, cost: float, size: int) -> int:
@@ -200,12 +247,27 @@ class BatchRunner:
             self.learned.fail(cost)
         return self._memory.peak or 0
 
-    def _too_dear(self, cost: float, message: str) -> str:
-        limit = self._memory.limit
-        expected = self.learned.expect(cost)
-        bytes_ = "" if expected is None else f", which is expected to take {format_bytes(expected)},"
-        of = "" if limit is None else f" of {format_bytes(limit)}"
-        return f"backward_batch(): one sample of cost {cost:g}{bytes_} does not fit in memory{of}: {message}"
+    def _too_dear(self, cost: float, message: str, measured: bool) -> str:
+        memory, expected = self._memory, self.learned.expect(cost)
+        limit, bytes_, of = memory.limit, "", ""
+        if measured and limit is not None and memory.before is not None and memory.before > limit:
+            return self._below(memory.before)
+        if measured and memory.taken is not None:
+            bytes_ = f", which takes {format_bytes(max(memory.taken, expected or 0))} or more,"
+        elif expected is not None:
+            bytes_ = f", which is expected to take {format_bytes(expected)},"
+        if limit is not None:
+            of = f" of {format_bytes(limit)}"
+            if measured and memory.before is not None:
+                of += f", of which {format_bytes(memory.before)} were taken before it"
+        return f"backward_batch(): one sample of cost {cost:g}{bytes_} does not fit in memory{of}: {message} (AK13)"
+
+    def _below(self, alive: int) -> str:
+        return (
+            f"backward_batch(): memory_limit is {format_bytes(self._memory.limit or 0)}, and tensors of "
+            f"{format_bytes(alive)} are alive before a micro-batch runs: model, sums, optimizer, batch and whatever "
+            "else the process holds on the device"
+        )
 
     def _warn_of_splits(self) -> None:
         learned = self.learned
@@ -234,3 +296,118 @@ def _note(error: BaseException, text: str) -> None:
         error.add_note(text)
     else:
         error.__notes__ = [*getattr(error, "__notes__", []), text]
+
+
+# ---- Calls what users give for the loss of a part of their batch, and for its weight
+
+
+class PartLoss(NamedTuple):
+    """What `loss_fn` returned for a part of the batch.
+
+    Attributes:
+        loss: The loss, with a graph.
+        weight: What the part counts.
+        given: Whether somebody said so; else it is the number of samples.
+        extra: What else was returned.
+    """
+
+    loss: Tensor
+    weight: float
+    given: bool
+    extra: Any
+
+
+class LossAndWeight:
+    """The loss and the weight of a part of the batch.
+
+    Args:
+        loss_fn: Returns the mean loss of a part of the batch, or that and its weight, or these and anything else.
+        weight: Returns the weight of a part; None: its number of samples.
+        check: Returns a weight as a number, or as a tensor that is read here; raises if it is neither.
+        all_run: Whether a part of weight 0 runs too, since other ranks wait for it.
+
+    Raises:
+        TypeError: One is not callable.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], Any],
+        weight: Callable[[Any], Any] | None,
+        check: Callable[[Any], float | Tensor],
+        all_run: bool,
+    ) -> None:
+        if not callable(loss_fn):
+            raise wrong_type("loss_fn", "a function of a part of the batch", loss_fn)
+        if weight is not None and not callable(weight):
+            raise wrong_type("weight", "a function of a part of the batch, or None", weight)
+        self._loss_fn = loss_fn
+        self._weight = weight
+        self._check = check
+        self._all_run = all_run
+
+    def __call__(self, part: Any, samples: int) -> PartLoss | None:
+        """Run the forward of a part with so many samples that count.
+
+        Returns:
+            None if it weighs nothing, so that its NaN spoils nothing.
+        """
+        number = float(samples)
+        if self._weight is not None and samples:
+            number = self._number(self._weight(part))
+            if number == 0 and not self._all_run:
+                return None
+        loss, given, extra = returned_by(self._loss_fn(part))
+        if given is not None:
+            if self._weight is not None:
+                raise ValueError("backward_batch(): loss_fn returned a weight, and weight= was given: leave one out")
+            number = self._number(given) if samples else 0.0
+        if number == 0 and not self._all_run:
+            return None
+        return PartLoss(loss, number, given is not None or self._weight is not None, extra)
+
+    def _number(self, weight: Any) -> float:
+        checked = self._check(weight)
+        return float(self._check(checked.item()) if isinstance(checked, Tensor) else checked)
+
+
+def returned_by(returned: Any) -> tuple[Tensor, Any, Any]:
+    """Check what a `loss_fn` returned: a loss, that and its weight, or that, its weight or None, and anything else.
+
+    Returns:
+        The loss, the weight and the rest, None where there is none.
+    """
+    loss, weight, extra = returned, None, None
+    if isinstance(returned, tuple):
+        if len(returned) not in (2, 3):
+            raise ValueError(
+                f"loss_fn must return a loss, or a loss and its weight, got {len(returned)} values; anything else goes "
+                "into one object, the third: (loss, weight, extra)"
+            )
+        loss, weight, extra = (*returned, None)[:3]
+    if not isinstance(loss, Tensor):
+        raise wrong_type("what loss_fn returns", "a tensor, or a tensor and a weight", loss)
+    if loss.numel() != 1:
+        raise ValueError(f"loss_fn must return a loss of one element, got a tensor of shape {tuple(loss.shape)}")
+    return loss, weight, extra
+
+
+@contextmanager
+def adding_nothing(loss: Tensor) -> Iterator[None]:
+    """Make every gradient of a backward inside zero, where NaN times a weight of 0 would be NaN."""
+    handles, seen, nodes = [], set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            handles.append(node.register_prehook(_zeros))
+            nodes += [following for following, _ in node.next_functions]
+    try:
+        yield
+    finally:
+        for handle in handles:  # parameters keep their nodes
+            handle.remove()
+
+
+def _zeros(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers.dtensors import is_dtensor, local, shaped_like
-from ..buffers.flat import FlatBuffer
-from ..buffers.layout import Segment
-from ..buffers.parameters import strip_prefixes
+from ..buffers.flat import FlatBuffer, Segment
+from ..buffers.parameters import is_dtensor, local, shaped_like, strip_prefixes
 from ..buffers.store import Store
 from ..ops.schema import State
 from ..ranks.base import Ranks
@@ -76,7 +74,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
     if store.masters is not None:
         store.masters.take_over()  # or loading would round the masters over the edit
         masters = store.masters.values()
-    of_all = reduced or ranks.sharded
+    of_all = reduced or store.sharded
     state, flags, of_window = store.state().clone(), [b.flags.clone() for b in store.buffers], window.state_dict()
     loss = window.loss.sums()
     losses = torch.zeros_like(state[:2]) if loss is None else loss
@@ -85,12 +83,11 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
 
     if of_all:
         placed = sum(len(buffer.segments) for buffer in store.buffers)
-        numbers = [of_window["micro_batches"], of_window["dropped"], serial, placed, -placed]
-        counts = ranks.joined(torch.tensor(numbers, device=store.device), largest=True)
-        done, dropped, serial, most, fewest = counts.tolist()
-        if most != -fewest:
+        counts = of_window["micro_batches"], of_window["dropped"], serial
+        fewest, most, done, dropped, serial = ranks.alike(placed, store.device, *counts)
+        if fewest != most:
             raise RuntimeError(
-                f"parameters were unfrozen on some ranks only: by rank, from {-fewest} to {most} are accumulated"
+                f"parameters were unfrozen on some ranks only: by rank, from {fewest} to {most} are accumulated"
             )
         flags = [ranks.joined(tags, largest=True) for tags in flags]
         of_window |= {"micro_batches": done, "dropped": bool(dropped)}
@@ -99,7 +96,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
         both = [State.FOUND_INF, State.POISONED]
         state[both] = (state[both] > 0).double()
         of_window |= {"host_weight": state[State.WEIGHT].item(), "decided_on_device": False}
-    if of_all and not ranks.sharded and not of_window["averaged"]:
+    if of_all and ranks.reduces_sums and not of_window["averaged"]:
         tensors, touched = _joined(store, ranks)
 
     rows = [
@@ -177,12 +174,12 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
     """
     version = state.get("version")
     if isinstance(version, int) and version != VERSION:
-        raise RuntimeError(f"load_state_dict: format {version}, this version reads {VERSION}")
+        raise RuntimeError(f"load_state_dict: format {version}, this version reads {VERSION} (AK34)")
     fault = _fault(state, _FORM, "")
     if fault is None and tuple(state["state"].shape) != (len(State),):
         fault = f"'state' has shape {tuple(state['state'].shape)}"
     if fault is not None:
-        raise RuntimeError(f"load_state_dict: this is not the state_dict() of a FusedAccumulator: {fault}")
+        raise RuntimeError(f"load_state_dict: this is not the state_dict() of a FusedAccumulator: {fault} (AK34)")
     renamed = dict(zip(state["shapes"], strip_prefixes(list(state["shapes"])), strict=True))
     checked = dict(state)
     for key in ("shapes", "sums", "masters"):
@@ -230,7 +227,7 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
     problems.append(_of_other_ranks(store, ranks, checked))
     problems = [problem for problem in problems if problem]
     if problems:
-        raise RuntimeError("load_state_dict: " + "; ".join(problems))
+        raise RuntimeError("load_state_dict: " + "; ".join(problems) + " (AK34)")
     return checked
 
 
@@ -270,12 +267,11 @@ def share(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any]:
     """Compute this rank's share of a checked state; the shares of all ranks sum to the window."""
     if state["rank"] != ALL_RANKS or state["window"]["averaged"]:
         return dict(state)
-    if ranks.sharded:
-        # Sums and weights are means over ranks, and the number of ranks may have changed.
-        factor = state["world_size"] / ranks.size
+    factor = ranks.portion(state["world_size"])
+    if factor == 1:
+        return dict(state)
+    if factor != 0:
         window, counts = state["window"], state["state"].clone()
-        if factor == 1:
-            return dict(state)
         counts[State.WEIGHT] *= factor
         return {
             **state,
@@ -285,8 +281,6 @@ def share(ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any]:
             "window": {**window, "host_weight": window["host_weight"] * factor},
             "noise_scale": {**state["noise_scale"], "measuring": False},
         }
-    if ranks.rank == 0:
-        return dict(state)
     squares = state["noise_scale"]["squares"]
     return {
         **state,
@@ -343,6 +337,7 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
             if device != store.device:
                 tensor[State.FOUND_INF] = saved_state[State.FOUND_INF].item()
     if store.masters is not None:
+        store.masters.refresh()  # a state leaves out those that have no more bits than their parameters
         masters = store.masters.values()
         for entry in store.named:
             if id(entry.param) in masters:

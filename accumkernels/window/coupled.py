@@ -79,15 +79,18 @@ class CoupledLoss:
         encode: Called with each chunk, twice.
         loss_fn: Returns the loss of all encodings.
 
+    Attributes:
+        chunks: All of them.
+
     Raises:
         TypeError, ValueError: An argument is wrong, or there are no chunks.
     """
 
     def __init__(self, chunks: Iterable[Any], encode: Callable[[Any], Any], loss_fn: Callable[..., Tensor]) -> None:
-        self._chunks = list(expect_iterable(chunks, "chunks"))
+        self.chunks = list(expect_iterable(chunks, "chunks"))
         self._encode = expect(encode, Callable, "encode", "callable")
         self._loss_fn = expect(loss_fn, Callable, "loss_fn", "callable")
-        if not self._chunks:
+        if not self.chunks:
             raise ValueError("backward_coupled(): chunks must not be empty")
 
     def run(
@@ -99,7 +102,7 @@ class CoupledLoss:
         """Run both passes.
 
         Args:
-            devices: Devices, besides the CPU, whose random state matters.
+            devices: Accelerators whose random numbers `encode` may draw.
             backward: Runs backward of the loss, which ends at the encodings and at parameters of `loss_fn`.
             backward_part: Runs backward of a chunk's encodings from their gradients; whether it is the last chunk.
 
@@ -107,15 +110,15 @@ class CoupledLoss:
             The loss, detached.
         """
         devices = list(devices)
-        first = FirstPass(self._chunks, self._encode, devices)
+        first = FirstPass(self.chunks, self._encode, devices)
         loss = expect(call_with(self._loss_fn, first.encodings), Tensor, "what loss_fn returns", "a tensor")
         backward(loss)
         after = RandomState(devices)
-        for index, chunk in enumerate(self._chunks):
+        for index, chunk in enumerate(self.chunks):
             pairs = first.encode_again(index, chunk, self._encode)
             if pairs:
                 tensors, grads = zip(*pairs, strict=True)
-                backward_part(tensors, grads, index == len(self._chunks) - 1)
+                backward_part(tensors, grads, index == len(self.chunks) - 1)
             torch.clear_autocast_cache()
         after.restore()
         return loss.detach()
@@ -169,6 +172,7 @@ class FirstPass:
         if shapes != expected:
             raise RuntimeError(
                 f"encode returned shapes {shapes} for chunk {index} in the second pass, and {expected} in the first"
+                " (AK10)"
             )
         start = sum(self._rows[:index])
         rows = slice(start, start + self._rows[index])

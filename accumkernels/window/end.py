@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..arguments import as_scalar
+from ..buffers.flat import FlatBuffer
+from ..buffers.parameters import move
 from ..buffers.store import Store
+from ..devices import is_capturing
+from ..errors import wrong_type
 from ..ops.schema import Judged
-from ..ranks.base import Ended, LocalStats, Ranks
+from ..ranks.base import Ended, GlobalStats, LocalStats, Ranks
 from .grad_scaler import LossScaler
-from .grads import WindowGrads, clip_coefficient
-from .inspection import Inspection
 from .noise_scale import NoiseMeter
-from .optimizer_steps import OptimizerSteps
-from .optimizers import owned
-from .selection import Part
+from .optimizers import OptimizerSteps, owned
 from .state import Phase, Window
-from .verdict import Metrics, Verdict
+from .verdict import Metrics, Verdict, WindowGrads, clip_coefficient
 
 
 class End:
@@ -62,10 +63,10 @@ class End:
 
         In a CUDA graph it is read each time, since a replay changes it.
         """
-        if isinstance(self._skipped, Tensor) and _captures(self._skipped):
+        if isinstance(self._skipped, Tensor) and is_capturing(self._skipped.device):
             raise RuntimeError(
                 "whether to step must be read from the device, which the capture of a CUDA graph does not allow: "
-                "use one of torch's fused optimizers (fused=True, capturable=True), after a warm-up window"
+                "use one of torch's fused optimizers (fused=True, capturable=True), after a warm-up window (AK24)"
             )
         skipped = bool(self._skipped)
         if not self._captured:
@@ -116,7 +117,7 @@ class End:
     def result(self, norm: Tensor) -> Tensor:
         """Convert a norm to what the user gets."""
         self.last_norm = norm.to(self._store.result_dtype)
-        self.metrics.see_norm(self.last_norm)
+        self.metrics.record_norm(self.last_norm)
         return self.last_norm
 
     def results(self, norms: Sequence[Tensor]) -> list[Tensor]:
@@ -194,9 +195,14 @@ class End:
         store, checks = self._store, self._overflow is not None
         state = store.state()
         squares = self._noise.sums(store.device) if self._noise.measuring else None
+        touched = store.touched_bytes()
+        self._captured = is_capturing(state.device)
+        self._graphs = self._graphs or self._captured
+        # What frozen parameters could give back: nothing once a CUDA graph may hold its addresses.
+        idle = b"" if self._graphs or window.phase is Phase.AVERAGED else store.idle(touched)
         report = LocalStats(
             state=state,
-            touched=store.touched_bytes(),
+            touched=touched,
             dropped=window.dropped,
             squares=squares,
             divisor=divisor,
@@ -208,7 +214,7 @@ class End:
             norms=1 + len(parts) if parts else int(max_norm is not None),
             limit=self.limit(sum(part.max_norm for part in parts)) if parts else max_norm,
             averaged=window.phase is Phase.AVERAGED,
-            idle=self._idle(window, state),
+            idle=idle,
         )
         look = Inspection(
             store,
@@ -226,12 +232,9 @@ class End:
             window.loss.agree(stats.loss)
         if stats.touched is not None:
             self.steps.refresh(optimizers)  # other ranks may have touched more parameters
+            touched = store.touched_bytes()
+        self.reached = 1 in touched
         return Verdict(store.ops, stats.state, stats.divisor, ended.norm, max_norm, ended.overflow), ended
-
-    def _idle(self, window: Window, state: Tensor) -> bytes:
-        """Find what frozen parameters could give back; nothing once a CUDA graph may hold its addresses."""
-        self._graphs = self._graphs or _captures(state)
-        return b"" if self._graphs or window.phase is Phase.AVERAGED else self._store.idle()
 
     def _finish(
         self,
@@ -251,15 +254,14 @@ class End:
             if self._overflow is not None:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
-        self.reached = 1 in self._store.touched_bytes()
         window.finalize(verdict, grads, ended.stats.idle)
-        self._skipped, self._captured = skip, _captures(skip)
+        self._skipped = skip
         self.metrics.end_window(window.micro_batches, verdict.exact, window.loss.sums)
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
         # an overflow would leave the momentum of torch's fused SGD undefined, which is worth a synchronisation.
         plan = self.steps.plan
         if not window.known_empty and not (plan.fused_sgd and plan.lack_momentum() and self.was_skipped()):
-            window.hand_out()
+            window.expose()
         if self._scaler.scaler is not None:
             for optimizer in optimizers:
                 self._scaler.record(optimizer, skip, verdict.found_inf)
@@ -283,5 +285,125 @@ class End:
         self.last_norm = norm
 
 
-def _captures(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+# ---- A user's selection of an accumulator's parameters, to clip together or to exempt from ownership
+
+
+class Part(NamedTuple):
+    """Parameters that are clipped together.
+
+    Attributes:
+        ids: `id`s of the parameters and of their masters.
+        max_norm: Largest 2-norm of their averaged gradient.
+    """
+
+    ids: Set[int]
+    max_norm: float | Tensor
+
+
+def read_parts(max_norm: Sequence[Any], store: Store) -> list[Part]:
+    """Read `step`'s `max_norm` given as a list of (parameters, number).
+
+    Raises:
+        TypeError, ValueError: names the wrong entry.
+    """
+    parts: list[Part] = []
+    taken: set[int] = set()
+    for index, entry in enumerate(max_norm):
+        name = f"max_norm[{index}]"
+        if not isinstance(entry, list | tuple) or len(entry) != 2:
+            raise wrong_type(name, "a pair (parameters, max_norm)", entry)
+        ids = select(entry[0], name, store)
+        for named in store.named if taken & ids else ():
+            if id(named.param) in taken & ids:
+                raise ValueError(f"{name}: {named.name!r} is in an entry before it; a gradient is clipped once")
+        taken |= ids
+        parts.append(Part(ids, as_scalar(entry[1], name, store.device, allow_inf=True)))
+    return parts
+
+
+def select(params: Tensor | Iterable[Tensor], name: str, store: Store) -> Set[int]:
+    """Return the `id`s of parameters and of their masters; the user may pass either.
+
+    Args:
+        params: One or more tensors.
+        name: The argument's name, for messages.
+        store: The accumulator's store.
+
+    Raises:
+        TypeError: `params` is neither, or holds something else.
+        ValueError: a tensor does not belong to this accumulator.
+    """
+    if not isinstance(params, Iterable):
+        raise wrong_type(name, "an iterable of parameters", params)
+    known = {id(t): entry.param for entry in store.named for t in (entry.param, store.target(entry.param))}
+    found: set[int] = set()
+    for p in [params] if isinstance(params, Tensor) else params:
+        if not isinstance(p, Tensor):
+            raise wrong_type(f"{name}: a parameter", "a tensor", p)
+        if id(p) not in known:
+            raise ValueError(f"{name}: a tensor of shape {tuple(p.shape)} is not one of the accumulator's parameters")
+        param = known[id(p)]
+        found |= {id(param), id(store.target(param))}
+    return found
+
+
+# ---- The checks, norms and divisions of a window's sums while it ends
+
+
+@dataclass
+class Inspection:
+    """Inspects the sums of one window; ranks decide when (`ranks.base.Look`).
+
+    Args:
+        store: Holds the sums.
+        window: The window of the sums.
+        norm: Computes the norm of the undivided sums of all ranks, fp64 0-d.
+        check: Looks for overflows in unchecked sums; see `Store.check_sums`.
+        checks: Whether an overflow matters.
+        measures: Whether to measure reduced sums before they are divided.
+        divides: Whether to divide them at once.
+        unchecked: Whether anything was added to the sums without a check.
+    """
+
+    store: Store
+    window: Window
+    norm: Callable[[], Tensor]
+    check: Callable[[Tensor | None], Tensor]
+    checks: bool
+    measures: bool
+    divides: bool
+    unchecked: bool
+    _seen: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
+    _divisors: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
+
+    def begin_reducing(self) -> None:
+        """Note that from here on, a failure loses the sums."""
+        self.window.begin_reducing()
+        self._seen = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self.store.states}
+
+    def agree(self, stats: GlobalStats) -> None:
+        """Take over all ranks' statistics of the window."""
+        self.window.agree(stats)
+        self.store.agreed(stats.state, stats.touched)
+        if self._seen and self.divides:
+            divisor = Verdict(self.store.ops, stats.state, stats.divisor).divisor
+            self._divisors = {d: move(divisor, d) for d in self.store.states}
+
+    def see(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
+        """Inspect these parts of sums, which are reduced."""
+        seen = self._seen[buffer.device]
+        if self.measures:
+            buffer.ops.norm_(seen, parts)
+        if self.divides:
+            found_inf = None if self.measures else seen
+            buffer.ops.scaled_copy_(parts, parts, divisor=self._divisors[buffer.device], found_inf=found_inf)
+
+    def squared_norm(self) -> Tensor:
+        """Return the squared norm of everything seen, fp64 0-d.
+
+        If nothing was measured, the dividing pass gives what matters: inf where a quotient is not finite, else 0.
+        """
+        device = self.store.device
+        parts = (move(seen, device) for seen in self._seen.values())
+        total = sum(parts, torch.zeros(1, dtype=torch.float64, device=device))[0]
+        return total if self.measures else torch.where(total > 0, torch.inf, 0.0).double()

@@ -19,8 +19,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function_unary
 
-from ..buffers.devices import move
-from ..buffers.parameters import NamedParameter
+from ..buffers.parameters import NamedParameter, move
+from ..capture.inbox import MicroBatch
 from .verdict import is_known_zero
 
 _TORCHS_STEP = torch.amp.GradScaler.step
@@ -49,22 +49,10 @@ class _Verdict(dict[torch.device, Tensor]):
 
 
 class LossScaler:
-    """FusedAccumulator's interface to a GradScaler; without an enabled one, every method does nothing.
-
-    Attributes:
-        divided_by: The number by which a trainer divides its losses before they are scaled. The accumulate pass
-            multiplies gradients by it, so that sums, norms and divisors match the undivided losses.
-        trainer_divides: Whether there is such a trainer, even if it divides by 1.
-        scales: Whether `loss_scale` is anything but None.
-    """
+    """FusedAccumulator's interface to a GradScaler; without an enabled one, every method does nothing."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.divided_by: float | Tensor = 1
-        self.trainer_divides = False
-        self.scales = self.scaler is not None
-        self._undivided = True
-        self._inverse: Tensor | None = None  # 1 / divided_by, once it was needed
         self._unscaled: set[int] = set()  # ids of optimizers refused because they were unscaled
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
@@ -83,39 +71,47 @@ class LossScaler:
                     f"use torch.amp.GradScaler({entry.param.device.type!r})"
                 )
 
-    def make_up_for(self, divided_by: float | Tensor) -> None:
-        """From now on, multiply gradients by the number that a trainer divides its losses by."""
-        self.trainer_divides = True
-        if isinstance(divided_by, Tensor) or isinstance(self.divided_by, Tensor) or divided_by != self.divided_by:
-            self.divided_by, self._inverse = divided_by, None
-            self._undivided = not isinstance(divided_by, Tensor) and divided_by == 1
-            self.scales = self.scaler is not None or not self._undivided
+    def keep_on_host(self) -> None:
+        """Let scale and growth tracker live on the host, as the sums and verdicts do.
 
-    def undivided(self, loss: Tensor | None) -> Tensor | None:
-        """Undo a trainer's division of a loss."""
-        return loss if loss is None or self._undivided else loss.detach() * self.divided_by
+        A fused CPU optimizer reads found_inf at once, and `scaler.update` combines it with others, so that a copy from
+        a device would be read too early. `scaler.scale` copies the scale to the loss's device, which waits for nothing.
 
-    def loss_scale(self, lazily: bool = False) -> Tensor | None:
-        """Return the scale that gradients carry now, fp32 0-d; None when they carry none.
+        Raises:
+            ValueError: The scaler is of a class that keeps a scale of its own.
+        """
+        scaler = self.scaler
+        if scaler is None:
+            return
+        stock = torch.amp.GradScaler
+        for name in ("scale", "unscale_", "step", "update", "_lazy_init_scale_growth_tracker"):
+            if getattr(type(scaler), name) is not getattr(stock, name) or name in vars(scaler):
+                raise ValueError(
+                    f"cpu_offload=True with scaler of {type(scaler).__qualname__}, whose {name}() is not torch's: its "
+                    "scale could not be kept in host memory. Pass a torch.amp.GradScaler"
+                )
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(_CPU)
+        else:
+            assert scaler._growth_tracker is not None
+            scaler._scale, scaler._growth_tracker = scaler._scale.to(_CPU), scaler._growth_tracker.to(_CPU)
 
-        Args:
-            lazily: Whether only another rank, the last of a pipeline, may have scaled losses.
+    def loss_scale(self, micro_batch: MicroBatch) -> Tensor | None:
+        """Return the scale that a micro-batch's gradients carry, fp32 0-d; None when they carry none.
 
         Raises:
             RuntimeError: the scaler has not scaled any loss yet.
         """
+        divided_by = micro_batch.divided_by
         if self.scaler is None:
-            if self._inverse is None and not self._undivided:
-                self._inverse = 1 / torch.as_tensor(self.divided_by, dtype=torch.float32)
-            return self._inverse
-        if self.scaler._scale is None and lazily:
-            self.scaler.scale(torch.zeros((), device=self.scaler._device))
+            return None if divided_by is None else 1 / torch.as_tensor(divided_by, dtype=torch.float32)
         if self.scaler._scale is None:
             raise RuntimeError(
                 "accumulate() with a GradScaler that has never scaled a loss: call acc.backward(loss), or "
                 "scaler.scale(loss).backward() before acc.accumulate()"
             )
-        return self.scaler._scale if self._undivided else self.scaler._scale / self.divided_by
+        scale = self.scaler._scale if micro_batch.scale is None else micro_batch.scale
+        return scale if divided_by is None else scale / divided_by
 
     def current_scale(self) -> Tensor | None:
         """Copy the scale, fp32 0-d; None if there is none yet."""
@@ -142,7 +138,7 @@ class LossScaler:
                 self._unscaled.add(key)
                 raise RuntimeError(
                     "scaler.unscale_(optimizer) was called inside a window: delete that line, FusedAccumulator "
-                    "unscales in accumulate(). Drop the window with acc.zero_() to go on"
+                    "unscales in accumulate(). Drop the window with acc.zero_() to go on (AK25)"
                 )
 
     def check_not_stepped(self, optimizers: Sequence[Optimizer]) -> None:
@@ -204,7 +200,7 @@ class LossScaler:
         optimizer.step()
         record["stage"] = OptState.STEPPED
 
-    def forget(self) -> None:
+    def withdraw(self) -> None:
         """Withdraw verdicts that no step has used, because the window was dropped."""
         if self.scaler is None:
             return
@@ -245,7 +241,9 @@ def _of(module: str, function: Any) -> Any:
 
 _TORCHS_SCALE = _of("torch.amp.grad_scaler", torch.amp.GradScaler.scale)
 _TORCHS_BACKWARD = _of("torch._tensor", Tensor.backward), _of("torch.autograd", torch.autograd.backward)
+_CPU = torch.device("cpu")
 _run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_WHOLE = {"allow_unreachable": True, "accumulate_grad": True}  # as torch.autograd.backward calls it
 
 
 def scaled_backward(
@@ -272,22 +270,19 @@ def scaled_backward(
         elif _scales_as_torch(scaler):
             if scaler._scale is None:  # its first loss, after a checkpoint too, takes the same way as all others
                 scaler.scale(loss.detach())
-            if scaler._scale is not None and scaler._scale.device == loss.device:
-                gradient = scaler._scale.clone()  # a user's function may write to its gradient
+            if scaler._scale is not None and scaler._scale.device in (loss.device, _CPU):
+                # A copy, since a user's function may write to its gradient.
+                gradient = scaler._scale.to(loss.device, non_blocking=True, copy=True)
         if gradient is not None:
-            return _from((loss,), (gradient,), bool(kwargs.get("retain_graph"))), True
+            return partial(_run_engine, (loss,), (gradient,), bool(kwargs.get("retain_graph")), False, **_WHOLE), True
     return partial((loss if scaler is None else scaler.scale(loss)).backward, **kwargs), False
 
 
 def backward_from(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Callable[..., None], bool]:
     """Return a function for `torch.autograd.backward(tensors, grads)`; see `scaled_backward`."""
     if all(map(_is_usual, tensors)):
-        return _from(tuple(tensors), tuple(grads), False), True
+        return partial(_run_engine, tuple(tensors), tuple(grads), False, False, **_WHOLE), True
     return partial(torch.autograd.backward, tensors, grads), False
-
-
-def _from(tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], retain_graph: bool) -> Callable[..., None]:
-    return partial(_run_engine, tensors, grads, retain_graph, False, allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_usual(loss: Tensor) -> bool:

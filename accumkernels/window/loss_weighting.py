@@ -1,19 +1,136 @@
-"""Splits a micro-batch's weight into a part that multiplies its loss before backward and a part for its gradients."""
+"""Refuses a loss that leaves gradients in the parameters of two accumulators, where they would be counted wrongly.
+
+A loss that one accumulator runs may reach the parameters of another, as a generator's reaches the discriminator. What
+it leaves there is not of the other's loss, whose next backward would add to it. Over several ranks a weight multiplies
+the loss before backward, and its accumulator multiplies the gradients by what is left of it: there, the other cannot
+even count these gradients as its own, since it cannot know that they are already weighted.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from typing import Any
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
-from ..buffers.devices import move
-from ..capture.captures import MicroBatch
-from ..ranks.weight_unit import AwaitedUnit, agree_on_unit, agreed_unit
+from ..buffers.parameters import move
+from ..buffers.store import Store
+from ..capture.inbox import MicroBatch
+from ..errors import logger
+from ..ranks.base import AwaitedUnit, agree_on_unit, agreed_unit
 
-_log = logging.getLogger(__name__)
+_grad_of = operator.attrgetter("param.grad")
+
+
+class SharedLoss:
+    """Notices, for one accumulator, gradients of a loss whose backward another has run.
+
+    Args:
+        store: Holds the parameters.
+        uncounted: Whether captures hold gradients that are in no `.grad` and that nobody counted.
+
+    Attributes:
+        alive: Of all accumulators, held weakly; with a single one nothing is compared.
+        found: The first parameter of the accumulator that left such gradients here; empty if none did.
+    """
+
+    alive: ClassVar[list[weakref.ref[SharedLoss]]] = []
+
+    def __init__(self, store: Store, uncounted: Callable[[], bool]) -> None:
+        self._store = store
+        self._uncounted = uncounted
+        self.found = ""
+        # Gradients of the other's backward and their versions, by id of the parameter; a loop may drop them meanwhile.
+        self._grads: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._taken = False  # whether captures hold some of them
+        self._weighted = False  # whether the loss had a weight in it
+        self._said = False
+        SharedLoss.alive.append(weakref.ref(self, SharedLoss.alive.remove))
+
+    def remove(self) -> None:
+        """Notice nothing any more."""
+        SharedLoss.alive[:] = [ref for ref in SharedLoss.alive if ref() is not self]
+        self.forget()
+
+    def run(self, backward: Callable[[], None], micro_batch: MicroBatch) -> None:
+        """Run a backward of this accumulator, and note what it leaves at every other."""
+        others = [(other, other.left()) for ref in tuple(SharedLoss.alive) if (other := ref()) not in (None, self)]
+        try:
+            backward()
+        finally:
+            for other, before in others:
+                other.compare(before, self._store.named[0].name, micro_batch.loss_weight is not None)
+
+    def left(self) -> tuple[dict[int, tuple[Tensor, int]], bool]:
+        """Return `.grad` and its version by id of the parameter, and whether captures hold any gradients."""
+        named = self._store.named
+        found = zip(named, map(_grad_of, named), strict=True)
+        return {id(e.param): (grad, grad._version) for e, grad in found if grad is not None}, self._uncounted()
+
+    def compare(self, before: tuple[dict[int, tuple[Tensor, int]], bool], run_by: str, weighted: bool) -> None:
+        """Note what a backward that the accumulator of `run_by` ran has left here; its loss may be weighted."""
+        grads, uncounted = self.left()
+        for key, (grad, version) in grads.items():
+            had, had_version = before[0].get(key, (None, -1))
+            if had is not grad or had_version != version:
+                self._grads[key], self.found = (TensorWeakRef(grad), version), run_by
+        if uncounted and not before[1]:
+            self._taken, self.found = True, run_by
+        self._weighted = self._weighted or (weighted and bool(self.found))
+
+    def check(self, adds: bool) -> None:
+        """Refuse gradients of another accumulator's loss before they are counted here.
+
+        Args:
+            adds: Whether a backward of this accumulator is about to add to them. Counted by themselves, they are meant,
+                unless they are weighted.
+
+        Raises:
+            RuntimeError: names a parameter of each accumulator; of a loss without a weight, once.
+        """
+        ours = next((e.name for e in self._store.named if self._is_left(e.param)), None)
+        if ours is None and self._taken:
+            ours = self._store.named[0].name
+        if ours is None:  # the gradients were dropped, like a discriminator's in the generator's turn
+            self.forget()
+            return
+        if self._weighted:
+            raise RuntimeError(
+                f"the gradient of {ours!r} is of a loss that acc.backward() of another accumulator, that of "
+                f"{self.found!r}, has multiplied by its weight: over several ranks two accumulators cannot share a "
+                "weighted loss. Build one accumulator over the parameters of both, and call acc.step(a, b) with both "
+                "optimizers. Gradients that are not meant to be used go by optimizer.zero_grad() or acc.discard()"
+                " (AK29)"
+            )
+        if adds and not self._said:
+            self._said = True
+            raise RuntimeError(
+                f"backward(): {ours!r} has a gradient of another loss, which acc.backward() of another accumulator, "
+                f"that of {self.found!r}, has left here, as a generator's loss does in a discriminator; this backward "
+                "would add to it. Keep these parameters out of that loss, module.requires_grad_(False), or drop what "
+                "it has left by acc.discard() before this backward. If both losses are meant, pass their sum to one "
+                "accumulator over the parameters of both. This is said once"
+            )
+
+    def _is_left(self, param: Tensor) -> bool:
+        """Whether a parameter's `.grad` is what another accumulator's backward has left: of a plain loss, unchanged."""
+        ref, version = self._grads.get(id(param), (None, 0))
+        grad = param.grad
+        return ref is not None and grad is not None and ref() is grad and (self._weighted or grad._version == version)
+
+    def forget(self) -> None:
+        """Forget gradients that were dropped or counted."""
+        self.found, self._taken, self._weighted = "", False, False
+        self._grads.clear()
+
+
+# ---- Splits a micro-batch's weight into a part that multiplies its loss before backward and a part for its gradients
+
+_log = logger(__name__)
 _GENERATED = "GeneratedBackwardFor_"  # and a custom op's names: Functions that `torch.library.register_autograd` makes
 _TORCHS = tuple(_GENERATED + namespace for namespace in ("_", "aten_", "cplib_", "prims_", "torch_"))  # ops of its own
 
@@ -49,7 +166,7 @@ class LossWeighting:
     def __init__(self, key: str) -> None:
         self._key = key
         self._unit: float | None = None  # once all ranks know it
-        self._told: set[str] = set()  # names, as a Function may be defined anew in each forward
+        self._warned: set[str] = set()  # names, as a Function may be defined anew in each forward
 
     def weigh(self, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
         """Multiply a loss by its micro-batch's weight, in the unit of all ranks.
@@ -97,17 +214,17 @@ class LossWeighting:
             return
         # Every graph, as each may have other Functions. On a CPU a node takes 0.3 to 0.7 microseconds here, and 5 to 6
         # in backward, however small its tensors.
-        names = {_name(kind) for kind in _kinds_of_nodes(roots) if _is_users(kind)} - self._told
+        names = {_name(kind) for kind in _kinds_of_nodes(roots) if _is_users(kind)} - self._warned
         if not names:
             return
-        self._told |= names
+        self._warned |= names
         _log.warning(
             "backward(weight): on several ranks a part of the weight multiplies the loss before backward, and the rest "
             "multiplies gradients afterwards. The graph of this loss has %s: if its backward adds a gradient of its "
             "own, as AddAuxiliaryLoss and L2Wrap do, that gets the rest only. Return the auxiliary loss instead and "
             "add it to the loss; or leave out weights that are all equal; or, if backward communicates with no other "
             "rank, call loss.backward() and acc.accumulate(weight). A Function that only passes gradients on is right "
-            "as it is",
+            "as it is (AK40)",
             ", ".join(sorted(names)),
         )
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence, Set
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..boundary import profiled
+from ..arguments import Options
 from ..buffers.flat import FlatBuffer
+from ..buffers.parameters import move
 from ..buffers.store import Store
-from ..capture.captures import Bucket, MicroBatch, Sink
 from ..capture.casts import CastCache
 from ..capture.choice import Captures
+from ..capture.inbox import Bucket, Captured, MicroBatch, Place, Sink
 from ..capture.static_grads import Watches
+from ..errors import is_oom_error
 from ..hooks import Hook
-from ..ranks.base import Ranks
-from ..ranks.weight_unit import backward_may_cross_ranks
+from ..offload.sink import HostBucket, Offload
+from ..offload.slots import Slots
+from ..ranks.base import AwaitedUnit, Ranks
 from .grad_scaler import LossScaler, backward_from, scaled_backward
-from .loss_weighting import LossWeighting
+from .loss_weighting import LossWeighting, SharedLoss, grad_weight
 from .misuse import warn_of_nothing
 from .noise_scale import NoiseMeter
 from .optimizers import owned
-from .shared_loss import SharedLoss
 from .state import Window
-from .sums import Sums
 
 
 class MicroBatchRunner:
@@ -36,80 +38,71 @@ class MicroBatchRunner:
         store: Flat buffers and states.
         ranks: Their sender decides which gradients go out while a backward runs.
         scaler: Scales losses.
-        overflow: FusedAccumulator's argument.
         noise: Collects the sums that the noise scale needs.
-        cache_casts: FusedAccumulator's argument.
-        **options: Options of `Captures`.
+        options: FusedAccumulator's.
 
     Attributes:
         serial: Number of micro-batches ever accumulated, which the kernels store in flags.
         captures: Take gradients.
         casts: Autocast's copies of weights, if they are kept for a window.
+        offload: Takes gradients to host memory, if the sums are there.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        ranks: Ranks,
-        scaler: LossScaler,
-        overflow: str | None,
-        noise: NoiseMeter,
-        cache_casts: bool,
-        **options: Any,
-    ) -> None:
+    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, noise: NoiseMeter, options: Options) -> None:
         self.serial = 0
         self._store = store
         self._ranks = ranks
         self._sender = ranks.sender
         self._scaler = scaler
-        self._overflow = overflow
-        self._noise = noise
+        self._overflow = options.overflow
         self._weighting = LossWeighting(ranks.weight_key)
-        self._window = Window()
         self._warned = False  # whether it warned of a micro-batch without gradients
-        self._counted_by_backward = False
-        self._crosses_ranks: bool | None = None  # whether backward may; known after the open window's first backward
-        self.casts = CastCache(store, self) if cache_casts else None
-        add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
-        options.update(overflow=overflow, scaled=scaler.scaler is not None, whole=ranks.judged_together)
-        self._make_captures = functools.partial(Captures, store, add=add, **options)
+        self.offload = None if store.slots is None else Offload(cast(Slots, store.slots), self)
+        self.casts = CastCache(store, self) if options.cache_casts else None
+        self._make_captures = functools.partial(
+            Captures,
+            store,
+            add=Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True),
+            overflow=options.overflow,
+            release=options.resolved_release,
+            bucket_bytes=options.bucket_bytes,
+            fuse_weight_gradients=options.fuse_weight_gradients,
+            scaled=scaler.scaler is not None,
+            whole=store.sharded,
+        )
         self.captures = self._make_captures(owner=self)
         self._watches = Watches(self)
         self._watches.follow(store.buffers)
-        self._sums = Sums(store, ranks, scaler, overflow, noise)
+        self._sums = Sums(store, ranks, scaler, options.overflow, noise)
         self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
 
     # ---- the life of a window
 
-    def open_window(self, window: Window) -> None:
-        """Add what comes from now on to `window`."""
-        self._window = window
-        self._crosses_ranks = None
+    def open_window(self) -> None:
+        """Let go of what belonged to the window before."""
         if self.casts is not None:
             self.casts.release()
         if self._shared_loss.found:
             self._shared_loss.forget()
-        if self.captures.gradients.stashed:
-            self.captures.gradients.forget()
-        for capture in self.captures:
-            capture.forget()
-            capture.set_listening(True)
+        self.captures.inbox.done()
+        self.captures.inbox.set_listening(True)
         if self.captures.graph is not None:
             self.captures.graph.drop_kept()
 
-    def flush(self) -> None:
-        """Add what captures keep over micro-batches, before sums are read."""
+    def flush(self, window: Window) -> None:
+        """Add what captures keep over micro-batches, or what is on its way to the host, before sums are read."""
+        if self.offload is not None:
+            try:
+                self.offload.wait()
+            finally:
+                if self.offload.failed:
+                    window.break_()
         if self.captures.graph is not None:
             try:
                 self.captures.graph.flush()
             except BaseException:
-                self._window.break_()
+                window.break_()
                 raise
-
-    def listen(self, listening: bool) -> None:
-        """Take gradients from backward, or leave them to torch."""
-        for capture in self.captures:
-            capture.set_listening(listening)
 
     def prepare_window(self) -> None:
         """At a window's first micro-batch, refuse drift and make room for unfrozen parameters."""
@@ -119,40 +112,44 @@ class MicroBatchRunner:
         if fresh := self._store.unplaced():
             self._ranks.check_trainable(self._store.named)
             grown = self._store.grow(fresh)
-        if grown or self.captures.buckets.frozen:
-            self.captures.listen_to(grown)
+        if grown or self.captures.inbox.frozen:
+            self.captures.follow(grown)
             self._watches.follow(grown)
 
     def renew_captures(self) -> None:
         """Make captures anew between windows, after segments have moved: the old ones know the old places."""
-        self.captures.remove_hooks()
+        self.captures.remove()
         self.captures = self._make_captures(owner=self)
 
     def remove_hooks(self) -> None:
         """Take off every hook."""
         self._watches.remove()
-        self.captures.remove_hooks()
+        self._shared_loss.remove()
+        self.captures.remove()
         if self.casts is not None:
             self.casts.remove()
+        if self.offload is not None:
+            self.offload.remove()
 
     def is_ready(self) -> bool:
         """Return False if a backward was interrupted."""
-        return not self.captures.buckets.interrupted
+        return not self.captures.inbox.running
 
     def is_uncounted(self) -> bool:
         """Whether captures hold gradients that no `accumulate` has counted."""
-        for capture in self.captures:
-            if capture.added:
-                return True
-        return bool(self.captures.gradients.stashed)
+        return self.captures.inbox.uncounted
 
-    def discard(self) -> None:
+    def discard(self, window: Window) -> None:
         """Drop the gradients of the current micro-batch; this breaks the window if some were added."""
         if self.casts is not None:
             self.casts.release()
         self._shared_loss.forget()
-        if self.captures.discard():
-            self._window.break_()
+        added = self.captures.inbox.drop()
+        if self.offload is not None:
+            self.offload.discard()
+            added = self.offload.failed
+        if added:
+            window.break_()
 
     def resume(self, serial: int) -> None:
         """Resume from a checkpoint taken after `serial` micro-batches."""
@@ -160,110 +157,105 @@ class MicroBatchRunner:
 
     # ---- a micro-batch
 
-    def micro_batch(self, weight: float | Tensor, last: bool = False, loss: Tensor | None = None) -> MicroBatch:
-        """Make the next micro-batch, whose gradients come from somebody else's backward."""
-        return MicroBatch(weight, self.serial + 1, last, loss)
+    def weigh(self, window: Window, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
+        """Put the weight into the loss if backward may cross ranks."""
+        return self._weighting.weigh(loss, micro_batch) if window.crosses_ranks else (loss, micro_batch)
 
-    def backward(self, loss: Tensor, weight: float | Tensor, last: bool, kwargs: dict[str, Any]) -> MicroBatch:
-        """Run backward of the weighted, scaled loss; captures then hold its gradients, or have added them already."""
-        if (isinstance(weight, Tensor) or weight != 1) and self.captures.buckets.added:
+    def backward(self, window: Window, loss: Tensor, micro_batch: MicroBatch, kwargs: dict[str, Any]) -> MicroBatch:
+        """Run backward of the weighted, scaled loss; captures then hold its gradients, or have added them already.
+
+        Returns:
+            The micro-batch, with the factor of its loss.
+        """
+        weight = micro_batch.weight
+        if (isinstance(weight, Tensor) or weight != 1) and self.captures.inbox.uncounted:
             raise RuntimeError(
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
                 "acc.accumulate() after it, or acc.discard()"
             )
         if self._shared_loss.found:
-            self._shared_loss.check()
-        micro_batch = MicroBatch(weight, self.serial + 1, last, loss, True)
-        if self._crosses_ranks is None:  # asking torch.distributed is slow
-            self._crosses_ranks = backward_may_cross_ranks()
-        if self._crosses_ranks:
+            self._shared_loss.check(adds=True)
+        micro_batch = micro_batch._replace(loss=loss, ran_backward=True)
+        if window.crosses_ranks:
             if not self.has_gradients:
                 loss, micro_batch = self._weighting.weigh(loss, micro_batch)
             elif isinstance(weight, Tensor) or weight != 1:  # gradients of an earlier backward lack the weight
-                self._window.weigh_late()
-        if self._window.unsynced:
-            self._window.check_unsynced(micro_batch)
+                window.weigh_late()
+        if window.unsynced:
+            window.check_unsynced(micro_batch)
         backward, selects = scaled_backward(loss, self._scaler.scaler, kwargs)
-        self.run(backward, (loss,), micro_batch, selects=selects)
+        self.run(window, backward, (loss,), micro_batch, selects=selects)
         return micro_batch
-
-    def weigh(self, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
-        """Put the weight into the loss if backward may cross ranks."""
-        return self._weighting.weigh(loss, micro_batch) if backward_may_cross_ranks() else (loss, micro_batch)
-
-    def plan(self, loss: Tensor) -> None:
-        """Before a backward that somebody else runs and `take_plan_back` follows, arrange to take 16-bit gradients."""
-        if self.captures.graph is not None:
-            self.captures.graph.plan((loss,), self.micro_batch(1.0), self._sums, excludes=False)
-
-    def take_plan_back(self) -> None:
-        """After that backward, leave those of others alone."""
-        if self.captures.graph is not None:
-            self.captures.graph.end(failed=False)
 
     def inspect_part(self, tensors: Sequence[Tensor], micro_batch: MicroBatch) -> None:
         """Warn of Functions behind these tensors whose own gradients would lack what the loss has of the weight."""
         self._weighting.inspect(tensors, micro_batch)
 
-    def backward_part(self, tensors: Sequence[Tensor], grads: Sequence[Tensor], micro_batch: MicroBatch) -> None:
+    def backward_part(
+        self, window: Window, tensors: Sequence[Tensor], grads: Sequence[Tensor], micro_batch: MicroBatch
+    ) -> None:
         """Run backward of part of a micro-batch, from gradients with the loss scale and the weight's part in them."""
         self.inspect_part(tensors, micro_batch)
         backward, selects = backward_from(tensors, grads)
         if self.captures.add_early:
-            self.run(backward, tensors, micro_batch, selects=selects)
+            self.run(window, backward, tensors, micro_batch, selects=selects)
         else:  # sum them in `.grad` as torch does: captures would keep those of every part
             self._shared_loss.run(functools.partial(backward, ()) if selects else backward, micro_batch)
 
     def run(
         self,
+        window: Window,
         backward: Callable[..., None],
         roots: Sequence[Tensor],
         micro_batch: MicroBatch,
         *,
         selects: bool = False,
         shared: bool = False,
+        leaves: bool = False,
     ) -> None:
         """Run a backward; some gradients may be added during it.
 
         Args:
+            window: The open window.
             backward: Runs it.
             roots: The tensors that it begins at.
             micro_batch: The micro-batch, with its loss's factor.
             selects: Whether `backward` takes what the engine has to run, its `inputs`.
             shared: Whether all other accumulators that it reaches know this factor.
+            leaves: Whether it leaves all gradients in `.grad`, as a loop's own backward does.
         """
         captures = self.captures
         if self.casts is not None:
             self.casts.check()
-        if self._window.micro_batches == 0 and captures.add_early:
+        if window.micro_batches == 0 and captures.add_early:
             with torch.no_grad():
                 self.prepare_window()
-        failed = True
+        if self.offload is not None:
+            self.check_offload(window)
+            self.offload.begin(lambda: captures.inbox.sources)
+        takes = not leaves and (captures.graph is not None or captures.inbox.listens)
+        broken, failed = False, True
         try:
-            sink: Sink = self._sums
+            sink: Sink = self.offload or self._sums
             if micro_batch.last or self._sender.begun:
                 # Gradients left in `.grad`, also by an earlier backward of this micro-batch, are added after this one.
-                sends = micro_batch.last and captures.buckets.listens and not self.has_gradients
+                sends = micro_batch.last and captures.inbox.listens and not self.has_gradients
                 sink = self._sender.sink(sink, captures, sends)
-            inputs: tuple[Any, ...] = ()
-            if captures.graph is not None:
-                inputs = captures.graph.plan(roots, micro_batch, sink, selects)
-            if captures.buckets.listens:
-                captures.buckets.begin(micro_batch, sink)
+            inputs = captures.begin(roots, micro_batch, sink, selects) if takes else ()
             if selects:
                 backward = functools.partial(backward, inputs)
-            if micro_batch.loss_weight is None or shared:
+            if shared or len(SharedLoss.alive) == 1:
                 backward()
             else:
                 self._shared_loss.run(backward, micro_batch)
             failed = False
         finally:
-            for capture in captures:
-                capture.end(failed)
+            if takes:
+                broken = captures.end() and self.offload is None
             if failed:
-                if self._sender.begun or any(capture.broken for capture in captures):
-                    self._window.break_()
-                self.discard()  # or the next micro-batch would add what this one has left in `.grad`
+                if self._sender.begun or broken:
+                    window.break_()
+                self.discard(window)  # or the next micro-batch would add what this one has left in `.grad`
 
     @property
     def has_gradients(self) -> bool:
@@ -273,55 +265,49 @@ class MicroBatchRunner:
     def _add_of_loop(self, bucket: Bucket) -> None:
         """Add gradients of the loop's own backward, for which no window was prepared; the weight is 1."""
         self._store.allocate()
+        if self.offload is not None:
+            self.offload.add(bucket, MicroBatch(1.0, self.serial + 1))
+            return
         self._sender.check_not_sent(bucket)
         self._sums.add(bucket, MicroBatch(1.0, self.serial + 1))
 
-    @profiled
-    def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Add a micro-batch's gradients, and count it; if that fails, drop those of a backward that `backward` ran."""
-        try:
-            self._accumulate(micro_batch)
-        except BaseException:
-            if micro_batch.ran_backward:  # or the next micro-batch would add what this one has left in `.grad`
-                self.discard()
-            raise
-
-    def _accumulate(self, micro_batch: MicroBatch) -> None:
-        window, captures = self._window, self.captures
+    def accumulate(self, window: Window, micro_batch: MicroBatch) -> None:
+        """Add a micro-batch's gradients, and count it."""
+        inbox = self.captures.inbox
         if window.micro_batches == 0:
             self.prepare_window()
         if not self._store.buffers:
             raise RuntimeError("accumulate(): no parameter requires a gradient")
-        self._scaler.check_not_unscaled(lambda o: any(self._store.place(p) is not None for p in owned((o,))))
+        if self._scaler.scaler is not None:
+            self._scaler.check_not_unscaled(lambda o: any(self._store.place(p) is not None for p in owned((o,))))
         if self._shared_loss.found:
-            self._shared_loss.check()
+            self._shared_loss.check(adds=False)
 
-        # Collect: captures keep the gradients until the ops have added them.
-        added, buckets = False, []
-        for capture in captures:
-            added = added or capture.added
-        if captures.buckets.listens:
-            buckets += captures.buckets.drain()
-        buckets += captures.gradients.drain()
-        if not (buckets or added) and self._is_nothing(micro_batch):
+        # Collect: the inbox keeps the gradients until the ops have added them.
+        added, buckets = inbox.added, inbox.drain()
+        if not (buckets or added) and self._is_nothing(window, micro_batch):
             return
         if window.unsynced:
             window.check_unsynced(micro_batch)
 
+        if self.offload is not None:
+            self._hand_over(self.offload, window, buckets, micro_batch)
+            return
+
         # Check the whole micro-batch first if it may be dropped.
         drops = None
         if self._overflow in ("microbatch", "raise"):
-            drops = self._sums.find_overflow(captures.gradients.drained, micro_batch)
+            drops = self._sums.find_overflow(buckets, micro_batch)
         dropped = None if drops is None else drops[self._store.device]
         if self._overflow == "raise" and dropped.item() != 0:  # type: ignore[union-attr]
-            captures.discard()
+            inbox.drop()
             self.serial = micro_batch.tag
             window.drop_unsynced()  # their gradients came with this micro-batch
             raise self._sums.overflow_error(micro_batch, window.micro_batches)
 
         # Add. The op that adds the last bucket also counts the micro-batch, and unsynced ones whose gradients it holds.
         counted = window.with_unsynced(micro_batch) if window.unsynced else micro_batch
-        if not buckets or (window.unsynced and not captures.gradients.drained):
+        if not buckets or (window.unsynced and inbox.listens):
             buckets.append([])
         try:
             for bucket in buckets if self._sender.begun else ():
@@ -330,35 +316,250 @@ class MicroBatchRunner:
                 self._sums.add(bucket, micro_batch)
             self._sums.add(buckets[-1], counted, count=True, drops=drops)
             added = True
-            window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, dropped)
+            loss = micro_batch.loss if micro_batch.divided_by is None else micro_batch.undivided
+            window.loss.add(loss, micro_batch.weight, dropped)
         except BaseException:
             # An op that fails has added none of its gradients, but others may have run.
             if added or self._sums.partial or self._sender.begun:
                 window.break_()
             raise
-        captures.gradients.forget()
-        for capture in captures:
-            capture.forget()
+        self._count(window, micro_batch, counted.weight)
+
+    def _count(self, window: Window, micro_batch: MicroBatch, weight: float | Tensor) -> None:
+        self.captures.inbox.done()
+        if self._shared_loss.found:
+            self._shared_loss.forget()
         self.serial = micro_batch.tag
-        window.count(counted.weight)
-        self._counted_by_backward = micro_batch.ran_backward
+        window.count(weight, micro_batch.ran_backward)
         if self.casts is not None:
             self.casts.hold()
         if micro_batch.last:
             self._sender.end_last()
 
-    def _is_nothing(self, micro_batch: MicroBatch) -> bool:
+    def _hand_over(self, offload: Offload, window: Window, buckets: Sequence[Bucket], micro_batch: MicroBatch) -> None:
+        """Let the offload's worker check and add a micro-batch, and count it."""
+        raises, submitted = self._overflow == "raise", False
+        dropped = None  # becomes 1.0 where the micro-batch is dropped
+        if raises or self._overflow == "microbatch":
+            dropped = torch.zeros(1, dtype=torch.float64, device="cpu")
+        try:
+            for bucket in buckets:
+                offload.add(bucket, micro_batch)
+            moved = micro_batch._replace(loss=None, scale=self._scaler.current_scale())
+            add = functools.partial(self._sums.add_arrived, dropped=dropped, raises=raises)
+            submitted = True
+            offload.submit(moved, add)
+            if raises:
+                self.flush(window)
+                if dropped:
+                    self.captures.inbox.drop()
+                    self.serial = micro_batch.tag
+                    raise self._sums.overflow_error(micro_batch, window.micro_batches)
+            window.loss.add(micro_batch.undivided, micro_batch.weight, dropped)
+            self._count(window, micro_batch, micro_batch.weight)
+        except FloatingPointError:  # nothing of it is in the sums
+            raise
+        except BaseException:
+            if submitted:  # an interrupt: it may be in the sums, and is not counted
+                window.break_()
+            self.discard(window)
+            raise
+
+    def check_offload(self, window: Window) -> None:
+        """Break the window and raise, if the offload's worker has raised."""
+        if self.offload is not None and self.offload.failed:
+            self.flush(window)
+
+    def _is_nothing(self, window: Window, micro_batch: MicroBatch) -> bool:
         """For a call without gradients: whether there was no micro-batch, or its gradients will come later."""
-        if self._ranks.sharded:  # FSDP2 keeps the gradients and will add them to a later micro-batch's
-            self._window.add_unsynced(micro_batch)
-            self._window.loss.add(self._scaler.undivided(micro_batch.loss), micro_batch.weight, unsynced=True)
+        if self._store.sharded:  # FSDP2 keeps the gradients and will add them to a later micro-batch's
+            window.add_unsynced(micro_batch)
+            window.loss.add(micro_batch.undivided, micro_batch.weight, unsynced=True)
             return True
         if not self._warned:
             self._warned = True
-            warn_of_nothing(micro_batch.ran_backward, self._window.micro_batches > 0 and self._counted_by_backward)
+            warn_of_nothing(micro_batch.ran_backward, window.micro_batches > 0 and window.counted_by_backward)
         if micro_batch.ran_backward:
             return False
-        self._window.count_nothing()
+        window.count_nothing()
         if micro_batch.last:
             self._sender.end_last()
         return True
+
+
+# ---- Adds a micro-batch's gradients to the flat buffers, after a check for overflow if required
+
+_NOTHING = Captured([], [])
+
+
+class Sums:
+    """Runs micro-batches' kernels on every device that has gradients; the sink of backwards that send nothing.
+
+    Args:
+        store: The flat buffers and states.
+        ranks: Drop a micro-batch together if its gradients are sharded.
+        scaler: Has the scale that gradients carry.
+        overflow: FusedAccumulator's argument.
+        noise: Collects the sums that the noise scale needs.
+
+    Attributes:
+        partial: Whether an `add` that failed has run an op, or a part of one: an op refuses its own gradients before it
+            adds any, but may run out of memory after it has added some.
+        awaited: See `Sink`.
+    """
+
+    awaited: Set[Place] = frozenset()
+
+    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._scaler = scaler
+        self._checks = overflow is not None
+        self._noise = noise
+        self.partial = False
+
+    # ---- as a sink
+
+    def multiplier(self, micro_batch: MicroBatch) -> float | Tensor | None:
+        """See `Sink`."""
+        if self._noise.on or isinstance(micro_batch.unit, AwaitedUnit):
+            return None  # only backward knows what is left of the weight
+        weight = micro_batch.weight if micro_batch.loss_weight is None else grad_weight(micro_batch)
+        if self._scaler.scaler is not None or micro_batch.divided_by is not None:
+            weight = _over(weight, self._scaler.loss_scale(micro_batch))
+        if isinstance(weight, float) and (weight == 0 or not math.isfinite(weight)):
+            return None  # BLAS would not look for an overflow in operands that it multiplies by zero
+        return weight
+
+    def check_writable(self, place: Place) -> None:
+        """See `Sink`: nothing is being sent."""
+
+    def leaf_ran(self, place: Place, pending: bool) -> bool:
+        """See `Sink`: nobody waits."""
+        return False
+
+    def add(
+        self,
+        bucket: Bucket,
+        micro_batch: MicroBatch,
+        *,
+        count: bool = False,
+        drops: dict[torch.device, Tensor] | None = None,
+    ) -> None:
+        """Add gradients, and mark their segments as touched.
+
+        Args:
+            bucket: Gradients, by flat buffer; may be empty.
+            micro_batch: The micro-batch of the gradients.
+            count: Whether to add its weight to the window's; once per micro-batch.
+            drops: Per device, fp64 `[1]` that drops the micro-batch if it is not 0.
+        """
+        plain = micro_batch.loss_weight is None
+        weight = micro_batch.weight if plain else grad_weight(micro_batch)
+        scaler = self._scaler.scaler
+        scaled = bucket and (scaler is not None or micro_batch.divided_by is not None)
+        if scaled and scaler is not None and scaler._scale is None:
+            self._ranks.prepare_scaler(scaler)
+        loss_scale = self._scaler.loss_scale(micro_batch) if scaled else None
+        first = self._store.buffers[0]
+        self.partial = False
+        for buffer, (segments, grads) in bucket:
+            squares = weighted = None
+            if self._noise.measuring:
+                self._noise.see(buffer, segments, micro_batch.tag)
+                squares = self._noise.squares(buffer.device)
+                weighted = squares if plain or squares is None else torch.zeros_like(squares)
+            counts = count and plain and buffer is first
+            count = count and not counts
+            device = buffer.device
+            flags, drop = buffer.flags if self._checks else None, None if drops is None else drops[device]
+            weights = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
+            scale = loss_scale if loss_scale is None or loss_scale.device == device else move(loss_scale, device)
+            options = flags, micro_batch.tag, *weights, scale, drop, weighted, counts
+            try:
+                buffer.accumulate(self._store.states[device], segments, grads, *options)
+            except BaseException as error:
+                # The reference takes memory as it goes, and can be interrupted.
+                self.partial |= not isinstance(error, RuntimeError) or is_oom_error(error)
+                raise
+            self.partial = True
+            if squares is not None and weighted is not None and weighted is not squares:
+                self._add_squares(squares, weighted, micro_batch)
+        if count:  # the first buffer got nothing, or its gradients already hold a part of the weight
+            weight, device = micro_batch.weight, first.device
+            flags, drop = first.flags if self._checks else None, None if drops is None else drops[device]
+            weights = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
+            options = flags, micro_batch.tag, *weights, None, drop, None, True
+            first.accumulate(self._store.states[device], [], [], *options)
+        self.partial = False
+
+    def _add_squares(self, squares: Tensor, weighted: Tensor, micro_batch: MicroBatch) -> None:
+        """Add `sum w_i |g_i|^2`, given the squared norm of gradients of a loss times `loss_weight`."""
+        factor = micro_batch.loss_weight
+        if isinstance(factor, Tensor):
+            factor = move(torch.where(factor == 0, 1.0, factor), squares.device)
+        weighted[0] /= 1.0 if isinstance(factor, float) and factor == 0 else factor  # type: ignore[arg-type]
+        squares += weighted
+
+    def add_arrived(
+        self, buckets: Sequence[HostBucket], micro_batch: MicroBatch, *, dropped: Tensor | None, raises: bool
+    ) -> None:
+        """Check, add and count a micro-batch whose gradients arrive in host memory.
+
+        Args:
+            buckets: Its gradients.
+            micro_batch: The micro-batch, without scalars on devices.
+            dropped: Becomes 1.0 where the micro-batch is dropped; None if it cannot be.
+            raises: Whether it is left out altogether then.
+        """
+        drops = None
+        if dropped is not None:
+            for bucket in buckets:
+                bucket.wait()
+            drops = self.find_overflow([bucket.parts for bucket in buckets], micro_batch)
+            dropped.copy_(drops[self._store.device])
+            if raises and dropped:
+                return
+        for bucket in buckets:
+            bucket.wait()
+            self.add(bucket.parts, micro_batch, drops=drops)
+            bucket.free()
+        self.add([], micro_batch, count=True, drops=drops)
+
+    # ---- the check before anything is added
+
+    def find_overflow(self, buckets: Sequence[Bucket], micro_batch: MicroBatch) -> dict[torch.device, Tensor]:
+        """Check a micro-batch on every device before anything is added.
+
+        Returns:
+            Per device, fp64 `[1]`: 1.0 if the weight or any gradient on any device (for DTensors, on any rank) is not
+            finite.
+        """
+        weight, tag = micro_batch.weight, micro_batch.tag
+        drops = {device: torch.zeros(1, dtype=torch.float64, device=device) for device in self._store.states}
+        for found in map(dict, buckets or [()]):
+            for buffer in self._store.buffers:  # also those without gradients: their device checks the weight
+                segments, grads = found.get(buffer, _NOTHING)
+                weight_tensor = move(weight, buffer.device) if isinstance(weight, Tensor) else None
+                buffer.check_finite(segments, grads, drops[buffer.device], tag=tag, weight_tensor=weight_tensor)
+        bad = self._ranks.worst(list(drops.values()), self._store.device)
+        return {device: move(bad, device) for device in drops}
+
+    def overflow_error(self, micro_batch: MicroBatch, number: int) -> FloatingPointError:
+        """Make the error for a micro-batch that is not finite, the one after `number` others."""
+        last, names = self._store.flagged()
+        if last == micro_batch.tag:
+            what = f"gradients of {', '.join(names)}"
+        else:
+            what = self._ranks.unnamed
+        return FloatingPointError(f"micro-batch {number} of the window dropped: not finite: {what}")
+
+
+def _over(weight: float | Tensor, loss_scale: Tensor | None) -> float | Tensor:
+    """Compute `weight / loss_scale`, as a number if that needs no wait for a device."""
+    scale = 1.0 if loss_scale is None else loss_scale.reshape(()).double()
+    if isinstance(scale, Tensor) and scale.device.type == "cpu":
+        scale = float(scale.tolist())  # type: ignore[arg-type]  # a number; no op that a dispatch mode would see
+    if isinstance(scale, float) and scale == 0.0:  # asking a tensor on a device would wait for it
+        return math.nan
+    return weight / scale

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-import logging
+import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -12,16 +16,37 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from ..buffers.parameters import local
 from ..buffers.store import Store
-from ..errors import wrong_type
+from ..devices import is_capturing
+from ..errors import logger, wrong_type
 from ..hooks import Follower, follow
 from ..ranks.base import Ranks
 from .grad_scaler import LossScaler
-from .leftovers import Leftovers
+from .loss_items import ItemComparison, Items, is_divided_sum, items_at
 from .optimizers import owned
 from .state import Phase, Window
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
+
+
+@dataclass
+class _Seen:
+    """What was seen of one window.
+
+    Attributes:
+        window: The window.
+        divisors: What each of the losses was divided by that acc.backward got; None where that is not known.
+        stepped: Ids of the optimizers that were stepped.
+        leftovers: Whether gradients were there before its first backward, and before no other so far.
+        items: What each of the losses averages that came without a weight; None where that is not known.
+    """
+
+    window: Window
+    divisors: list[float | None] = field(default_factory=list)
+    stepped: set[int] = field(default_factory=set)
+    leftovers: bool = False
+    items: list[Items | None] = field(default_factory=list)
 
 
 class MisuseDetector(Follower):
@@ -32,39 +57,53 @@ class MisuseDetector(Follower):
         ranks: If other ranks take part in a window, only all of them together know whether it is empty.
         scaler: The accumulator's scaler.
         uncounted: Whether captures hold gradients that nobody counted.
+        flush: Adds what is counted and on its way to the sums.
+
+    Attributes:
+        items: What the losses of the window average that came without a weight; None once it has warned of them.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, uncounted: Callable[[], bool]) -> None:
+    items: ItemComparison | None
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Ranks,
+        scaler: LossScaler,
+        uncounted: Callable[[], bool],
+        flush: Callable[[Window], None],
+    ) -> None:
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
         self._uncounted = uncounted
-        self._leftovers = Leftovers(store, uncounted)
+        self._flush = flush
+        self._looks_for_leftovers = True
         self._warned: set[str] = set()
         self._looked_for_scalers = False
         self._looked_for_unscaling = False
         self._own_backwards = 0  # windows that ran a loop's own backward and were stepped without a scaler
         self._drops = 0  # windows that zero_() dropped since the last step that needed none
-        self._window = Window()
-        self.open_window(self._window)
+        self._seen = _Seen(Window())
+        self.items = ItemComparison()
+        self._dropped_last = False  # whether the window before it was one of these
         follow(self)
 
     def open_window(self, window: Window) -> None:
         """See a new window, which replaces the last one, ended or dropped."""
-        last = self._window
-        self._dropped_one = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
-        self._drops += self._dropped_one
-        self._window = window
-        self._leftovers.open_window()
-        self._losses = 0  # losses that acc.backward got
-        self._divided_by: float | None = None  # what they were all divided by
-        self._clipped = False
-        self._stepped: set[int] = set()
+        last = self._seen.window
+        self._dropped_last = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
+        self._drops += self._dropped_last
+        self._seen = _Seen(window)
 
     # ---- a loss
 
-    def see_loss(self, loss: object) -> None:
+    def inspect_loss(self, loss: object, made: int = 0) -> None:
         """Look at the last node of the loss's graph, before its backward.
+
+        Args:
+            loss: The loss.
+            made: How many of its last nodes a trainer has made, by divisions or a loss scale that are made up for.
 
         Raises:
             TypeError: the loss is no tensor.
@@ -73,28 +112,47 @@ class MisuseDetector(Follower):
         if not isinstance(loss, Tensor):
             raise wrong_type("loss", "a tensor", loss)
         node, divided_by = loss.grad_fn, None
-        name = None if node is None else node.name()
-        if name == "MulBackward0":
-            factor = _other(node)
+        if made or (node is not None and node.name() in _FACTORS):
+            factor, divided_by = division(loss, made)
             if factor is not None:
                 self._check_not_scaled(factor)
-                number = _number(factor)
-                divided_by = 1 / number if number else None
-        elif name == "DivBackward0":
-            divided_by = _number(_other(node))
-        if self._scaler.trainer_divides:
-            divided_by = None  # the trainer's adapter makes up for it
-        if self._losses == 0:
-            self._divided_by = divided_by
-        elif divided_by != self._divided_by:
-            self._divided_by = None
-        self._losses += 1
-        if (first := self._window.micro_batches == 0) or self._leftovers.found:
-            self._leftovers.see_backward(first)
+        seen = self._seen
+        seen.divisors.append(divided_by)
+        if (first := seen.window.micro_batches == 0) or seen.leftovers:
+            self._look_for_leftovers(first)
+
+    def note_loss(self, divided_by: float | None) -> None:
+        """Note what a loss of this window was divided by, if that is known."""
+        self._seen.divisors.append(divided_by)
+
+    def note_items(self, loss: Tensor, caller: Any) -> None:
+        """Note what a loss averages that came without a weight, from a frame of the loop's."""
+        self._seen.items.append(items_at(loss, caller))
+
+    def _look_for_leftovers(self, first: bool) -> None:
+        """Look for gradients that another loss left before a window, and that its first backward adds.
+
+        A generator's loss leaves gradients in the discriminator. A stock loop drops them by the zero_grad before the
+        next backward, which a swapped loop has deleted. A loop that runs a backward of its own before each acc.backward
+        has gradients before the first one too, and means them; but it also has them before the second one.
+
+        Args:
+            first: Whether it is the first backward of its window; an earlier first one may have failed.
+        """
+        if not self._looks_for_leftovers:
+            return
+        grads = [p.grad for buffer in self._store.buffers for p in buffer.params if p.grad is not None]
+        self._seen.leftovers = self._seen.leftovers and not first
+        if not grads and not self._uncounted():
+            return
+        self._seen.leftovers = first
+        if not first or not (self._uncounted() or any(map(_is_something, grads))):
+            self._looks_for_leftovers = False  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
 
     def _check_not_scaled(self, factor: Tensor) -> None:
         scaler = self._scaler.scaler
-        if scaler is not None and _is_scale_of(scaler, factor):
+        reads = not self._looked_for_scalers
+        if scaler is not None and _is_scale_of(scaler, factor, reads):
             raise RuntimeError(
                 "backward(): this loss was scaled already, and would be scaled twice: pass the plain loss, "
                 "acc.backward(loss), not acc.backward(scaler.scale(loss))"
@@ -102,7 +160,7 @@ class MisuseDetector(Follower):
         if self._looked_for_scalers or factor.dim() != 0 or factor.dtype is not torch.float32:
             return
         self._looked_for_scalers = True
-        if any(_is_scale_of(other, factor) for other in _scalers()):
+        if any(_is_scale_of(other, factor, reads) for other in _scalers()):
             self._looked_for_scalers = False
             raise RuntimeError(
                 "backward(): a GradScaler that the accumulator was not built with has scaled this loss: build it with "
@@ -111,53 +169,73 @@ class MisuseDetector(Follower):
 
     # ---- the end of a window
 
-    def see_end(self, caller: str, divisor: object) -> None:
+    def inspect_end(self, caller: str, divisor: object) -> None:
         """Look at a window before it ends.
 
         Raises:
             RuntimeError: none of its micro-batches had a gradient.
         """
-        window = self._window
+        window = self._seen.window
         calls = window.micro_batches + window.found_nothing
-        alone = not (self._ranks.ends_together or self._ranks.judged_together)
+        alone = self._ranks.size == 1 and not self._ranks.ends_together
         if calls and alone and 1 not in self._store.touched_bytes() and not window.dropped:
             raise RuntimeError(
                 f"{caller}: no gradient was found in any of this window's {calls} micro-batches. zero_grad() between "
                 "backward and accumulate() throws gradients away; a loss that reaches none of the accumulator's "
-                "parameters makes none. acc.zero_() drops the window"
+                "parameters makes none. acc.zero_() drops the window (AK19)"
             )
-        if self._divided_by is not None and divisor is None:
-            self._warn_of_division(self._divided_by)
+        if divisor is None and self._seen.divisors and self._seen.divisors[0] is not None:
+            self._warn_of_division(self._seen.divisors[0])
+        if self.items is not None and self._seen.items and divisor is None:
+            self._warn_of_unequal(self.items)
         if self._drops:
             self._warn_of_drops()
-        self._leftovers.see_end()
-        if caller == "step()" and window.micro_batches > self._losses and self._scaler.scaler is None:
+        if self._looks_for_leftovers and self._seen.leftovers:
+            self._looks_for_leftovers = False
+            _log.warning(
+                "gradients of another loss were there before this window's first acc.backward, which has added them: "
+                "keep the parameters out of that loss, module.requires_grad_(False), or drop its gradients by "
+                "acc.zero_() before the window. If they are meant, pass the sum of the losses to acc.backward (AK39)"
+            )
+        if caller == "step()" and window.micro_batches > len(self._seen.divisors) and self._scaler.scaler is None:
             self._own_backwards += 1
             if self._own_backwards == 2:  # by now, another model's scaler would have been updated
                 self._warn_of_scaler()
 
     def _warn_of_division(self, by: float) -> None:
-        count = self._window.micro_batches
-        if count < 2 or self._losses != count or abs(by / count - 1) > 1e-6:
+        count, divisors = self._seen.window.micro_batches, self._seen.divisors
+        if count < 2 or divisors != [by] * count or abs(by / count - 1) > 1e-6:
             return
         self._warn(
             "division",
             "each loss of this window was divided by %d, the number of its micro-batches, and acc divides by the sum "
-            "of weights once more: pass the plain loss, acc.backward(loss). A loss that is the mean over %d samples of "
-            "its own is right as it is",
+            "of weights once more: pass the plain loss, acc.backward(loss), or leave the division to the trainer. A "
+            "loss that is the mean over %d samples of its own is right as it is (AK38)",
             count,
             count,
         )
 
+    def _warn_of_unequal(self, comparison: ItemComparison) -> None:
+        counts = comparison.unequal(self._seen.items, self._seen.window.micro_batches)
+        if counts is not None:
+            self.items = None
+            _log.warning(
+                "the losses of this window are means over unequal numbers of items (%s) and count the same, since "
+                "acc.backward got no weight: the result is not the gradient of all samples at once. Pass the number "
+                "that each loss averages, acc.backward(loss, weight=...): len(x), or how many labels are not ignored. "
+                "If they are to count the same, pass weight=1",
+                counts,
+            )
+
     def _warn_of_drops(self) -> None:
-        if self._drops > 1 and (self._dropped_one or self._window.micro_batches == 0):
+        if self._drops > 1 and (self._dropped_last or self._seen.window.micro_batches == 0):
             self._warn(
                 "drops",
                 "zero_() has dropped %d windows with micro-batches that no step has used: step() opens the next "
                 "window itself; delete zero_() before backward and before step()",
                 self._drops,
             )
-        if not self._dropped_one:
+        if not self._dropped_last:
             self._drops = 0
 
     def _warn_of_scaler(self) -> None:
@@ -177,36 +255,32 @@ class MisuseDetector(Follower):
             self._warned.add(what)
             _log.warning(message, *values)
 
-    def see_clip(self) -> None:
-        """Note that `acc.clip_grad_norm_` has run."""
-        self._clipped = True
-
     # ---- calls of others
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Refuse a step without gradients, or with gradients other than those that `finalize` made."""
-        if self._window.phase is not Phase.FINALIZED:
+        if self._seen.window.phase is not Phase.FINALIZED:
             if not has_closure:  # a closure has yet to compute the gradients
                 self._check_closed(optimizer)
-        elif id(optimizer) not in self._stepped and self._window.handed_out:
+        elif id(optimizer) not in self._seen.stepped and self._seen.window.exposed:
             self._check_handed_out(optimizer)
-            unknown = self._clipped and self._scaler.scaler is None and not self._looked_for_unscaling
+            unknown = self._seen.window.clipped and self._scaler.scaler is None and not self._looked_for_unscaling
             if unknown and self._holds(owned((optimizer,))):  # another accumulator's optimizer may have a scale
                 self._check_not_unscaled_late(optimizer)
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Check that what a closure computed was finalized."""
-        self._stepped.add(id(optimizer))
-        if has_closure and self._window.phase is not Phase.FINALIZED and not torch.compiler.is_compiling():
+        self._seen.stepped.add(id(optimizer))
+        if has_closure and self._seen.window.phase is not Phase.FINALIZED and not torch.compiler.is_compiling():
             self._check_closed(optimizer)
 
     def _check_closed(self, optimizer: Optimizer) -> None:
-        count = self._window.micro_batches
+        count = self._seen.window.micro_batches
         if (count or self._uncounted()) and self._holds(owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside a window: the gradients of {count} micro-batches are in the "
                 "accumulator, and this step would not see them. Call acc.step(optimizer) instead, or, in the long "
-                "form, acc.finalize(optimizer) before; acc.zero_() drops the window"
+                "form, acc.finalize(optimizer) before; acc.zero_() drops the window (AK20)"
             )
 
     def _check_handed_out(self, optimizer: Optimizer) -> None:
@@ -247,22 +321,45 @@ class MisuseDetector(Follower):
 
     def _has_uncounted_or_sums(self) -> bool:
         """Whether gradients are in the accumulator, where torch does not see them."""
-        open_ = self._window.phase is not Phase.FINALIZED
-        return open_ and (self._window.micro_batches > 0 or self._uncounted())
+        open_ = self._seen.window.phase is not Phase.FINALIZED
+        return open_ and (self._seen.window.micro_batches > 0 or self._uncounted())
 
     def _refuse_clipping(self) -> NoReturn:
         raise RuntimeError(
             "torch.nn.utils.clip_grad_norm_ (or clip_grad_value_, get_total_norm, clip_grads_with_norm_) inside a "
             "window finds no .grad, since the gradients are in the accumulator: delete it and call acc.step(optimizer, "
-            "max_norm=...), or clip between acc.finalize(optimizer) and the step"
+            "max_norm=...), or clip between acc.finalize(optimizer) and the step (AK21)"
         )
 
     def _holds(self, params: list[Tensor]) -> bool:
         """Whether this window has a sum for one of these parameters or masters."""
         if self._uncounted():  # captures hold gradients of parameters that are not touched yet
             return any(self._store.place(p) is not None for p in params)
+        if self._seen.window.phase is not Phase.FINALIZED:
+            self._flush(self._seen.window)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
         return any(id(p) in touched for p in params)
+
+
+def division(loss: Tensor, made: int = 0) -> tuple[Tensor | None, float | None]:
+    """Return the last factor of a loss, and what it was divided by, both None where that is not known.
+
+    Args:
+        loss: Before its backward, which frees what its graph has saved.
+        made: See `MisuseDetector.inspect_loss`.
+    """
+    node = loss.grad_fn
+    for _ in range(made):
+        node = node.next_functions[0][0] if node is not None and node.name() in _FACTORS else None
+    name = None if node is None else node.name()
+    if name == "DivBackward0":
+        return None, None if is_divided_sum(node) else _number(_other(node))
+    factor = _other(node) if name == "MulBackward0" else None
+    number = _number(factor)
+    return factor, 1 / number if number else None
+
+
+_FACTORS = ("MulBackward0", "DivBackward0")
 
 
 def _other(node: Any) -> Tensor | None:
@@ -280,8 +377,11 @@ def _number(other: Any) -> float | None:
     return float(other.tolist())  # not item(): tolist() is no op that a dispatch mode would see
 
 
-def _is_scale_of(scaler: torch.amp.GradScaler, factor: Tensor) -> bool:
+def _is_scale_of(scaler: torch.amp.GradScaler, factor: Tensor, reads: bool) -> bool:
+    """Whether a factor is the scale, or (if the host may wait for it) a copy of one that lives on the host."""
     scale = scaler._scale
+    if scale is not None and scale.is_cpu and not factor.is_cpu:  # see LossScaler.keep_on_host
+        return reads and factor.dim() == 0 and factor.dtype == scale.dtype and factor.item() == scale.item()
     return scale is not None and factor.device == scale.device and factor.data_ptr() == scale.data_ptr()
 
 
@@ -313,4 +413,101 @@ def warn_of_nothing(ran_backward: bool, after_backward: bool) -> None:
         _log.warning(
             "accumulate() found no gradient, and counted nothing: if a backward ran before it, zero_grad() must "
             "not come between the two; if none did, delete this accumulate()"
+        )
+
+
+def _is_something(grad: torch.Tensor) -> bool:
+    """Whether a gradient is not all zeros, as far as the host may ask."""
+    if grad.layout is not torch.strided or is_capturing(grad.device):
+        return True
+    return bool(local(grad).any())
+
+
+# ---- Notices loops in which no window ends: half-swapped ones, which train nothing and would say nothing
+
+FEW = 10  # micro-batches of a loop that was meant to train
+MANY = 1000  # micro-batches of a window that few mean; and LONGER times those of the longest window before
+LONGER = 10
+
+_never_ended: set[Patience] = set()  # of this process: accumulators with at least FEW micro-batches and no end
+
+
+class Patience:
+    """How long the windows of one accumulator may become before something is said.
+
+    A long window may be meant, so this only warns, once while it is open, and once when the process ends, if it ends
+    without an exception. An accumulator that is gone counts, too, since a loop in a function is over by then; not if
+    another one ends a window later: then it was a probe, and the program trains.
+
+    Args:
+        owner: The accumulator, held weakly.
+
+    Attributes:
+        limit: The number of micro-batches at which the open window calls `see`.
+        longest: How many the longest window had that ended; only a longer one calls `end`.
+    """
+
+    def __init__(self, owner: object = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._silenced = False
+        self.limit = FEW
+        self.longest = 0
+        self._dropped = 0  # micro-batches of dropped windows, before the first that ended
+        self._process = os.getpid()
+        self._warned = False
+
+    def see(self, count: int) -> None:
+        """Look at an open window that has reached the limit with `count` micro-batches."""
+        if self.longest == 0 and not self._silenced:
+            _never_ended.add(self)
+        if count < MANY:
+            self.limit = MANY
+            return
+        self.limit = sys.maxsize
+        if not self._warned:
+            self._warned = True
+            before = f"the longest before had {self.longest}" if self.longest else "none has ended yet"
+            _log.warning(
+                "this window has %d micro-batches, and %s: nothing is trained until acc.step(optimizer), or "
+                "acc.finalize(optimizer) and the optimizer's own step, ends it. A window that is meant to be that long "
+                "is right as it is (AK12)",
+                count,
+                before,
+            )
+
+    def end(self, count: int, used: bool) -> None:
+        """See a window of `count` micro-batches end, or be dropped if it was not `used`."""
+        if used:
+            _never_ended.discard(self)
+            _never_ended.difference_update([other for other in _never_ended if other.is_freed()])
+            self.longest = count
+        elif self.longest == 0:
+            self._dropped += count
+            if self._dropped >= FEW and not self._silenced:
+                _never_ended.add(self)
+        self.limit = max(MANY, LONGER * self.longest) if self.longest or self in _never_ended else FEW
+
+    def silence(self) -> None:
+        """Say nothing when the process ends: the sums were read, saved or loaded, or are not wanted any more."""
+        self._silenced = True
+        _never_ended.discard(self)
+
+    def is_freed(self) -> bool:
+        """Whether its accumulator is."""
+        return self._owner is not None and self._owner() is None
+
+    def is_of_this_process(self) -> bool:
+        """Whether this process made it; a fork has copies."""
+        return self._process == os.getpid()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    failed = getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
+    if not failed and any(map(Patience.is_of_this_process, _never_ended)):
+        _log.warning(
+            "the process ends, and no window of a FusedAccumulator with %d micro-batches or more has ever ended: what "
+            "it accumulated has trained nothing. End each window by acc.step(optimizer), or acc.finalize(optimizer), "
+            "the optimizer's own step and acc.zero_()",
+            FEW,
         )

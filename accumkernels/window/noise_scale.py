@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers.devices import move
 from ..buffers.flat import FlatBuffer
+from ..buffers.parameters import move
 from ..ops.schema import State
 from ..ranks.base import Ranks
 

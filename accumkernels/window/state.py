@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers.devices import move
-from ..capture.captures import MicroBatch
-from ..ranks.base import GlobalStats
-from .grads import WindowGrads, clip_coefficient
+from ..buffers.parameters import move
+from ..capture.inbox import MicroBatch
+from ..ranks.base import GlobalStats, backward_may_cross_ranks
 from .loss_weighting import grad_weight, together
-from .patience import Patience
-from .verdict import Verdict
+from .verdict import Verdict, WindowGrads, clip_coefficient
 
 
 class Phase(enum.Enum):
@@ -48,6 +47,7 @@ class WindowLoss:
     _losses: list[float | Tensor] = field(default_factory=list, init=False)
     _weights: list[float | Tensor] = field(default_factory=list, init=False)
     _undecided: int = field(default=0, init=False)  # number of last ones whose kept gradients may still be dropped
+    _drops: list[tuple[slice, Tensor]] = field(default_factory=list, init=False)  # of these weights, if not 0
     _loaded: Tensor | None = field(default=None, init=False)  # sums of micro-batches before a checkpoint
     _agreed: Tensor | None = field(default=None, init=False)  # sums over all ranks
 
@@ -76,9 +76,8 @@ class WindowLoss:
         if unsynced:
             return
         if drop is not None:
-            decided = len(self._weights) - self._undecided
-            dropped = drop.reshape(()) != 0
-            self._weights[decided:] = [torch.where(dropped, 0.0, self._scalar(w)) for w in self._weights[decided:]]
+            end = len(self._weights)
+            self._drops.append((slice(end - self._undecided, end), drop))  # which may be written later
         self._undecided = 0
 
     def drop_unsynced(self) -> None:
@@ -106,6 +105,8 @@ class WindowLoss:
             return self._loaded if self._agreed is None else self._agreed
         # A dropped micro-batch's loss is usually not finite, and 0 times that is NaN.
         w = self._vector(self._weights)
+        for dropped, drop in self._drops:
+            w[dropped] = torch.where(move(drop, self.device) != 0, 0.0, w[dropped])
         used = torch.stack([torch.where(w != 0, w * self._vector(self._losses), 0.0), w]).sum(1)
         return used if self._loaded is None else used + self._loaded
 
@@ -126,35 +127,37 @@ class Window:
     Attributes:
         number: How many windows ended before.
         loss: The losses of its micro-batches.
-        patience: Is told if it becomes very long.
         phase: See `Phase`.
         micro_batches: Number of `accumulate` calls, including dropped micro-batches.
         unsynced: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
         unsynced_sum: All unsynced micro-batches together; None if there are none.
         host_weight: Sum of the weights that were numbers.
         weighed_after: Whether a user's own loop left a weight other than 1 to the accumulate pass.
+        counted_by_backward: Whether the accumulator ran the backward of the last micro-batch.
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
         resumed: Whether it was loaded with micro-batches of the run that saved it.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
         verdict: Its verdict, once it is finalized.
-        handed_out: Whether optimizers have got `.grad`s.
+        exposed: Whether optimizers have got `.grad`s.
+        clipped: Whether a norm was computed since it was finalized, or none is to be.
         idle: For each segment, 1 if its parameter is frozen and gives it back when this window is over; may be empty.
     """
 
     number: int = 0
     loss: WindowLoss = field(default_factory=WindowLoss)
-    patience: Patience = field(default_factory=Patience)
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
     unsynced: int = 0
     unsynced_sum: MicroBatch | None = None
     host_weight: float = 0.0
     weighed_after: bool = False
+    counted_by_backward: bool = False
     found_nothing: int = 0
     resumed: bool = field(default=False, init=False)
     dropped: bool = field(default=False, init=False)
     verdict: Verdict | None = field(default=None, init=False)
-    handed_out: bool = field(default=False, init=False)
+    exposed: bool = field(default=False, init=False)
+    clipped: bool = field(default=False, init=False)
     idle: bytes = field(default=b"", init=False)
     _decided_on_device: bool = field(default=False, init=False)  # only the device knows a weight or the divisor
     _grads: WindowGrads | None = field(default=None, init=False)
@@ -169,11 +172,15 @@ class Window:
         """Whether the host already knows that the step will be skipped because there is no weight."""
         return self.dropped or (not self._decided_on_device and self.host_weight == 0)
 
-    def count(self, weight: float | Tensor) -> None:
+    @functools.cached_property
+    def crosses_ranks(self) -> bool:
+        """Whether backward may; asked once, since asking torch.distributed is slow."""
+        return backward_may_cross_ranks()
+
+    def count(self, weight: float | Tensor, counted_by_backward: bool) -> None:
         """Count a micro-batch that was added, and the unsynced ones with it."""
         self.micro_batches += 1
-        if self.micro_batches >= self.patience.limit:
-            self.patience.see(self.micro_batches)
+        self.counted_by_backward = counted_by_backward
         if self.unsynced:
             self.drop_unsynced()
         if isinstance(weight, float):
@@ -223,21 +230,24 @@ class Window:
 
     def finalize(self, verdict: Verdict, grads: WindowGrads, idle: bytes) -> None:
         """End the window with its verdict, the gradients that it hands out, and what is given back afterwards."""
-        if self.micro_batches > self.patience.longest:
-            self.patience.end(self.micro_batches, used=True)
         self.phase, self.verdict, self._grads, self.idle = Phase.FINALIZED, verdict, grads, idle
 
-    def hand_out(self) -> None:
+    def expose(self) -> None:
         """Let optimizers have their `.grad`s."""
         assert self._grads is not None
         self._grads.assign_grads()
-        self.handed_out = True
+        self.exposed = True
 
     def take_over(self) -> None:
-        """Take over what the loop has made of the gradients handed out."""
-        if self.handed_out:
+        """Take over what the loop has made of the gradients handed out, for the norm that is about to be computed."""
+        self.clipped = True
+        if self.exposed:
             assert self._grads is not None
             self._grads.take_over()
+
+    def note_clipping(self) -> None:
+        """Note that other ranks know that no norm will be computed."""
+        self.clipped = True
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Scale the gradients handed out, whose norm is `norm`, to a norm of at most `max_norm`."""
@@ -264,7 +274,7 @@ class Window:
                 f"accumulate(weight={given}) after {self.unsynced} micro-batches that were multiplied by {before}, "
                 "whose gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
                 "acc.backward(loss, weight), which puts weights into losses; if that was another accumulator's, whose "
-                "loss reaches these parameters, build one over the parameters of both (docs/fsdp2.md)"
+                "loss reaches these parameters, build one over the parameters of both (docs/fsdp2.md) (AK28)"
             )
 
     def add_unsynced(self, micro_batch: MicroBatch) -> None:

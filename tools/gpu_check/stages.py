@@ -131,6 +131,18 @@ def second(setting: Setting) -> list[Part]:
     ]
 
 
+def one_card(setting: Setting) -> Part:
+    """1.2 billion parameters, with sums on the card and in host memory."""
+    options = "--layers 24 --width 2048 --windows 4 --threads 8"
+    part = benchmark(setting, "one_card", "one-card", "one_card_{}.csv", options, "--layers 1 --width 64", 150)
+    return dataclasses.replace(part, missing=lambda: "needs a GPU" if setting.rehearse else None)
+
+
+def demo(setting: Setting) -> Part:
+    """What a newcomer sees."""
+    return benchmark(setting, "demo", "demo", "demo_{}.csv", "--runs 1", "--runs 1 --steps 1", 150)
+
+
 def third(setting: Setting) -> list[Part]:
     """What does a user get?"""
     tiny = "--model tiny --windows 1 --micro-batches 2 --methods masters"
@@ -169,6 +181,7 @@ def third(setting: Setting) -> list[Part]:
             150,
         ),
         memory,
+        benchmark(setting, "fits", "fits", "fits_{}.csv", "", "--model tiny", 60),
         benchmark(
             setting,
             *("autocast", "autocast", "autocast_{}.csv"),
@@ -177,6 +190,8 @@ def third(setting: Setting) -> list[Part]:
             60,
         ),
         trainers,
+        one_card(setting),
+        demo(setting),
         picture(setting, "training", "training_{}_bf16.csv"),
         picture(setting, "timeline", "timeline_{}.csv"),
     ]

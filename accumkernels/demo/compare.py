@@ -1,0 +1,446 @@
+"""`python -m accumkernels compare MODULE:FACTORY`: stock accumulation against FusedAccumulator on a user's own model.
+
+The factory is that of `fit` (planning/commands.py). One batch of K micro-batches, and a short one, is trained in three
+ways. The model is trained in place and restored, since there may be no memory for a copy; only the exact gradient is
+that of a copy, in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import devices
+from ..accumulator import FusedAccumulator
+from ..arguments import as_bytes
+from ..batch_statistics import uses_batch_statistics
+from ..errors import is_oom_error
+from ..planning.commands import FitError, arguments_for, is_ours
+from ..planning.training import Training, positive_int, training_for
+from ..planning.trial import Trials
+from ..snapshots import Snapshot
+from ..splitting.batches import TreeSamples, tree_map
+from ..splitting.memory import clear_frames, format_bytes
+from . import report
+from .command import Display, in_short, versions_and_device
+from .methods import METHODS, BigBatch, Gradient, Method, StockAccumulation, distance, gradient
+
+MICRO_BATCH_SIZE = 8
+ACCUMULATION_STEPS = 8
+ITERATIONS = 5  # windows of a trial
+SHORT = 5 / 16  # of a full window's samples
+SAME_LOSS = 1e-4  # relative: two forwards of the same batch, whose sums a device may add up in another order
+WRONG = 0.01  # relative error in fp32 of a gradient that is not only rounded
+
+
+# ---- What is trained: the samples of one optimizer step, with their weights
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples in one forward pass; `tokens` is what their mean loss averages over."""
+
+    batch: Any
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """The same samples in one batch and in micro-batches."""
+
+    big_batch: Part
+    micro_batches: list[Part]
+
+
+def window_of(samples: TreeSamples, count: int, micro_batch_size: int, weigh: Callable[[Any, int], float]) -> Window:
+    """The first `count` samples, in micro-batches of `micro_batch_size`, the last one maybe smaller."""
+    parts = []
+    for start in range(0, count, micro_batch_size):
+        indices = range(start, min(start + micro_batch_size, count))
+        batch = samples.part(indices)
+        parts.append(Part(batch, weigh(batch, len(indices))))
+    return Window(Part(samples.part(range(count)), sum(part.tokens for part in parts)), parts)
+
+
+class Comparison:
+    """A training, and what is the same for all three ways.
+
+    Args:
+        training: What is trained.
+        micro_batch_size: Samples of a micro-batch.
+        steps: Micro-batches of a full window.
+        cache_casts: See `Method`.
+
+    Attributes:
+        unit: "tokens" if `loss_fn` returns weights that are no numbers of samples, else "samples".
+        evaluates: Why gradients are compared in eval mode; None if they are not.
+
+    Raises:
+        FitError: `make_batch` makes no such batch, or the loss is not finite, or another one each time.
+    """
+
+    def __init__(self, training: Training, micro_batch_size: int, steps: int, cache_casts: bool) -> None:
+        self.training = training
+        self.steps = steps
+        self.unit = "samples"
+        self._cache_casts = cache_casts
+        model = training.model
+        count = micro_batch_size * steps
+        batch = next(training.source(count, training.device))
+        samples = TreeSamples(batch)
+        if len(samples) != count:
+            raise FitError(f"the factory's batch of {count} has {len(samples)} samples")
+        with self.restored():
+            self.full = window_of(samples, count, micro_batch_size, self._weigh)
+            self.short = window_of(samples, max(1, int(count * SHORT)), micro_batch_size, self._weigh)
+            self.evaluates = self._why_eval()
+        self.parameters = sum(param.numel() for param in model.parameters())
+        self.init_scale = self._settled_scale() if training.amp_dtype is torch.float16 else None
+
+    def restored(self) -> contextlib.ExitStack:
+        """Put the model onto its device, and everything back in the end."""
+        model = self.training.model
+        stack = contextlib.ExitStack()
+        stack.callback(Snapshot(model).restore)
+        for param in model.parameters():
+            param.grad = None
+        if len({param.device for param in model.parameters()}) == 1:  # else leave it spread over devices
+            model.to(self.training.device)
+        return stack
+
+    @torch.no_grad()
+    def _weigh(self, batch: Any, count: int) -> float:
+        try:
+            loss, weight = self.training.loss_and_weight(batch)
+        except BaseException as error:
+            if not is_oom_error(error):
+                raise
+            raise FitError(does_not_fit(count, str(error))) from None
+        if not math.isfinite(float(loss)):
+            raise FitError(f"the loss of a micro-batch of {count} is {float(loss)}")
+        tokens = float(count) if weight is None else float(weight)
+        if tokens != count:
+            self.unit = "tokens"
+        return tokens
+
+    def _why_eval(self) -> str | None:
+        """Why the model in its mode is not the same function of each sample at each call."""
+        model, batch = self.training.model, self.full.micro_batches[0].batch
+        names = uses_batch_statistics(model)
+        if not names and len(self._losses(batch)) == 1:
+            return None
+        why = f"{names[0]!r} normalizes over the micro-batch" if names else "it is random in train mode (dropout)"
+        model.eval()
+        if uses_batch_statistics(model):
+            raise FitError(f"{why}, in eval mode too, so that there is no gradient of the big batch to compare with")
+        losses = self._losses(batch)
+        if len(losses) > 1:
+            raise FitError(
+                f"the model is not deterministic: two forwards of the same batch have the losses {losses[0]:.6g} and "
+                f"{losses[1]:.6g}, in eval mode too, so that there is no gradient to compare with"
+            )
+        return why
+
+    @torch.no_grad()
+    def _losses(self, batch: Any) -> list[float]:
+        first, second = (float(self.training.loss(batch)) for _ in range(2))
+        return [first] if math.isclose(first, second, rel_tol=SAME_LOSS, abs_tol=1e-12) else [first, second]
+
+    def method(self, cls: type[Method], optimizer: Optimizer, steps: int | None = None) -> Method:
+        """One of the three ways; `steps` as in `Method`."""
+        return cls(
+            self.training.model,
+            lambda part: self.training.loss(part.batch),
+            optimizer,
+            steps or self.steps,
+            init_scale=self.init_scale,
+            cache_casts=self._cache_casts,
+        )
+
+    # ---- Gradients, and how far they are from the exact one
+
+    def gradient(self, cls: type[Method], window: Window, steps: int | None = None) -> Gradient | None:
+        """The window's averaged gradient without loss scale, before clipping; None if memory runs out."""
+        model = self.training.model
+        with self.restored(), torch.enable_grad():
+            if self.evaluates:
+                model.eval()
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+            method = self.method(cls, optimizer, steps)
+            try:
+                method.backward(window)
+                method.unscale()
+                return gradient(model)
+            except BaseException as error:
+                if not is_oom_error(error):
+                    raise
+                clear_frames(error)
+                return None
+            finally:
+                method.close()
+
+    def _settled_scale(self) -> float:
+        """The largest loss scale, a power of two, at which no gradient of a micro-batch's undivided loss overflows."""
+        scale = 2.0**16
+        while scale >= 1:
+            self.init_scale = scale
+            found = self.gradient(StockAccumulation, self.full, steps=1)
+            if found is None or all(grad is None or torch.isfinite(grad).all() for grad in found):
+                return scale
+            scale /= 2
+        raise FitError("gradients overflow in fp16 whatever the loss scale is: take --amp bf16")
+
+    def exact(self, window: Window) -> tuple[Gradient, str, str]:
+        """The gradient of the big batch, in which precision it is, and how it was computed.
+
+        Raises:
+            FitError: it can be computed neither in float64 nor in float32.
+        """
+        causes = []
+        for dtype in (torch.float64, torch.float32):
+            for parts, how in (
+                ([window.big_batch], "in one batch"),
+                (self._singles(window), "as the sum of its samples' (the batch does not fit)"),
+            ):
+                try:
+                    return self._exact(parts, dtype), str(dtype).removeprefix("torch."), how
+                except Exception as error:
+                    causes.append(str(error).partition("\n")[0])
+                    clear_frames(error)
+                    if not is_oom_error(error):
+                        break
+        raise FitError(f"the big batch's gradient can be had neither in float64 nor in float32: {causes[0]}")
+
+    def _singles(self, window: Window) -> list[Part]:
+        samples = TreeSamples(window.big_batch.batch)
+        singles = [samples.part([index]) for index in range(len(samples))]
+        with self.restored():
+            return [Part(single, self._weigh(single, 1)) for single in singles]
+
+    def _exact(self, parts: Sequence[Part], dtype: torch.dtype) -> Gradient:
+        model = copy.deepcopy(self.training.model).to(self.training.device, dtype)
+        if self.evaluates:
+            model.eval()
+        training = replace(self.training, model=model, amp_dtype=None)
+
+        def widened(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+        total = sum(part.tokens for part in parts)
+        with torch.enable_grad():
+            for part in parts:
+                (training.loss(tree_map(widened, part.batch)) * (part.tokens / total)).backward()
+        return gradient(model)
+
+
+def does_not_fit(size: int, cause: str) -> str:
+    """The error about a micro-batch that is too large."""
+    return (
+        f"a micro-batch of {size} does not fit ({cause.partition(chr(10))[0]}): pass a smaller --micro-batch-size, "
+        "which `python -m accumkernels fit` finds"
+    )
+
+
+# ---- Speed and memory
+
+
+class Windows(Trials):
+    """Trains whole windows on trial, in the way of `cls`."""
+
+    def __init__(self, comparison: Comparison, memory_limit: int | str | None) -> None:
+        super().__init__(comparison.training, ITERATIONS, memory_limit)
+        self._comparison = comparison
+        self.cls: type[Method] = BigBatch
+
+    def parts(
+        self,
+        optimizer: Optimizer,
+        size: int,
+        accumulate: int | None,
+        acc: FusedAccumulator | None,
+        stack: contextlib.ExitStack,
+    ) -> list[Callable[[], object]]:
+        """See `Trials`."""
+        method = self._comparison.method(self.cls, optimizer)
+        stack.callback(method.close)
+        return [lambda: method.backward(self._comparison.full), method.step]
+
+
+def train(comparison: Comparison, rounds: int, memory_limit: int | str | None, display: Display) -> list[report.Run]:
+    """Train the full window in all three ways, `rounds` times in turn.
+
+    A big batch that exceeds `memory_limit` is tried without it too, since its bytes say how far it is from fitting.
+
+    Raises:
+        FitError: a micro-batch does not fit.
+    """
+    runs = [report.Run(cls.name, ends_short=False) for cls in METHODS]
+    window = comparison.full
+    size = len(TreeSamples(window.big_batch.batch))
+    micro_batch = len(TreeSamples(window.micro_batches[0].batch))
+    trials = Windows(comparison, memory_limit)
+    with trials:
+        for number in range(rounds):
+            for turn in range(len(runs)):
+                index = (number + turn) % len(runs)  # no method always goes first
+                run, trials.cls = runs[index], METHODS[index]
+                if run.fits:
+                    outcome = trials.try_size(size, None)
+                    run.fits = outcome.trial.ok
+                    run.peak_bytes = max(run.peak_bytes, outcome.trial.peak_bytes)
+                    if run.fits:
+                        run.step_seconds.append(size / outcome.trial.samples_per_second)
+                        run.tokens.append(window.big_batch.tokens)
+                    elif index > 0:
+                        raise FitError(does_not_fit(micro_batch, f"{run.name}: {outcome.failure}"))
+                display.measured(f"round {number + 1}, {run.name}" + ("" if run.fits else ": does not fit"))
+    if not runs[0].fits and memory_limit is not None:
+        trials = Windows(comparison, None)
+        with trials:
+            runs[0].peak_bytes = max(runs[0].peak_bytes, trials.try_size(size, None).trial.peak_bytes)
+    return runs
+
+
+# ---- The command
+
+
+def compare(arguments: argparse.Namespace, display: Display) -> None:
+    """Measure, print the table, and write the files.
+
+    Raises:
+        FitError, TypeError, ValueError: an argument or what the factory returns is wrong, or cannot be compared.
+    """
+    call = arguments_for(arguments)
+    taken = inspect.signature(training_for).parameters
+    if call.pop("cpu_offload", False):
+        raise FitError("cpu_offload: compare trains with sums on the device: leave it out")
+    asked = call.pop("accumulate", None)
+    steps = positive_int(ACCUMULATION_STEPS if asked is None else asked, "--accumulate")
+    rounds = positive_int(arguments.rounds, "--rounds")
+    default = min(MICRO_BATCH_SIZE, call.get("max_batch_size") or MICRO_BATCH_SIZE)
+    size = positive_int(
+        default if arguments.micro_batch_size is None else arguments.micro_batch_size, "--micro-batch-size"
+    )
+    if steps < 2:
+        raise FitError("--accumulate 1 accumulates nothing: pass at least 2")
+    training = training_for("compare", **{name: value for name, value in call.items() if name in taken})
+    budget = call.get("memory_limit")
+    limit = None if budget is None else as_bytes(budget, "memory_limit", of_a_device=True)
+    amp = "float32" if training.amp_dtype is None else str(training.amp_dtype).removeprefix("torch.")
+    versions = versions_and_device(training.device)
+    console = display.console
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with display:
+        display.begin_measuring(2 + rounds * len(METHODS))
+        comparison = Comparison(training, size, steps, not arguments.no_cache_casts)
+        console.print(
+            f"{arguments.factory}: {comparison.parameters / 1e6:.3g} M parameters, {steps} micro-batches of {size} "
+            f"samples, {amp}, on {versions['device']}; FusedAccumulator's backend: {versions['backend']}.",
+            highlight=False,
+        )
+        runs = train(comparison, rounds, budget, display)
+        for key, window in (("short", comparison.short), ("full", comparison.full)):
+            exact, precision, how = comparison.exact(window)
+            for run, cls in zip(runs, METHODS, strict=True):
+                found = comparison.gradient(cls, window)
+                run.gradient_errors[key] = math.nan if found is None else distance(found, exact)
+            display.measured(f"gradient errors, {key} window")
+    display.stage = "while writing the files"
+    report_on(arguments, comparison, runs, precision, how, amp, versions, limit, console)
+
+
+def report_on(
+    arguments: argparse.Namespace,
+    comparison: Comparison,
+    runs: list[report.Run],
+    precision: str,
+    how: str,
+    amp: str,
+    versions: dict[str, Any],
+    limit: int | None,
+    console: Console,
+) -> None:
+    """Print the table and what it says; write compare.json and compare.png."""
+    device = comparison.training.device
+    samples = len(TreeSamples(comparison.full.big_batch.batch))
+    mode = f"; in eval mode, since {comparison.evaluates}" if comparison.evaluates else ""
+    batch = f"{samples} samples"
+    on_budget = "" if limit is None else f", on a budget of {format_bytes(limit)}"
+    report.print_table(
+        console,
+        runs,
+        unit=comparison.unit,
+        exact=precision,
+        how=how,
+        where=mode,
+        full=comparison.steps,
+        short=len(comparison.short.micro_batches),
+        amp=amp,
+        memory="memory in torch's allocator" if devices.counts_memory(device) else "tensors alive at a time",
+        batch=f"a batch of {batch}{on_budget}",
+    )
+    big, stock, fused = runs
+    report.print_conclusion(console, stock, fused, comparison.unit, scaled=amp == "float16", clips=False)
+    wrong = fused.gradient_errors["full"] > max(WRONG, 4 * big.gradient_errors["full"])  # False where that is nan
+    if wrong:
+        console.print(
+            "\nFusedAccumulator's gradient is not the big batch's here, so the loss is no mean over samples: have "
+            "loss_fn return (loss, weight), the weight being what it averages over, such as the number of tokens that "
+            "count. Losses that couple samples need acc.backward_coupled.",
+            style="bold",
+            highlight=False,
+        )
+    settings = {
+        "factory": arguments.factory,
+        "parameters": comparison.parameters,
+        "micro_batch_size": samples // comparison.steps,
+        "accumulation_steps": comparison.steps,
+        "short_window": [part.tokens for part in comparison.short.micro_batches],
+        "unit": comparison.unit,
+        "autocast": amp,
+        "loss_scale": comparison.init_scale,
+        "exact_gradient": f"{precision}, {how}",
+        "eval_mode": comparison.evaluates,
+        "memory_limit": limit,
+        "cache_casts": not arguments.no_cache_casts,
+        "speed_to_stock": report.speedup(fused, stock),
+    }
+    report.write_json(arguments.out / "compare.json", runs, settings=settings, versions=versions)
+    title = f"{arguments.factory}, {comparison.parameters / 1e6:.3g} M parameters, {amp}; {in_short(versions)}"
+    report.draw(arguments.out / "compare.png", runs, title, unit=comparison.unit, batch=batch, budget=limit)
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Run the command; return the exit status."""
+    console = Console()
+    display = Display(console)
+    begin = time.perf_counter()
+    try:
+        compare(arguments, display)
+    except KeyboardInterrupt:
+        print(f"compare interrupted {display.stage}; no results were written", file=sys.stderr)
+        return 130
+    except (FitError, OSError) as error:
+        print(f"accumkernels compare: error: {error}", file=sys.stderr)
+        return 2
+    except (TypeError, ValueError) as error:
+        if not is_ours(error):
+            raise  # the user's own code failed: its traceback helps
+        print(f"accumkernels compare: error: {error}", file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - begin
+    console.print(f"{arguments.out / 'compare.png'} and compare.json written; {seconds:.0f} s.", highlight=False)
+    return 0

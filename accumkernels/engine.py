@@ -1,0 +1,469 @@
+"""The engine: opens windows, takes micro-batches, ends windows and drops them.
+
+FusedAccumulator and the trainers' adapters drive it. They check what users give; it checks the order of calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .arguments import Options, Split, as_scalar
+from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
+from .buffers.parameters import named_parameters
+from .buffers.store import Store
+from .capture.inbox import MicroBatch
+from .devices import is_accelerator
+from .errors import logger
+from .hooks import profiled, unfollow
+from .offload.checks import check_parameters
+from .offload.slots import Slots
+from .ranks.choice import choose_ranks
+from .ranks.pipeline import stages_of
+from .splitting.batches import costs_of, samples_of, tree_leaves, tree_map
+from .splitting.memory import memory_of
+from .splitting.packing import Packer
+from .splitting.run import BatchReport, BatchRunner, LossAndWeight, adding_nothing
+from .splitting.sample_mean import SampleMean
+from .window.coupled import CoupledLoss
+from .window.end import End, Part
+from .window.grad_scaler import LossScaler
+from .window.micro_batch import MicroBatchRunner
+from .window.misuse import MisuseDetector, Patience
+from .window.noise_scale import NoiseMeter
+from .window.state import Phase, Window, WindowLoss
+
+_log = logger(__name__)
+
+
+class Engine:
+    """Runs the windows of one accumulator.
+
+    Args:
+        params: FusedAccumulator's argument.
+        options: Its options.
+        process_group: Its argument.
+        stepped: Ids of the parameters to accumulate; None: all.
+
+    Attributes:
+        options: As the argument.
+        store: Flat buffers, masters and states.
+        ranks: All ranks that take part.
+        scaler: The GradScaler, if any.
+        noise: Measures the noise scale.
+        runner: Runs micro-batches.
+        ending: Ends windows.
+        misuse: Observes what the loop does.
+        patience: Observes how long windows become.
+        batches: Knows which micro-batches fit.
+        sample_mean: Knows which losses are means over samples.
+        module: What was given, if that is a module.
+        silence: Keeps a DistributedDataParallel module silent; None if there is none.
+        window: The open window, or the one that was finalized.
+        ended: How many windows have ended; the number of the next.
+    """
+
+    window: Window
+
+    def __init__(
+        self, params: Any, options: Options, process_group: Any = None, stepped: Set[int] | None = None
+    ) -> None:
+        chosen = choose_ranks(params, process_group)
+        named = named_parameters(chosen.params)
+        if stepped is not None:
+            ignored = [e.name for e in named if id(e.param) not in stepped and e.param.requires_grad]
+            if ignored:
+                _log.warning(
+                    "no optimizer steps %s%s, so that no gradient of it is accumulated",
+                    ", ".join(map(repr, ignored[:3])),
+                    f" and {len(ignored) - 3} more" if len(ignored) > 3 else "",
+                )
+            named = [e for e in named if id(e.param) in stepped]
+        self.options = options
+        self.scaler = LossScaler(options.scaler)
+        self.scaler.check_device(named)
+        if options.cpu_offload:
+            check_parameters(named, chosen.group, bool(stages_of(named)))
+            self.scaler.keep_on_host()
+        self.ranks = chosen.join(
+            named,
+            options.comm_dtype,
+            noise_scale=options.noise_scale,
+            scaled=self.scaler.scaler is not None,
+            overflow=options.overflow,
+            release=options.resolved_release,
+            master_weights=options.master_weights,
+        )
+        warn_of_batchnorm(chosen.params)
+        self.module = chosen.params if isinstance(chosen.params, nn.Module) else None
+        self.synchronised = synchronised_batchnorm(chosen.params)
+        self.store = Store(named, options.backend, options.master_weights, Slots() if options.cpu_offload else None)
+        self.ranks.follow(self.store.buffers)
+        self.silence = chosen.silence()
+        half_life = None if isinstance(options.noise_scale, bool) else options.noise_scale
+        self.noise = NoiseMeter(half_life, options.noise_scale is not False, self.ranks)
+        self.runner = MicroBatchRunner(self.store, self.ranks, self.scaler, self.noise, options)
+        self.ending = End(self.store, self.ranks, self.scaler, options.overflow, self.noise)
+        self.misuse = MisuseDetector(self.store, self.ranks, self.scaler, self.runner.is_uncounted, self.runner.flush)
+        self.patience = Patience(self)
+        self.batches = BatchRunner(memory_of(self.store.compute_devices[0], options.memory_limit))
+        self.sample_mean = SampleMean()
+        self.ended = 0
+        self._open()
+
+    # ---- which calls the window allows
+
+    def check_accumulating(self, caller: str) -> None:
+        """Refuse a call where nothing can be added.
+
+        Raises:
+            RuntimeError: says why, and what to do.
+        """
+        ready = not self.runner.captures.inbox.running
+        if not ready or self.window.phase is not Phase.OPEN or not self.store.has_claim or self.ranks.sender.begun:
+            self._refuse(caller, adds=True)
+
+    def check_ending(self, caller: str) -> None:
+        """Refuse a call that ends the window where it cannot end; see `check_accumulating`."""
+        ready = not self.runner.captures.inbox.running
+        if not ready or self.window.phase is not Phase.OPEN or not self.store.has_claim:
+            self._refuse(caller, adds=False)
+
+    def _refuse(self, caller: str, adds: bool) -> None:
+        """Raise what is wrong with a call in the phase that the window is in, if anything is."""
+        release, phase = self.options.resolved_release, self.window.phase
+        if not self.store.has_claim:
+            raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
+        if phase is Phase.FINALIZED:
+            raise RuntimeError(
+                f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"
+            )
+        if phase is Phase.AVERAGED and adds:
+            raise RuntimeError(
+                f"{caller}: the window was loaded as finalized; call acc.finalize(optimizer) or acc.zero_()"
+            )
+        if phase is Phase.REDUCING:
+            raise RuntimeError(
+                f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
+            )
+        if self.options.cpu_offload and not self.runner.is_ready():
+            raise RuntimeError(f"{caller} after a backward that raised: drop what it has left by acc.discard()")
+        if phase is Phase.BROKEN or not self.runner.is_ready():
+            together = self.ranks.ends_together
+            out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
+            raise RuntimeError(
+                f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
+                f"(release={release!r}); drop the window with {out} (AK07)"
+            )
+        if self.ranks.sender.begun and adds:
+            raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
+
+    # ---- open
+
+    def _open(self) -> None:
+        self.window = Window(self.ended, WindowLoss(self.store.compute_devices[0]))
+        if self.noise.on or self.noise.measuring:
+            self.noise.open_window()
+        if self.ranks.reduces_sums:
+            self.ranks.sender.open_window()
+        self.runner.open_window()
+        self.misuse.open_window(self.window)
+
+    def make_room(self) -> None:
+        """Before a window's first micro-batch: do what that would do for parameters that were unfrozen."""
+        if self.window.micro_batches == 0 and self.window.phase is Phase.OPEN and self.store.unplaced():
+            self.runner.prepare_window()
+
+    # ---- accumulate
+
+    def micro_batch(self, weight: float | Tensor, **about: Any) -> MicroBatch:
+        """Make the next micro-batch, with other fields of `MicroBatch`."""
+        return MicroBatch(weight, self.runner.serial + 1, **about)
+
+    @profiled
+    def accumulate(self, micro_batch: MicroBatch) -> None:
+        """Add the gradients of a micro-batch whose backward has run, and count it."""
+        try:
+            self.runner.accumulate(self.window, micro_batch)
+        except BaseException:
+            if micro_batch.ran_backward:  # or the next micro-batch would add what this one has left in `.grad`
+                self.discard()
+            raise
+        if self.window.micro_batches >= self.patience.limit:
+            self.patience.see(self.window.micro_batches)
+
+    def backward(self, loss: Tensor, micro_batch: MicroBatch, **kwargs: Any) -> None:
+        """Run a micro-batch: backward of its plain loss, with arguments of `Tensor.backward`, and `accumulate`."""
+        self.accumulate(self.runner.backward(self.window, loss, micro_batch, kwargs))
+
+    def backward_coupled(
+        self, coupled: CoupledLoss, micro_batch: MicroBatch, inspect_loss: Callable[[Tensor], None]
+    ) -> Tensor:
+        """Run a micro-batch whose loss couples its samples, chunk by chunk; returns the loss, detached."""
+        last, micro_batch = micro_batch.last, micro_batch._replace(last=False)
+
+        def backward(loss: Tensor) -> None:
+            nonlocal micro_batch
+            inspect_loss(loss)
+            micro_batch = self.runner.backward(self.window, loss, micro_batch, {})
+
+        def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], ends: bool) -> None:
+            self.runner.backward_part(self.window, tensors, grads, micro_batch._replace(last=last and ends))
+
+        try:
+            loss = coupled.run(self.drawing(coupled.chunks), backward, backward_part)
+        except BaseException:
+            self.discard()
+            raise
+        self.accumulate(micro_batch._replace(last=last))
+        return loss
+
+    def backward_batch(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any], Any],
+        split: Split,
+        *,
+        divided_by: float | Tensor | None = None,
+        is_last: Callable[[], bool] = lambda: False,
+        inspect_loss: Callable[[Tensor], None] = lambda loss: None,
+        splits_together: bool = False,
+    ) -> BatchReport:
+        """Run a whole batch as micro-batches; see `FusedAccumulator.backward_batch`.
+
+        Args:
+            batch: The batch.
+            loss_fn: Returns the loss of a part, or that and its weight, or these and anything else.
+            split: How it is split.
+            divided_by: See `MicroBatch`.
+            is_last: Whether the last micro-batch of the batch is the window's last.
+            inspect_loss: Called with each loss before its backward.
+            splits_together: Whether ranks wait for each other in `loss_fn`.
+        """
+        self.check_accumulating("backward_batch()")
+        agree = self._agreement(split.is_automatic, splits_together)
+        device = self.store.compute_devices[0]
+        check = functools.partial(as_scalar, name="weight", device=device)
+        call = LossAndWeight(loss_fn, split.weight, check, agree is not None)
+        samples = samples_of(batch, split.collate)
+        costs = costs_of(samples, split.cost)
+        packer = Packer(costs, padded=samples.padded, most=split.most, multiple_of=split.multiple_of)
+        budget = math.inf if split.budget is None and split.most is not None else split.budget
+        before = self.window.loss.sums()
+        unweighted = None
+        if split.collate is not None and agree is None:
+            unweighted = functools.partial(self.sample_mean.check, loss_fn, samples, costs)
+        parts = _Parts(self, call, unweighted, agree, divided_by, is_last, inspect_loss)
+        ran = self.batches.run(samples, packer, budget, parts, self.drawing(batch))
+        if self.options.overflow == "microbatch":
+            self.flush()  # which may be where micro-batches are dropped
+        sums = self.window.loss.sums()
+        if sums is None:
+            sums = torch.zeros(2, dtype=torch.float64, device=device)
+        if before is not None:
+            sums = sums - before
+        return BatchReport(ran.sizes, ran.costs, ran.out_of_memory, ran.peak_bytes, sums[0] / sums[1], ran.extras)
+
+    def drawing(self, batch: Any) -> list[torch.device]:
+        """Accelerators whose random numbers a batch may draw: those of all parameters, frozen ones too, and its own."""
+        devices = dict.fromkeys(entry.param.device for entry in self.store.named)
+        devices |= dict.fromkeys(leaf.device for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        return [device for device in devices if is_accelerator(device)]
+
+    def _agreement(self, automatic: bool, together: bool) -> Callable[[Sequence[int]], list[int]] | None:
+        """The largest of such numbers on all ranks, if they wait for each other in forward or backward; else None."""
+        if not self.store.sharded:
+            if not self.ranks.ends_together:  # nobody waits, and modules need no look
+                return None
+            if not together and synchronised_batchnorm(self.module) is None:
+                return None
+        if automatic:
+            raise ValueError(
+                "micro_batch='auto' where ranks communicate in forward or backward (FSDP2, SyncBatchNorm): one that "
+                "runs out of memory would leave the others waiting. Pass micro_batch or budget; "
+                "accumkernels.memory_report of the model before fully_shard says how many samples fit"
+            )
+
+        return functools.partial(self.ranks.largest, device=self.store.device)
+
+    def discard(self) -> None:
+        """Drop the gradients of the current micro-batch; this breaks the window if some were added."""
+        self.runner.discard(self.window)
+
+    def flush(self) -> None:
+        """Add what is kept or on its way, before sums are read."""
+        self.runner.flush(self.window)
+
+    # ---- end
+
+    def finalize(self, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
+        """Average the window and set `.grad`, after the checks of `OptimizerSteps.check`."""
+        self._close()
+        self.ending.finalize(self.window, optimizers, divisor)
+        self._count()
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        divisor: Tensor | None,
+        max_norm: Tensor | None = None,
+        parts: Sequence[Part] | None = None,
+    ) -> Tensor | list[Tensor] | None:
+        """Average, clip, step all optimizers or none, and open the next window.
+
+        Args:
+            optimizers: All that step it, checked.
+            divisor: fp64 0-d; None for the sum of weights.
+            max_norm: fp64 0-d; None to clip nothing.
+            parts: To be clipped by norms of their own; None if there are none.
+
+        Returns:
+            The parts' norms, or the norm of all where `max_norm` is given.
+        """
+        window, ending = self.window, self.ending
+        if window.micro_batches == 0 and not self.ranks.ends_together:
+            norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self.store.device))
+            ending.skip_empty()
+            self.ended = window.number + 1
+        else:
+            self._close()
+            norms = list(ending.step(window, optimizers, divisor, max_norm, parts or ()))
+            self._count()
+        found: Tensor | list[Tensor] | None = None
+        if parts is not None:
+            found = ending.results(norms[: len(parts)])
+        elif max_norm is not None:
+            found = ending.result(norms[0])
+        self.drop()
+        return found
+
+    def _close(self) -> None:
+        """The window ends: a backward from here on adds to what is handed out."""
+        if self.runner.casts is not None:
+            self.runner.casts.release()
+        if self.window.micro_batches == 0 and self.ranks.ends_together:
+            self.runner.prepare_window()  # as its first micro-batch would have: other ranks may have had one
+        self.runner.captures.inbox.set_listening(False)
+
+    def _count(self) -> None:
+        self.ended = self.window.number + 1
+        if self.window.micro_batches > self.patience.longest:
+            self.patience.end(self.window.micro_batches, used=True)
+
+    # ---- drop
+
+    def drop(self) -> None:
+        """Drop the window, finished or not, and open the next."""
+        window = self.window
+        if window.phase is not Phase.FINALIZED:
+            self.patience.end(window.micro_batches, used=False)
+        if self.scaler.scaler is not None:
+            self.scaler.withdraw()
+        if self.runner.offload is not None:
+            self.runner.offload.open_window()
+        self.store.drop_grads()
+        self.store.open_window()
+        if window.idle:
+            self.give_back(window.idle)
+            self.store.allocate()
+        self._open()
+
+    def go_on_from(self, number: int) -> None:
+        """Take this for the number of the open window, which a checkpoint or a missed end has changed."""
+        self.ended = number
+
+    def give_back(self, idle: bytes) -> None:
+        """Between windows, free the segments of frozen parameters; the same on all ranks that sum them."""
+        if 1 in idle:
+            self.store.give_back(idle)
+            self.ranks.follow(self.store.buffers)
+            self.runner.renew_captures()
+
+    def remove(self) -> None:
+        """Release the parameters, so that another accumulator may take them."""
+        self.patience.silence()
+        self.runner.remove_hooks()
+        unfollow(self.misuse)
+        if self.silence is not None:
+            self.silence.remove()
+        self.store.release_claim()
+
+
+class _Parts:
+    """The open window, to which the parts of one batch are added; see `splitting.run.Window`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        call: LossAndWeight,
+        unweighted: Callable[[Any, Sequence[int]], None] | None,
+        agree: Callable[[Sequence[int]], list[int]] | None,
+        divided_by: float | Tensor | None,
+        is_last: Callable[[], bool],
+        inspect_loss: Callable[[Tensor], None],
+    ) -> None:
+        self.agree = agree
+        self._engine = engine
+        self._call = call
+        self._unweighted = unweighted
+        self._divided_by = divided_by
+        self._is_last = is_last
+        self._see_loss = inspect_loss
+        self._begins = engine.window.micro_batches == 0 and not engine.window.dropped
+
+    def add(self, part: Any, indices: Sequence[int], whole: bool, last: bool, asks: bool) -> tuple[bool, Any]:
+        """Add a part."""
+        engine = self._engine
+        engine.check_accumulating("backward_batch()")
+        engine.runner.captures.inbox.set_listening(not whole)
+        try:
+            check = self._unweighted if asks else None
+            kept = None if check is None else tree_map(lambda leaf: leaf, part)  # a loss may take labels out
+            found = self._call(part, len(indices))
+            if check is not None and found is not None and not found.given:
+                check(kept, indices)
+            kept = None
+            if found is not None:
+                self._add(found.loss, found.weight, last and not whole)
+        except BaseException:
+            engine.discard()
+            raise
+        finally:
+            engine.runner.captures.inbox.set_listening(True)
+        if found is None:
+            return False, None
+        return True, tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found.extra)
+
+    def _add(self, loss: Tensor, weight: float, last: bool) -> None:
+        engine, kind = self._engine, self._engine.store.compute_devices[0].type
+        self._see_loss(loss)
+        micro_batch = engine.micro_batch(weight, last=last and self._is_last(), divided_by=self._divided_by)
+        with contextlib.ExitStack() as stack:
+            if weight == 0:
+                stack.enter_context(adding_nothing(loss))
+            if torch.is_autocast_enabled(kind):  # it is for the forward
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            micro_batch = engine.runner.backward(engine.window, loss, micro_batch, {})
+        engine.accumulate(micro_batch)
+
+    def adds_early(self) -> bool:
+        """Whether gradients may be added while backward runs."""
+        return self._engine.runner.captures.add_early
+
+    def is_broken(self) -> bool:
+        """Whether an error has left a part of a micro-batch in the sums."""
+        return self._engine.window.phase is Phase.BROKEN
+
+    def begin_anew(self) -> bool:
+        """Drop the window if this batch has begun it."""
+        anew = self._begins and not self._engine.ranks.sender.begun
+        if anew:
+            self._engine.drop()
+        return anew

@@ -1,0 +1,272 @@
+"""Takes the gradients of a backward to host memory, and adds them there once the backward has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buffers.flat import FlatBuffer, Segment
+from ..capture.inbox import Bucket, Captured, MicroBatch, Place
+from ..devices import captures, current_stream
+from .slots import Slot, Slots, event, flat
+from .worker import Worker
+
+
+class HostBucket:
+    """A bucket whose gradients are on the host, or will be.
+
+    Attributes:
+        parts: The gradients, by flat buffer, as views of slots. Nobody may read them before `wait`.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self.parts: list[tuple[FlatBuffer, Captured]] = []
+        self.copied: list[torch.Event] = []
+        self.used: list[Slot] = []
+        self._slots = slots
+
+    def wait(self) -> None:
+        """Wait until the copies have ended; the thread sleeps, and other threads run."""
+        while self.copied:
+            self.copied[-1].synchronize()
+            self.copied.pop()
+
+    def free(self) -> None:
+        """Let the next micro-batch have the slots."""
+        self.parts = []
+        self._slots.free(self.used)
+
+
+class _Alive(NamedTuple):
+    """Tensors on a device that a copy stream reads, and what they were made of."""
+
+    tensors: list[Tensor]
+    streams: list[torch.Stream]  # that made them, where their memory is used again
+    copied: torch.Event
+
+
+class _Addition:
+    """The worker's job: to add one micro-batch."""
+
+    def __init__(self, buckets: list[HostBucket], add: Callable[[Sequence[HostBucket]], None]) -> None:
+        self._buckets = buckets
+        self._add: Callable[[Sequence[HostBucket]], None] | None = add
+
+    def run(self) -> None:
+        assert self._add is not None
+        with torch.no_grad():
+            self._add(self._buckets)
+
+    def drop(self) -> None:
+        self._add = None
+        for bucket in self._buckets:
+            bucket.free()
+        self._buckets = []
+
+
+class Offload:
+    """Gradients on their way to host memory: the sink of backwards whose sums are there.
+
+    Buckets are copied while backward runs; nothing is added before it has ended, so that a backward that fails leaves
+    the sums as they were. The host waits for nothing but slots that the micro-batch before has not left yet.
+
+    On each device a copy stream waits for the stream that made a bucket, copies it and records an event. Whoever made
+    the bucket before that waits for its event, on the device, before the gradients are let go: at most two buckets and
+    one gradient are alive. (`Tensor.record_stream` would be safe, too, but bounds nothing: the host runs ahead of the
+    device, and so would the memory that waits for copies.)
+
+    Args:
+        slots: Where gradients are copied to.
+        owner: The worker ends with it.
+
+    Attributes:
+        seconds: How long this window's end, and reads of its sums, have waited for the worker.
+        seconds_before: The same for the window before.
+    """
+
+    awaited: Set[Place] = frozenset()  # see `Sink`
+
+    def __init__(self, slots: Slots, owner: object) -> None:
+        self._slots = slots
+        self._worker = Worker(owner)
+        self._copiers: dict[torch.device, torch.Stream] = {}
+        self._alive: dict[torch.device, _Alive] = {}
+        self._buckets: list[HostBucket] = []  # of the micro-batch that runs
+        self._sources: Callable[[], Sequence[torch.Stream]] = tuple
+        self.seconds = self.seconds_before = 0.0
+
+    def begin(self, sources: Callable[[], Sequence[torch.Stream]]) -> None:
+        """Tell which streams have computed the current micro-batch's gradients."""
+        self._sources = sources
+
+    # ---- as a sink: see `Sink`
+
+    def multiplier(self, micro_batch: MicroBatch) -> None:
+        """Every gradient has to exist."""
+
+    def check_writable(self, place: Place) -> None:
+        """Nothing is sent."""
+
+    def leaf_ran(self, place: Place, pending: bool) -> bool:
+        """Nobody waits."""
+        return False
+
+    def add(self, bucket: Bucket, micro_batch: MicroBatch) -> None:
+        """Copy gradients to the host, without waiting for the device.
+
+        Raises:
+            RuntimeError: A gradient is sparse or has the wrong size, or the current stream is captured.
+        """
+        host = HostBucket(self._slots)
+        self._buckets.append(host)
+        devices: dict[torch.device, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+        for buffer, (indices, grads) in bucket:
+            # Order them on their device. A copy between layouts would go through a temporary that is read too early.
+            ordered = buffer.in_memory_order(indices, grads)
+            for position, (index, grad) in enumerate(zip(indices, ordered, strict=True)):
+                if grad.device.type == "cpu":
+                    continue
+                segment = buffer.segments[index]
+                there = self._take(host, segment, grad)
+                outputs, inputs, made_of = devices.setdefault(grad.device, ([], [], []))
+                outputs.append(there)
+                inputs.append(flat(grad))
+                made_of.append(grads[position])
+                ordered[position] = there.as_strided(segment.shape, segment.stride)
+            host.parts.append((buffer, Captured(list(indices), ordered)))
+        for device, (outputs, inputs, made_of) in devices.items():
+            self._copy(host, device, outputs, inputs, made_of)
+
+    def _take(self, host: HostBucket, segment: Segment, grad: Tensor) -> Tensor:
+        """Host memory for a gradient, 1-d: its slot, once nobody uses that; or memory of its own.
+
+        It gets that if it is the second of its parameter in this micro-batch, or wider than the parameter.
+        """
+        slot, size = self._slots[segment.param], grad.nbytes
+        with self._slots.changed:
+            if slot.holder is self._buckets or size > slot.memory.numel():
+                return self._slots.pinned(size).view(grad.dtype)
+            self._slots.changed.wait_for(lambda: slot.holder is None)
+            slot.holder = self._buckets
+        host.used.append(slot)
+        return slot.memory[:size].view(grad.dtype)
+
+    def _copy(
+        self,
+        host: HostBucket,
+        device: torch.device,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        made_of: Sequence[Tensor] = (),
+    ) -> None:
+        """Copy gradients of one device on its copy stream, and let go of those before."""
+        current = current_stream(device)
+        if captures(current, device):
+            raise RuntimeError(
+                "cpu_offload: gradients cannot be taken to host memory inside the capture of a graph, whose replays "
+                "would have nobody to add them: capture the forward alone, or leave cpu_offload out"
+            )
+        if device not in self._copiers:
+            self._copiers[device] = torch.Stream(device)
+        copier = self._copiers[device]
+        copier.wait_stream(current)
+        copied = event(device)
+        with copier:
+            for output, input in zip(outputs, inputs, strict=True):
+                output.copy_(input, non_blocking=True)
+            copied.record()
+        host.copied.append(copied)
+        made_by = [stream for stream in self._sources() if stream.device == device]
+        self._let_go(device)
+        self._alive[device] = _Alive([*inputs, *made_of], [current, *made_by], copied)
+
+    def _let_go(self, device: torch.device) -> None:
+        """Let go of the older bucket's gradients, whose memory is used again after their copy."""
+        alive = self._alive.pop(device, None)
+        if alive is not None:
+            for stream in alive.streams:
+                with stream:
+                    alive.copied.wait()
+
+    # ---- a micro-batch that has ended
+
+    def submit(self, micro_batch: MicroBatch, add: Callable[[Sequence[HostBucket], MicroBatch], None]) -> None:
+        """Hand the micro-batch whose buckets were copied to the worker.
+
+        Args:
+            micro_batch: The micro-batch; scalars of it that are on a device travel as gradients do.
+            add: Adds buckets, each after its `wait`; runs in the worker's thread.
+        """
+        scalars = HostBucket(self._slots)
+        values: dict[str, Any] = {k: v for k, v in micro_batch._asdict().items() if isinstance(v, Tensor)}
+        values = {name: self._scalar(scalars, value) for name, value in values.items()}
+        moved = micro_batch._replace(**values)
+        for device in list(self._alive):
+            self._let_go(device)
+        buckets, self._buckets = self._buckets, []
+
+        def run(arrived: Sequence[HostBucket]) -> None:
+            scalars.wait()
+            add(arrived, moved)
+
+        self._worker.put(_Addition(buckets, run))
+
+    def _scalar(self, host: HostBucket, value: Tensor) -> Tensor:
+        if value.device.type == "cpu":
+            return value.clone()
+        value = value.detach().reshape(1)
+        there = self._slots.pinned(value.nbytes).view(value.dtype)
+        self._copy(host, value.device, [there], [value])
+        return there.reshape(())
+
+    def discard(self) -> None:
+        """Drop the micro-batch that runs: nothing of it was added."""
+        for device in list(self._alive):
+            self._let_go(device)
+        buckets, self._buckets = self._buckets, []
+        for bucket in buckets:
+            bucket.free()
+
+    # ---- before sums are read or dropped
+
+    @property
+    def failed(self) -> bool:
+        """Whether the worker raised, so that the sums may hold a part of a micro-batch."""
+        return self._worker.error is not None
+
+    def check(self) -> None:
+        """Raise what the worker raised.
+
+        Raises:
+            RuntimeError: says so; the window is lost.
+        """
+        error = self._worker.error
+        if error is not None:
+            raise RuntimeError(
+                f"cpu_offload: adding gradients in host memory failed: {type(error).__name__}: {error}. The window is "
+                "broken: drop it by acc.zero_()"
+            ) from error
+
+    def wait(self) -> None:
+        """Wait until all that was submitted is in the sums; raises as `check`. An interrupt loses nothing."""
+        begin = time.perf_counter()
+        try:
+            self._worker.wait()
+        finally:
+            self.seconds += time.perf_counter() - begin
+        self.check()
+
+    def open_window(self) -> None:
+        """Drop what was submitted and not added, and an error with it."""
+        self.discard()
+        self._worker.cancel()
+        self.seconds_before, self.seconds = self.seconds, 0.0
+
+    def remove(self) -> None:
+        """End the worker."""
+        self.open_window()
+        self._worker.stop()

@@ -1,0 +1,521 @@
+"""Reports where the memory of a training step goes, measured in a run or predicted without the device; draws it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from .. import devices
+from ..arguments import as_bytes
+from ..batch_statistics import uses_batch_statistics
+from ..buffers.flat import buffer_dtype
+from ..capture.inbox import default_bucket_bytes
+from ..errors import expect_iterable, wrong_type
+from ..offload.checks import host_bytes
+from ..snapshots import RandomState, Snapshot
+from ..splitting.memory import BLOCK, LiveBytes, Memory, format_bytes, memory_of, one_device
+from .training import Training, as_device, is_callable, is_module, positive_int, training_for
+
+PARTS = ("parameters", "gradients", "accumulators", "optimizer", "activations", "workspace")
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes at the peak of a training step; the parts add up to `total`. `str()` of it is a table.
+
+    Attributes:
+        batch_size: Samples of a micro-batch.
+        parameters: Parameters and buffers of the model.
+        gradients: Every `.grad`; all are alive, with parameters, accumulators and state, when the optimizer steps.
+        accumulators: Flat buffers of a FusedAccumulator.
+        optimizer: The optimizer's state, after its first step.
+        activations: The batch, and what the forward pass leaves for backward; only the part that the peak has on top of
+            the parts above, since gradients reuse the memory of activations that backward has freed.
+        workspace: The rest of the peak: temporaries of backward and of the optimizer's step.
+        per_sample: The growth of the peak of forward and backward per sample.
+        training_peak: The most in use in forward and backward; `total` is larger if the optimizer's step needs more.
+        predicted: Whether it was traced with fake tensors.
+        host: Bytes of host memory that `cpu_offload` takes: sums, masters, pinned slots and the optimizer's state.
+    """
+
+    batch_size: int
+    parameters: int
+    gradients: int
+    accumulators: int
+    optimizer: int
+    activations: int
+    workspace: int
+    per_sample: float
+    training_peak: int
+    predicted: bool
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most bytes of tensors in use at a time."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    def predict(self, batch_size: int) -> int:
+        """Extrapolate `total` to another batch size, along the slope `per_sample`."""
+        grown = self.training_peak + self.per_sample * (positive_int(batch_size, "batch_size") - self.batch_size)
+        step = self.total if self.total > self.training_peak else 0
+        fixed = self.parameters + self.gradients + self.accumulators + self.optimizer
+        return max(round(grown), step, fixed)
+
+    def fits(self, nbytes: int | str, batch_size: int | None = None) -> bool:
+        """Whether a batch (this one, or another size along the slope) fits in a memory of `nbytes`, as in "24GiB".
+
+        Not all of a device's memory is available: leave room for its context (some 0.5 GB under CUDA), library
+        workspaces and fragmentation; 10 % of its memory is a good margin.
+        """
+        total = self.total if batch_size is None else self.predict(batch_size)
+        return total <= as_bytes(nbytes, "nbytes")
+
+    def __str__(self) -> str:
+        rows = [(part, getattr(self, part)) for part in PARTS] + [("total", self.total)]
+        width = max(len(f"{nbytes:,}") for _, nbytes in rows)
+        share = max(self.total, 1)
+        lines = [f"{name:<13} {n:>{width},}  {format_bytes(n):>10}  {n / share:>4.0%}" for name, n in rows]
+        origin = "predicted with fake tensors" if self.predicted else "measured"
+        head = f"memory in bytes at batch size {self.batch_size}, {origin}"
+        lines.append(f"per sample    {round(self.per_sample):>{width},}")
+        if self.host:
+            lines.append(f"host memory   {self.host:>{width},}  {format_bytes(self.host):>10}")
+        return "\n".join([head, *lines])
+
+
+class _Peaks(NamedTuple):
+    """Bytes that one batch size used."""
+
+    parameters: int
+    gradients: int
+    accumulators: int
+    optimizer: int
+    forward: int  # bytes that the forward pass left on top of the fixed parts
+    training: int  # peak of forward and backward
+    total: int  # peak of the whole step
+    host: int = 0  # of host memory
+
+
+class _Meter:
+    """Counts tensors by kind, and takes peaks from the allocator where it knows them.
+
+    Args:
+        live: Counts; entered.
+        memory: Of the device.
+    """
+
+    def __init__(self, live: LiveBytes, memory: Memory) -> None:
+        self.live = live
+        self._memory = memory
+        self._foreign = 0  # bytes on the device that do not belong to the training
+
+    def add(self, training: Training, optimizer: Optimizer) -> int:
+        """Count what exists, everything else on the device being foreign; return the bytes of the model."""
+        parameters = self.live.add([*training.model.parameters(), *training.model.buffers()])
+        if not training.cpu_offload:
+            self.live.add(_state(optimizer))
+        self._foreign = (self._memory.alive() or 0) - self.live.live
+        return parameters
+
+    def peak(self, part: Callable[[], object]) -> int:
+        """Run a part of a step; return the most bytes alive meanwhile."""
+        self.live.reset_peak()
+        with self._memory.measured():
+            part()
+        return self.live.peak if self._memory.peak is None else self._memory.peak - self._foreign
+
+
+def _train(training: Training, optimizer: Optimizer, size: int, meter: _Meter, predicts: bool) -> _Peaks:
+    """Train two steps and measure the second, on fake or on real tensors."""
+    parameters, live = meter.add(training, optimizer), meter.live
+    if training.cpu_offload:
+        return _train_offloaded(training, optimizer, size, meter, predicts)._replace(parameters=parameters)
+    if training.accumulate is None:
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        peaks = _steps(training, size, meter, Tensor.backward, update)
+        return peaks._replace(parameters=parameters, optimizer=live.nbytes(_state(optimizer)))
+    with training.accumulator(fuse_weight_gradients=False) as acc:  # gradients are counted in full
+
+        def backward(loss: Tensor) -> None:
+            loss.backward()
+
+        peaks = _steps(training, size, meter, backward, lambda: acc.step(optimizer), acc.accumulate)
+        sums, state = live.nbytes(acc.flat_buffers), live.nbytes(_state(optimizer))
+        return peaks._replace(parameters=parameters, accumulators=sums, optimizer=state)
+
+
+def _steps(
+    training: Training,
+    size: int,
+    meter: _Meter,
+    backward: Callable[[Tensor], None],
+    update: Callable[[], object],
+    accumulate: Callable[[], None] = lambda: None,
+) -> _Peaks:
+    batches, live = training.source(size, training.device), meter.live
+    forward = gradients = peak = total = 0
+
+    def micro_batch() -> None:
+        nonlocal forward, gradients
+        before = live.live
+        batch = next(batches)
+        loss = training.loss(batch)
+        forward = live.live - before
+        backward(loss)
+        gradients = live.nbytes(p.grad for p in training.model.parameters() if p.grad is not None)
+
+    for step in range(2):
+        for _ in range(training.accumulate or 1):
+            found = meter.peak(micro_batch)
+            peak = max(peak, found) if step else 0
+            total = max(total, found) if step else 0
+            accumulate()
+        found = meter.peak(update)
+        total = max(total, found) if step else 0
+    return _Peaks(0, gradients, 0, 0, forward, peak, total)
+
+
+# ---- with sums, masters and optimizer state in host memory
+
+
+def _train_offloaded(training: Training, optimizer: Optimizer, size: int, meter: _Meter, predicts: bool) -> _Peaks:
+    """Train with an accumulator that offloads, or predict what one does to the memory of the device."""
+    trained = [p for p in training.model.parameters() if p.requires_grad]
+    largest = max(p.nbytes for p in trained)
+    bucket = default_bucket_bytes(torch.device("cuda"), largest)
+    if predicts:
+        with _Buckets(trained, bucket) as buckets:
+            peaks = _steps(training, size, meter, Tensor.backward, buckets.clear)
+        state = _host_state(optimizer, trained)
+    else:
+        with training.accumulator() as acc:
+            for group in optimizer.param_groups:
+                group["params"][:] = acc.param_groups([{"params": group["params"]}])[0]["params"]
+            peaks = _steps(training, size, meter, acc.backward, lambda: acc.step(optimizer))
+            masters = set(acc.parameters())
+            state = _nbytes(leaf for p, values in optimizer.state.items() if p in masters for leaf in _leaves(values))
+    gradients = min(sum(p.nbytes for p in trained), 2 * bucket + largest)
+    return peaks._replace(gradients=gradients, host=host_bytes(trained) + state)
+
+
+class _Buckets:
+    """Lets go of gradients as an accumulator that offloads does: two buckets and one gradient are alive at most."""
+
+    def __init__(self, params: Sequence[Tensor], nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._pending: list[Tensor] = []
+        self._copied: list[Tensor] = []
+        self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in params]
+
+    def _take(self, param: Tensor) -> None:
+        assert param.grad is not None
+        self._pending.append(param.grad)
+        param.grad = None
+        if sum(grad.nbytes for grad in self._pending) >= self._nbytes:
+            self._copied, self._pending = self._pending, []
+
+    def clear(self) -> None:
+        """Let go of the last ones."""
+        self._copied, self._pending = [], []
+
+    def __enter__(self) -> _Buckets:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _host_state(optimizer: Optimizer, params: Sequence[Tensor]) -> int:
+    """Bytes of the state that a fake optimizer makes for masters of fake parameters."""
+    device = torch.device("cpu")
+    masters = {p: nn.Parameter(torch.empty_like(p, dtype=buffer_dtype(p.dtype), device=device)) for p in params}
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = [masters[p] for p in group["params"] if p in masters]
+    for master in masters.values():
+        master.grad = torch.empty_like(master)
+    with LiveFakeBytes(device, 1):
+        optimizer.step()
+    return _nbytes(_state(optimizer))
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _state(optimizer: Optimizer) -> list[Tensor]:
+    """List every tensor in an optimizer's state."""
+    return _leaves(list(optimizer.state.values()))
+
+
+def memory_report(
+    model: nn.Module,
+    optimizer: Optimizer,
+    make_batch: Callable[[int], Any],
+    batch_size: int,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    amp_dtype: torch.dtype | None = None,
+    accumulate: int | None = None,
+    cpu_offload: bool = False,
+    device: torch.device | str | None = None,
+    fake: bool = False,
+) -> MemoryReport:
+    """Report where the memory of a training step goes at one batch size.
+
+    Runs two training steps at `batch_size`, and two at half of it for the slope; afterwards model, optimizer and random
+    generators are as before, bit for bit. Tensors are counted as ops return them, once per storage, which works on
+    every device but does not see what an op, a library or compiled code allocates inside. On CUDA the allocator's own
+    peak is used instead, and its surplus counts as workspace.
+
+    With `fake=True` nothing is allocated or computed: copies of model and optimizer, made of fake tensors, take the
+    steps as if on `device`, so a laptop can plan for a card that it does not have. If torch has no CUDA, CPU kernels
+    stand in for the card's (autocast and attention differ a little), sizes are rounded as its allocator rounds them,
+    and optimizers choose the implementation that they would choose there.
+
+    Args:
+        model: On any device, the meta device too with `fake=True`.
+        optimizer: Over the model's parameters, with or without state.
+        make_batch: As for `find_batch_size`.
+        batch_size: Samples of a micro-batch.
+        loss_fn: As for `find_batch_size`.
+        amp_dtype: Run under autocast to this dtype.
+        accumulate: Micro-batches per step of a FusedAccumulator, whose buffers are then counted too.
+        cpu_offload: Keep sums, masters and optimizer state in host memory, as FusedAccumulator does; their bytes are
+            `host`. The device has neither sums nor state then, and of gradients two buckets and one at most.
+        device: With `fake=True`: the device to predict for; None for the model's.
+        fake: Predict instead of measuring.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, the model is sharded (call it before `fully_shard`), or `device` is
+            not the model's and `fake` is not set.
+        RuntimeError: the model has a FusedAccumulator, and `fake` is not set.
+        torch.OutOfMemoryError: the run does not fit.
+    """
+    size = positive_int(batch_size, "batch_size")
+    if not isinstance(optimizer, Optimizer):
+        raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
+    params = [p for p in is_module(model).parameters() if p.requires_grad]
+    own = params[0].device if params else torch.device("cpu")
+    target = own if device is None else as_device(device)
+    if not fake and target.type != own.type:
+        raise ValueError(f"the model is on {own}: a report for {target} needs fake=True, or model.to({str(target)!r})")
+    if not fake and own.type == "meta":
+        raise ValueError("the model is on the meta device: a report on it needs fake=True")
+    training = training_for(
+        "memory_report",
+        model,
+        target,
+        make_batch=is_callable(make_batch, "make_batch"),
+        loss_fn=loss_fn,
+        amp_dtype=amp_dtype,
+        accumulate=accumulate,
+        cpu_offload=cpu_offload,
+        fake=fake,
+    )
+    if training.cpu_offload and target.type == "cpu":
+        raise ValueError(
+            "cpu_offload=True on the CPU, whose sums are in host memory anyway: give the device that trains, as in "
+            "device='cuda' with fake=True"
+        )
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in owned for p in params):
+        raise ValueError("optimizer owns none of the model's trainable parameters")
+    smallest = 2 if uses_batch_statistics(model) else 1  # one sample has no variance
+    sizes = [size, size // 2] if size // 2 >= smallest else [size, 2 * size] if fake else [size]
+    measure = _predict if fake else _measure
+    peaks = [measure(training, optimizer, n) for n in sizes]
+    return _report(size, peaks[0], _slope(sizes, peaks), fake)
+
+
+def _slope(sizes: list[int], peaks: list[_Peaks]) -> float:
+    if len(sizes) == 1:  # this is the smallest size, and there may be no room for more
+        return peaks[0].forward / sizes[0]
+    return max(0.0, (peaks[0].training - peaks[1].training) / (sizes[0] - sizes[1]))
+
+
+def _report(size: int, peaks: _Peaks, slope: float, predicted: bool) -> MemoryReport:
+    fixed = peaks.parameters + peaks.gradients + peaks.accumulators + peaks.optimizer
+    total = max(peaks.total, fixed)
+    activations = min(peaks.forward, total - fixed)
+    return MemoryReport(
+        batch_size=size,
+        parameters=peaks.parameters,
+        gradients=peaks.gradients,
+        accumulators=peaks.accumulators,
+        optimizer=peaks.optimizer,
+        activations=activations,
+        workspace=total - fixed - activations,
+        per_sample=slope,
+        training_peak=peaks.training,
+        predicted=predicted,
+        host=peaks.host,
+    )
+
+
+def _measure(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
+    snapshot = Snapshot(training.model)
+    snapshot.include(optimizer)
+    device, memory = training.device, memory_of(training.device, None)
+    memory.let_go()
+    live = LiveBytes(granularity=BLOCK if devices.counts_memory(device) else 1, device=one_device(device))
+    try:
+        for param in training.model.parameters():
+            param.grad = None
+        with torch.inference_mode(False), torch.enable_grad(), live:
+            return _train(training, optimizer, size, _Meter(live, memory), predicts=False)
+    finally:
+        snapshot.restore()
+
+
+def _predict(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
+    fakes = FakeDevice(training.device)
+    model, optimizer = fakes.copy(training.model, optimizer)
+    faked = dataclasses.replace(training, model=model, device=fakes.device)
+    live = LiveFakeBytes(fakes.device, BLOCK if devices.is_accelerator(training.device) else 1)
+    with fakes.mode, torch.inference_mode(False), torch.enable_grad(), fakes.unchanged_random_state(), live:
+        return _train(faked, optimizer, size, _Meter(live, Memory()), predicts=True)
+
+
+def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | str | None = None) -> None:
+    """Draw reports as stacked bars over batch sizes, with a device's limit as a line; a PNG of 1080 x 600 pixels.
+
+    Args:
+        path: Where to write it.
+        reports: One for each bar.
+        limit: Bytes of the device, as a number or as in "24GiB"; None for no line.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError, ValueError: `reports` is no iterable, or empty.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('pictures need matplotlib: pip install "accumkernels[demo]"') from error
+    bars = sorted(
+        expect_iterable(reports, "reports", "an iterable of MemoryReports"), key=lambda report: report.batch_size
+    )
+    if not bars:
+        raise ValueError("reports is empty: there is nothing to draw")
+    colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#999999")  # Okabe and Ito
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    labels = [str(report.batch_size) for report in bars]
+    bottom = [0.0] * len(bars)
+    for part, colour in zip(PARTS, colours, strict=True):
+        heights = [getattr(report, part) / 1e6 for report in bars]
+        if any(heights):
+            axes.bar(labels, heights, bottom=bottom, color=colour, label=part, width=0.7)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    if limit is not None:
+        nbytes = as_bytes(limit, "limit")
+        axes.axhline(nbytes / 1e6, color="#D55E00", linestyle="--", label=f"limit: {nbytes / 1e6:,.0f} MB")
+    axes.set_title("Memory of a training step")
+    axes.set_xlabel("micro-batch size (samples)")
+    axes.set_ylabel("MB")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left")
+    figure.savefig(path, format="png")
+
+
+# ---- Trains without memory, on copies of model and optimizer made of fake tensors
+
+
+class FakeDevice:
+    """A device that holds only shapes.
+
+    Args:
+        device: The device to stand in for. If torch has no CUDA, autograd of fake CUDA tensors crashes the process, so
+            the fakes are then CPU tensors, as they are for any other missing device.
+
+    Attributes:
+        device: The device of the fakes.
+        mode: The FakeTensorMode to run them in.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.device = device if cuda and devices.is_available(device) else torch.device("cpu")
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._foreach = cuda  # torch.optim's own choice for real CUDA parameters
+
+    def copy(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Copy both with fake parameters, buffers and states. Ties are kept, and no value is read."""
+        memo: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = self._fake(tensor)
+        states = torch.utils._pytree.tree_leaves(list(optimizer.state.values()))
+        groups = torch.utils._pytree.tree_leaves(optimizer.param_groups)
+        for tensor in (leaf for leaf in (*states, *groups) if isinstance(leaf, Tensor) and id(leaf) not in memo):
+            memo[id(tensor)] = self._fake(tensor)
+        for module in model.modules():
+            for value in module.__dict__.values():
+                if isinstance(value, torch.Generator):  # deepcopy cannot copy it
+                    memo[id(value)] = value.clone_state()
+        model, optimizer = copy.deepcopy((model, optimizer), memo)
+        for group in optimizer.param_groups:
+            if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+        return model, optimizer
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        # A step counter is a 0-d CPU tensor wherever its parameter is.
+        device = tensor.device if tensor.dim() == 0 and tensor.device.type == "cpu" else self.device
+        with self.mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            return fake
+
+    @contextmanager
+    def unchanged_random_state(self) -> Iterator[None]:
+        """Restore the random generators afterwards: batches may be made with real ones."""
+        state = RandomState()
+        try:
+            yield
+        finally:
+            state.restore()
+
+
+class LiveFakeBytes(LiveBytes):
+    """Counts fake tensors, and supplies what only real tensors know.
+
+    A number read from a fake tensor is 1; a missing device is replaced by the fakes'.
+    """
+
+    def __init__(self, device: torch.device, granularity: int) -> None:
+        super().__init__(granularity=granularity)
+        self._device = device
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op on fakes."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta", self._device.type):
+            kwargs = {**kwargs, "device": self._device}
+        return func(*args, **kwargs)

@@ -1,0 +1,386 @@
+"""What is trained on trial: its description, its batches, and checks of what users give."""
+
+from __future__ import annotations
+
+import gc
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .. import devices
+from ..accumulator import FusedAccumulator
+from ..buffers.store import has_accumulator
+from ..errors import expect, wrong_type
+from ..splitting.batches import TreeSamples, to_device
+
+# ---- Checks of what users give
+
+
+def positive_int(value: Any, name: str) -> int:
+    """Return `value` as an int of at least 1. It may be anything with `__index__` except a bool.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise wrong_type(name, "an int", value)
+    number = int(number)  # not a BatchSize
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def positive_float(value: Any, name: str) -> float:
+    """Return `value` as a positive finite float.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number", value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    return float(value)
+
+
+def seconds(value: Any, name: str) -> float:
+    """Return `value`, a time, as a finite float of at least 0.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number of seconds", value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+    return float(value)
+
+
+def fraction(value: Any, name: str, *, zero: bool = True) -> float:
+    """Return `value` as a float below 1 and at least 0 (without `zero`: above 0).
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number", value)
+    if not (0 <= value < 1 and (zero or value > 0)):
+        raise ValueError(f"{name} must be {'at least' if zero else 'more than'} 0 and less than 1, got {value!r}")
+    return float(value)
+
+
+def is_callable(value: Any, name: str) -> Any:
+    """Check that `value` can be called, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    return expect(value, Callable, name, "callable")
+
+
+def is_module(value: Any, name: str = "model") -> nn.Module:
+    """Check that `value` is a module, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    return expect(value, nn.Module, name, "a torch.nn.Module")
+
+
+def as_device(value: Any) -> torch.device:
+    """Return `value` as a device, whether this machine has it or not.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
+        raise wrong_type("device", "a torch.device or its name", value)
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"device must name a device, got {value!r} ({error})") from None
+
+
+def amp_dtype_or_none(value: Any) -> torch.dtype | None:
+    """Check that `value` is a dtype or None, and return it.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    return expect(value, torch.dtype | None, "amp_dtype", "a torch.dtype or None")
+
+
+def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
+    """Check that `value` is one of `accepted`.
+
+    Raises:
+        ValueError: names the argument, its value and the accepted ones.
+    """
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """A trial copies and restores the model, and what other ranks hold of it is not there.
+
+    Raises:
+        ValueError: a parameter is a DTensor.
+    """
+    for name, param in model.named_parameters():
+        if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
+            raise ValueError(f"model: parameter {name!r} is sharded (DTensor): the trials cannot run without its ranks")
+
+
+def no_accumulator(model: nn.Module, caller: str) -> None:
+    """Check that a model to be trained on trial has no FusedAccumulator.
+
+    Its hooks would take the trial's gradients into its window, and its buffers would be measured too.
+
+    Raises:
+        RuntimeError: names the first parameter that has one.
+    """
+    for collected in (False, True):
+        name = next((name for name, param in model.named_parameters() if has_accumulator(param)), None)
+        if name is None:
+            return
+        if not collected:
+            gc.collect()  # the accumulator may be dead already, in a cycle of a trainer or a notebook
+    raise RuntimeError(
+        f"{caller}: {name!r} has a FusedAccumulator, which would accumulate gradients of the trial: call this before "
+        "the accumulator is built, or after its remove()"
+    )
+
+
+# ---- Makes the batches of a trial
+
+Source = Callable[[int, torch.device], Iterator[Any]]  # (batch size, device) -> endless batches
+
+
+def per_sample_shape(shape: Any, name: str) -> tuple[int, ...]:
+    """Return the shape of one sample; a single int is one dimension, like `(1000)`.
+
+    Raises:
+        TypeError, ValueError: names the argument.
+    """
+    if isinstance(shape, int) and not isinstance(shape, bool):
+        shape = (shape,)
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise wrong_type(name, "a tuple of ints, the shape of one sample", shape)
+    return tuple(positive_int(size, f"every size in {name}") for size in shape)
+
+
+def dummy_batches(input_shape: Any, output_shape: Any) -> Source:
+    """Make random fp32 inputs and targets of these shapes per sample, once per trial.
+
+    Raises:
+        TypeError, ValueError: a shape is wrong.
+    """
+    inputs = per_sample_shape(input_shape, "input_shape")
+    outputs = per_sample_shape(output_shape, "output_shape")
+
+    def batches(size: int, device: torch.device) -> Iterator[Any]:
+        batch = torch.randn(size, *inputs, device=device), torch.randn(size, *outputs, device=device)
+        while True:
+            yield batch
+
+    return batches
+
+
+def made_batches(make_batch: Callable[[int], Any]) -> Source:
+    """Call `make_batch(size)` for every micro-batch, and move the result to the device."""
+
+    def batches(size: int, device: torch.device) -> Iterator[Any]:
+        while True:
+            yield to_device(_checked(make_batch(size), "make_batch"), device)
+
+    return batches
+
+
+def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
+    """Take full batches from the loader that `make_loader(size)` returns, and start over when it ends."""
+
+    def batches(size: int, device: torch.device) -> Iterator[Any]:
+        loader = make_loader(size)
+        while True:
+            full = 0
+            for batch in loader:
+                if len(TreeSamples(_checked(batch, "make_loader"))) != size:
+                    break  # the last one
+                full += 1
+                yield to_device(batch, device)
+            if not full:
+                raise ValueError(f"make_loader({size}): the loader's first batch does not have {size} samples")
+
+    return batches
+
+
+def _checked(batch: Any, origin: str) -> Any:
+    if not isinstance(batch, Mapping) and not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise wrong_type(f"what {origin} returns", "(input, target) or a dict of keyword arguments", batch)
+    return batch
+
+
+# ---- What a trial trains, described and checked once for all that train on trial
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training, except for its batch size.
+
+    Attributes:
+        model: What is trained, without DistributedDataParallel.
+        device: Where.
+        source: Makes batches.
+        loss_fn: See `training_loss`.
+        optimizer_fn: Makes an optimizer from the list of trainable parameters.
+        amp_dtype: Of autocast; None for none.
+        accumulate: Micro-batches per step of a FusedAccumulator; None to train without one.
+        cpu_offload: Whether it keeps sums, masters and optimizer state in host memory; then there always is one.
+    """
+
+    model: nn.Module
+    device: torch.device
+    source: Source
+    loss_fn: Callable[[Any, Any], Any] | None
+    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer]
+    amp_dtype: torch.dtype | None
+    accumulate: int | None
+    cpu_offload: bool = False
+
+    def loss(self, batch: Any) -> Tensor:
+        """Run one forward pass."""
+        return self.loss_and_weight(batch)[0]
+
+    def loss_and_weight(self, batch: Any) -> tuple[Tensor, Any]:
+        """Run one forward pass; the weight is what `loss_fn` returns beside the loss, None if it returns a loss alone.
+
+        Raises:
+            TypeError: it returns neither.
+        """
+        enabled = self.amp_dtype is not None
+        with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled):
+            found = training_loss(self.model, batch, self.loss_fn)
+        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        return expect(loss, Tensor, "what loss_fn returns", "a tensor, or a tensor and a weight"), weight
+
+    def accumulator(self, **options: Any) -> FusedAccumulator:
+        """Build the accumulator."""
+        options |= {"overflow": None, "process_group": False, "cpu_offload": self.cpu_offload}
+        return FusedAccumulator(self.model, **options)
+
+    def optimizer(self, acc: FusedAccumulator | None) -> Optimizer:
+        """Make the optimizer of what is trained."""
+        params: Any = self.model.parameters() if acc is None else acc.parameters()
+        return self.optimizer_fn([param for param in params if param.requires_grad])
+
+
+def training_for(
+    caller: str,
+    model: Any,
+    device: Any,
+    *,
+    input_shape: Any = None,
+    output_shape: Any = None,
+    make_batch: Any = None,
+    make_loader: Any = None,
+    loss_fn: Any = None,
+    optimizer_fn: Any = None,
+    amp_dtype: Any = None,
+    accumulate: Any = None,
+    cpu_offload: Any = False,
+    fake: bool = False,
+) -> Training:
+    """Check the arguments that all functions share which train on trial; see `find_batch_size`.
+
+    With `fake`, only copies made of fake tensors are trained, which need neither memory nor the device.
+
+    Raises:
+        TypeError, ValueError: names the wrong argument, and its value.
+        RuntimeError: the model has a FusedAccumulator.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    _check_trainable(is_module(model), fake)
+    if not fake:
+        no_accumulator(model, caller)
+    return Training(
+        model=model,
+        device=as_device(device) if fake else _usable(as_device(device)),
+        source=_source(input_shape, output_shape, make_batch, make_loader),
+        loss_fn=None if loss_fn is None else is_callable(loss_fn, "loss_fn"),
+        optimizer_fn=torch.optim.Adam if optimizer_fn is None else is_callable(optimizer_fn, "optimizer_fn"),
+        amp_dtype=amp_dtype_or_none(amp_dtype),
+        accumulate=None if accumulate is None else positive_int(accumulate, "accumulate"),
+        cpu_offload=expect(cpu_offload, bool, "cpu_offload", "a bool"),
+    )
+
+
+def _check_trainable(model: nn.Module, fake: bool) -> None:
+    """Check that this process alone can train a model on trial.
+
+    Raises:
+        ValueError: a parameter is lazy or sharded, or trainable and on the meta device, or none is trainable.
+    """
+    params = list(model.named_parameters())
+    for name, param in params:
+        if nn.parameter.is_lazy(param):
+            raise ValueError(f"model: parameter {name!r} is lazy: run the model once first")
+        if param.is_meta and param.requires_grad and not fake:
+            raise ValueError(f"model: parameter {name!r} is on the meta device")
+    check_unsharded(model)
+    if not any(param.requires_grad for _, param in params):
+        raise ValueError("model has no trainable parameter")
+
+
+def _source(input_shape: Any, output_shape: Any, make_batch: Any, make_loader: Any) -> Source:
+    if make_batch is not None and make_loader is not None:
+        raise ValueError("give make_batch or make_loader, not both")
+    if make_batch is not None:
+        return made_batches(is_callable(make_batch, "make_batch"))
+    if make_loader is not None:
+        return loaded_batches(is_callable(make_loader, "make_loader"))
+    return dummy_batches(input_shape, output_shape)
+
+
+def _usable(device: torch.device) -> torch.device:
+    if not devices.is_accelerator(device):
+        return device
+    if not devices.is_available(device):
+        raise ValueError(f"device: {str(device)!r}, but torch finds no usable GPU")
+    init = getattr(devices.module(device), "init", None)
+    if init is not None:
+        init()  # creates the random generators, which must be remembered
+    return devices.with_index(device)
+
+
+def training_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
+    """Run one forward pass; return the loss, or whatever else `loss_fn` returns.
+
+    For `(input, target)`, the loss is `loss_fn(model(input), target)`, by default the mean squared error. For a
+    mapping, it is the `.loss` of `model(**batch)` (or its `["loss"]`, or the output itself if that is a tensor), else
+    `loss_fn(output, batch)`.
+
+    Raises:
+        TypeError: the output has no loss.
+    """
+    if not isinstance(batch, Mapping):
+        inputs, target = batch
+        return (nn.functional.mse_loss if loss_fn is None else loss_fn)(model(inputs), target)
+    output = model(**batch)
+    if loss_fn is not None:
+        return loss_fn(output, batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the model's output has no loss ({type(output).__name__}): give a loss_fn(output, batch)")
+    return loss

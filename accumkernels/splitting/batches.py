@@ -1,0 +1,290 @@
+"""Batches as trees of tensors, and their samples."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import wrong_type
+
+# ---- Handles batches as trees: tensors in containers of any kind, with samples along the first dimension
+
+
+def _is_record(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = lambda tree: False) -> Any:
+    """Apply `function` to the leaves of a tree, whose containers keep their class and what else they hold.
+
+    Args:
+        function: Gets what is no container, and containers that `is_leaf` takes for leaves.
+        tree: The tree.
+        is_leaf: Whether a container is a leaf.
+    """
+    if is_leaf(tree):
+        return function(tree)
+    if type(tree) is dict:
+        return {key: tree_map(function, value, is_leaf) for key, value in tree.items()}
+    if isinstance(tree, MutableMapping):
+        mapped = copy.copy(tree)
+        for key, value in tree.items():
+            mapped[key] = tree_map(function, value, is_leaf)
+        return mapped
+    if isinstance(tree, Mapping):
+        return type(tree)({key: tree_map(function, value, is_leaf) for key, value in tree.items()})  # type: ignore[call-arg]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(tree_map(function, value, is_leaf) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(tree_map(function, value, is_leaf) for value in tree)
+    if _is_record(tree):
+        record = copy.copy(tree)
+        for field in dataclasses.fields(tree):  # also where they are frozen, or no arguments of the constructor
+            object.__setattr__(record, field.name, tree_map(function, getattr(tree, field.name), is_leaf))
+        return record
+    return function(tree)
+
+
+def _children(tree: Any, path: str) -> list[tuple[str, Any]] | None:
+    """What a container holds, each with its place, such as `batch['inputs'][0]`; None for a leaf."""
+    if isinstance(tree, Mapping):
+        return [(f"{path}[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, tuple | list):
+        return [(f"{path}[{index}]", value) for index, value in enumerate(tree)]
+    if _is_record(tree):
+        return [(f"{path}.{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None
+
+
+def tree_leaves(
+    tree: Any, path: str = "batch", is_leaf: Callable[[Any], bool] = lambda tree: False
+) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf with its place; see `tree_map`."""
+    children = None if is_leaf(tree) else _children(tree, path)
+    if children is None:
+        yield path, tree
+    for place, child in children or ():
+        yield from tree_leaves(child, place, is_leaf)
+
+
+def form(tree: Any) -> Any:
+    """What trees of one kind have in common: names, types, and dtypes and numbers of dimensions of tensors."""
+    if isinstance(tree, Tensor):
+        return tree.dtype, tree.dim()
+    if isinstance(tree, list):  # of any length
+        return list, form(tree[0]) if tree else None
+    children = _children(tree, "")
+    return type(tree) if children is None else (type(tree), *((place, form(child)) for place, child in children))
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Move the tensors of a tree to `device`."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+# ---- A batch as samples: counts them, asks what each costs, and takes some of them as a micro-batch
+
+Cost = Callable[[Any], float] | Iterable[float] | Tensor | None
+
+
+class Samples(Protocol):
+    """The samples of a batch.
+
+    Attributes:
+        padded: Whether a micro-batch is padded to its dearest sample, so that it costs that times its samples.
+    """
+
+    padded: bool
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def sample(self, index: int) -> Any:
+        """One sample, for its cost."""
+
+    def default_costs(self) -> list[float]:
+        """What each sample costs if nobody says."""
+
+    def part(self, indices: Sequence[int]) -> Any:
+        """Some samples as a micro-batch."""
+
+
+class TreeSamples:
+    """A tree of tensors with samples along the first dimension, and of lists with one item per sample.
+
+    The number of samples is that of the first tensor with more than one row. Tensors without dimensions, lists and
+    tensors with one item or row, and what is neither go into every micro-batch whole. A list that leads to tensors is a
+    container, and so is a list of other lists that has another length than the batch.
+
+    Args:
+        batch: Tuples, lists, mappings and dataclasses of tensors.
+
+    Raises:
+        TypeError: `batch` is neither a tensor nor a container.
+        ValueError: No tensor has a dimension, or a tensor or list has another length; names it.
+    """
+
+    padded = False
+
+    def __init__(self, batch: Any) -> None:
+        tensors = [(path, leaf) for path, leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if not tensors and _children(batch, "batch") is None:
+            raise wrong_type("batch", "a tree of tensors with samples along the first dimension", batch)
+        if not tensors:
+            raise ValueError("batch has no tensor with a dimension along which its samples could be counted")
+        first, counted = next(((path, leaf) for path, leaf in tensors if len(leaf) != 1), tensors[0])
+        self._batch = batch
+        self._count = len(counted)
+        for path, leaf in tree_leaves(batch, is_leaf=self._is_list):
+            if not _is_sized(leaf) or len(leaf) in (1, self._count):
+                continue
+            if isinstance(leaf, Tensor):
+                raise ValueError(
+                    f"{path} has {len(leaf)} samples (its first dimension), {first} has {self._count}; all tensors of "
+                    "a batch must have the same number"
+                )
+            raise ValueError(
+                f"{path} has {len(leaf)} items, {first} has {self._count} samples; a list in a batch must have an item "
+                "per sample, or one item"
+            )
+
+    def _is_list(self, tree: Any) -> bool:
+        """Whether a tree is a list of samples' items, and no container."""
+        if not isinstance(tree, tuple | list) or hasattr(tree, "_fields") or _leads_to_tensors(tree):
+            return False
+        return len(tree) == self._count or all(_children(value, "") is None for value in tree)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _take(self, take: Callable[[Any], Any]) -> Any:
+        def of(leaf: Any) -> Any:
+            return take(leaf) if _is_sized(leaf) and len(leaf) == self._count else leaf
+
+        return tree_map(of, self._batch, self._is_list)
+
+    def sample(self, index: int) -> Any:
+        """See `Samples`."""
+        return self._take(lambda leaf: leaf[index])
+
+    def default_costs(self) -> list[float]:
+        """See `Samples`."""
+        return [1.0] * len(self)
+
+    def part(self, indices: Sequence[int]) -> Any:
+        """See `Samples`; views, if they are in a row. Containers are new: a loss may take its labels out of them."""
+        start, stop = indices[0], indices[-1] + 1
+        chosen = None if list(indices) == list(range(start, stop)) else torch.tensor(indices)
+
+        def take(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return type(leaf)(leaf[index] for index in indices)
+            if chosen is not None:
+                return leaf.index_select(0, chosen.to(leaf.device))
+            return leaf[start:stop] if len(indices) < len(leaf) else leaf
+
+        return self._take(take)
+
+
+def _is_sized(leaf: Any) -> bool:
+    """Whether a leaf of `TreeSamples` may have samples."""
+    return leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, tuple | list)
+
+
+def _leads_to_tensors(tree: Any) -> bool:
+    if isinstance(tree, tuple | list):  # maybe of many tokens
+        return any(map(_leads_to_tensors, tree))
+    return isinstance(tree, Tensor) or any(_leads_to_tensors(child) for _, child in _children(tree, "") or ())
+
+
+class ListSamples:
+    """A list of samples, which `collate` makes a micro-batch of.
+
+    Args:
+        batch: The samples.
+        collate: Called with a list of some of them.
+    """
+
+    padded = True
+
+    def __init__(self, batch: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._batch = batch
+        self._collate = collate
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def sample(self, index: int) -> Any:
+        """See `Samples`."""
+        return self._batch[index]
+
+    def default_costs(self) -> list[float]:
+        """See `Samples`: the length of a sample, or of the first value of a mapping that has one."""
+        return [_length(sample) for sample in self._batch]
+
+    def part(self, indices: Sequence[int]) -> Any:
+        """See `Samples`; dicts are copied, since `collate` may take labels out of them."""
+        samples = (self._batch[index] for index in indices)
+        return self._collate([copy.copy(s) if isinstance(s, dict | UserDict) else s for s in samples])
+
+
+def _length(sample: Any) -> float:
+    for value in sample.values() if isinstance(sample, Mapping) else (sample,):
+        if not (isinstance(value, Tensor) and value.dim() == 0) and hasattr(value, "__len__"):
+            return float(len(value))
+    return 1.0
+
+
+def samples_of(batch: Any, collate: Callable[[list[Any]], Any] | None) -> Samples:
+    """The samples of a batch; a list of samples needs `collate`.
+
+    Raises:
+        TypeError: `collate` is not callable, or the batch is not a list.
+    """
+    if collate is None:
+        return TreeSamples(batch)
+    if not callable(collate):
+        raise wrong_type("collate", "a function of a list of samples", collate)
+    if not isinstance(batch, Sequence) or isinstance(batch, str):
+        raise wrong_type("batch", "a list of samples, with collate", batch)
+    return ListSamples(batch, collate)
+
+
+def costs_of(samples: Samples, cost: Cost) -> list[float]:
+    """What each sample costs.
+
+    Raises:
+        TypeError, ValueError: `cost` is neither a function nor one number per sample, or a cost is negative or not
+            finite; the message has the sample and its cost.
+    """
+    count = len(samples)
+    if cost is None:
+        costs = samples.default_costs()
+    elif callable(cost):
+        costs = [_number(cost(samples.sample(index)), index) for index in range(count)]
+    elif isinstance(cost, Iterable):
+        given = cost.tolist() if isinstance(cost, Tensor) else list(cost)
+        if not isinstance(given, list) or len(given) != count:
+            found = len(given) if isinstance(given, list) else "one"
+            raise ValueError(f"cost has {found} numbers, and the batch has {count} samples")
+        costs = [_number(value, index) for index, value in enumerate(given)]
+    else:
+        raise wrong_type("cost", "a function of a sample, or one number per sample", cost)
+    for index, value in enumerate(costs):
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"cost of sample {index} must be a finite number that is not negative, got {value}")
+    return costs
+
+
+def _number(value: Any, index: int) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise wrong_type(f"cost of sample {index}", "a number", value) from None

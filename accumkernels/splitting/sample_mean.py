@@ -1,0 +1,221 @@
+"""Finds out whether a loss is a mean over samples, so that the number of samples is the weight of a micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..errors import is_oom_error, logger
+from ..snapshots import RandomState, Snapshot
+from .batches import Samples, TreeSamples, form
+from .memory import let_go
+from .run import returned_by
+
+_log = logger(__name__)
+_UNEQUAL = 2  # times as expensive as the cheapest samples are those that they are compared with, where there are any
+_ROUNDING = 1e-5  # of a loss: what another order of its sum may change; samples are computed in equal shapes
+_EPS = 8  # the same in units of the loss's dtype
+_GROWTH = 0.1  # of a loss; half as many samples more have half as large a sum more
+
+
+class SampleMean:
+    """Compares the loss of a few samples with those of either half of them twice, once for each kind of samples.
+
+    In a mean over samples it is half the sum of theirs; a mean over tokens counts the half with the longer ones more.
+    All three have the same shapes, so that a sample's loss is the same number in each of them. A sum would pass, but
+    grows with the number of samples.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+        self._tries: dict[Any, tuple[int, int]] = {}  # by kind, tries that told nothing and batches since the last
+        self._warned = False
+
+    def check(
+        self,
+        loss_fn: Callable[[Any], Any],
+        samples: Samples,
+        costs: Sequence[float],
+        part: Any,
+        indices: Sequence[int],
+    ) -> None:
+        """Refuse a loss that is neither a mean over samples nor comes with a weight.
+
+        `loss_fn` is called without gradients, on four to six samples. The modules that it calls run in eval mode; their
+        buffers and attributes, and the random state, are kept. If the samples tell nothing, since they have the same
+        loss or the same cost, later batches are asked, ever more rarely.
+
+        Args:
+            loss_fn: The user's.
+            samples: The batch, two samples at least.
+            costs: Of each sample.
+            part: Some of them, collated; a few are cut out of it, or others are collated if these tell less.
+            indices: Which they are.
+
+        Raises:
+            ValueError: The loss is another mean, or a sum.
+        """
+        function: Any = loss_fn
+        while isinstance(function, functools.partial):
+            function = function.func
+        kind = getattr(function, "__code__", type(function)), form(samples.sample(0))
+        if kind in self._known:
+            return
+        tries, since = self._tries.get(kind, (0, 0))
+        if tries and since < 2 ** (tries - 1) - 1:
+            self._tries[kind] = tries, since + 1
+            return
+        outer = sys.exc_info()[1]
+        try:
+            with self._untouched() as begin_anew:
+                found = self._compare(loss_fn, samples, costs, indices, part, begin_anew)
+        except Exception as error:  # of code that is not made for two samples, or needs gradients; training will tell
+            reason = type(error).__name__ if is_oom_error(error) else f"{type(error).__name__}: {error}"
+            let_go(error, outer)
+            self._give_up(f"its loss of a few samples could not be computed ({reason})")
+            found = None
+        finally:
+            torch.clear_autocast_cache()  # some releases of torch keep copies without a graph in it
+        if found is False:
+            raise ValueError(
+                "backward_batch(): the loss is not a mean over samples, so that each part of the batch must say what "
+                "it weighs. Return that with the loss: of a mean over tokens it is their number, `return loss, (labels "
+                "!= -100).sum()`; with class weights `class_weights[labels].sum()`; of a sum 1, with "
+                "acc.step(optimizer, divisor=...). A loss that couples samples needs acc.backward_coupled"
+            )
+        if found:
+            self._known.add(kind)
+        else:
+            self._tries[kind] = tries + 1, 0
+
+    def _compare(
+        self,
+        loss_fn: Callable[[Any], Any],
+        samples: Samples,
+        costs: Sequence[float],
+        indices: Sequence[int],
+        part: Any,
+        begin_anew: Callable[[], None],
+    ) -> bool | None:
+        """Whether the loss is a mean over samples; None if this cannot be told."""
+        for chosen, take in _selections(samples, costs, indices, part):
+            found = self._compare_halves(loss_fn, take, _halves(chosen, costs), costs, begin_anew)
+            if found is not None:
+                return found
+        return None
+
+    def _compare_halves(
+        self,
+        loss_fn: Callable[[Any], Any],
+        take: Callable[[Sequence[int]], Any],
+        halves: list[list[int]],
+        costs: Sequence[float],
+        begin_anew: Callable[[], None],
+    ) -> bool | None:
+        """Whether it is for these samples; `take` collates some of them."""
+        one_half, other_half = halves
+
+        def loss_of(*chosen: int) -> Tensor:
+            return returned_by(loss_fn(take(chosen)))[0]
+
+        begin_anew()
+        first = loss_of(*one_half, *other_half)
+        found = [float(first)]
+        for half, times in ((one_half, 2), (other_half, 2), (other_half, 3)):
+            begin_anew()
+            found.append(float(loss_of(*half * times)))
+        both, one, other, grown = found
+        if not all(map(math.isfinite, found)):  # as of a sample without labels
+            return None
+        rounding = max(_EPS * torch.finfo(first.dtype).eps, _ROUNDING) * max(map(abs, found))
+        if abs(both - (one + other) / 2) > rounding:
+            random = abs(float(loss_of(*one_half, *other_half)) - both) > rounding  # with other random numbers
+            if random:
+                self._give_up("it is random, also in eval mode")
+            return None if random else False
+        if abs(grown - other) > _GROWTH * abs(other):  # a sum
+            return False
+        of_one, of_both = (sum(costs[index] for index in half) for half in (one_half, one_half + other_half))
+        share = of_one / of_both if of_both else 0.5
+        return True if abs(share - 0.5) * abs(one - other) > 2 * rounding else None
+
+    @contextlib.contextmanager
+    def _untouched(self) -> Iterator[Callable[[], None]]:
+        """Compute without gradients and leave no trace; yields a function that restores the random state."""
+        state = RandomState()
+        met: set[int] = set()
+        snapshots: list[Snapshot] = []
+
+        def meet(module: nn.Module, inputs: Any) -> None:
+            if id(module) not in met:
+                snapshots.append(Snapshot(module, parameters=False))
+                met.update(map(id, module.modules()))
+                module.eval()
+
+        compiles = "torch._dynamo" in sys.modules  # else more would be compiled, for sizes that never come again
+        eager: Any = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+        hook = register_module_forward_pre_hook(meet)
+        try:
+            with torch.no_grad(), eager:
+                yield state.restore
+        finally:
+            hook.remove()
+            for snapshot in reversed(snapshots):
+                snapshot.restore()
+            state.restore()
+
+    def _give_up(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "backward_batch(): no weight was given, and whether the loss is a mean over samples could not be found "
+                "out: %s. If it is a mean over tokens, return their number with the loss: `return loss, (labels != "
+                "-100).sum()`. If it is a mean over samples, `return loss, len(labels)` says so",
+                why,
+            )
+
+
+def _halves(indices: Sequence[int], costs: Sequence[float]) -> list[list[int]]:
+    """Two expensive samples and the two cheapest, or one of each: samples that weigh alike have no class weights, too.
+
+    The expensive ones are no more so than they must, since all are padded to them.
+    """
+    order = sorted(indices, key=lambda index: -costs[index])
+    number = min(2, len(order) // 2)
+    others, cheap = order[:-number], order[-number:]
+    unequal = [index for index in others if costs[index] >= _UNEQUAL * costs[cheap[0]]]
+    return [unequal[-number:] if len(unequal) >= number else others[:number], cheap]
+
+
+def _selections(
+    samples: Samples, costs: Sequence[float], indices: Sequence[int], part: Any
+) -> Iterator[tuple[Sequence[int], Callable[[Sequence[int]], Any]]]:
+    """Samples to compare, with what collates them: of a part, as it is, and then the most unequal of the whole batch.
+
+    Before training, long texts have nearly the same mean, and only short ones another.
+    """
+    take, differ = _rows_of(part, indices), len(set(costs)) > 1
+    extremes = sum(_halves(range(len(costs)), costs), [])
+    if take is not None and len(indices) > 1 and (not differ or len({costs[index] for index in indices}) > 1):
+        yield indices, take
+        if not differ or set(extremes) <= set(indices):
+            return
+    yield extremes, _rows_of(samples.part(extremes), extremes) or samples.part
+
+
+def _rows_of(part: Any, indices: Sequence[int]) -> Callable[[Sequence[int]], Any] | None:
+    """A function that takes some samples out of the part that these have been collated to; None if it has no rows."""
+    with contextlib.suppress(TypeError, ValueError):
+        rows = TreeSamples(part)
+        if len(rows) == len(indices):
+            places = {index: place for place, index in enumerate(indices)}
+            return lambda chosen: rows.part([places[index] for index in chosen])
+    return None

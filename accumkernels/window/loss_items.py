@@ -1,0 +1,255 @@
+"""How many items losses average, as far as their graphs say so for certain, and whether these are unequal in a window.
+
+A loss that is no mean, or none of a kind that is known here, says nothing: a wrong warning would be worse than none.
+Nothing is unpacked that a hook has packed, and devices are read at most twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..devices import is_capturing
+
+Node = Any
+_ONE_TO_ONE = frozenset({"AliasBackward0", "CloneBackward0", "NegBackward0", "ToCopyBackward0"})
+_RESHAPE = frozenset(
+    {"ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"}
+)
+_MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
+_SUMS = frozenset({"SumBackward0", "SumBackward1"})
+_STACKS = frozenset({"StackBackward0", "CatBackward0"})  # of losses, whose number says nothing about samples
+_ELEMENTWISE = frozenset(
+    {
+        "BinaryCrossEntropyBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+        "HuberLossBackward0",
+        "MseLossBackward0",
+        "SmoothL1LossBackward0",
+        "SoftMarginLossBackward0",
+    }
+)
+_LABELS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_MEAN, _SUM = 1, 2  # of `reduction`
+_MOST_NODES = 24
+
+
+class Items(NamedTuple):
+    """What one loss averages.
+
+    Attributes:
+        kind: Losses are compared only with those of the same kind: nodes on the way to the mean, and factors.
+        shape: Of the tensor that is averaged, as far as it says how many samples there are; may be empty.
+        number: How many items there are; a tensor if only the device knows.
+    """
+
+    kind: tuple[object, ...]
+    shape: tuple[int, ...]
+    number: float | Tensor
+
+
+def items_of(node: Node, nodes_left: list[int], start: tuple[object, ...] = ()) -> Items | None:
+    """Follow the graph from a loss of one element to its mean.
+
+    Args:
+        node: The last node of the loss's graph.
+        nodes_left: How many may be looked at, in one entry that is counted down; a loss that is a sum of many has more.
+        start: What the kind begins with.
+
+    Returns:
+        What it averages; None if the way is not known.
+    """
+    way = list(start)
+    divisor: float | Tensor | None = None  # the last one, which may be the number of items of a sum
+    while node is not None and nodes_left[0] > 0 and node.next_functions:
+        nodes_left[0] -= 1
+        name = node.name()
+        way.append(name)
+        inner = node.next_functions[0][0]
+        if name in _MEANS or name in _SUMS:
+            if inner is None or inner.name() in _STACKS:
+                return None
+            shape = tuple(node._saved_self_sym_sizes)
+            if name in _MEANS:
+                return _of_mean(way, shape, divisor, float(math.prod(shape)))
+            masked = inner.name() == "MulBackward0" and None in (child for child, _ in inner.next_functions)
+            return _of_sum(way, shape, divisor, math.prod(shape) if masked else 0)
+        if name in _ELEMENTWISE or name in _LABELS:
+            return _of_loss(node, way, divisor)
+        if name in ("AddBackward0", "SubBackward0") and node.next_functions[1][0] is not None:
+            first, second = (items_of(child, nodes_left) for child, _ in node.next_functions)
+            return None if isinstance(divisor, Tensor) else _of_both(first, second, [*way, divisor])
+        if name in ("DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"):
+            factor = _constant(node, name)
+            if factor is None:
+                return None
+            if name[:3] == "Div":
+                factor, divisor = divisor, factor
+            if isinstance(factor, Tensor):
+                return None
+            way.append(factor)  # a loss that the loop has weighted itself is of a kind of its own
+        elif name not in _ONE_TO_ONE and name not in _RESHAPE:
+            return None
+        node = inner
+    return None
+
+
+def is_divided_sum(node: Node) -> bool:
+    """Whether the last node of a loss's graph divides a sum by the number of its items, which makes it a mean."""
+    inner = node.next_functions[0][0]
+    sums = inner is not None and (inner.name() in _SUMS or getattr(inner, "_saved_reduction", 0) == _SUM)
+    return sums and items_of(node, [2]) is not None
+
+
+def _of_loss(node: Node, way: list[object], divisor: float | Tensor | None) -> Items | None:
+    """Read one of torch's own losses."""
+    inner, output = node.next_functions[0]
+    if inner is None or node._saved_reduction == 0:
+        return None
+    mean = node._saved_reduction == _MEAN
+    shape = tuple([int(size) for size in inner._input_metadata[output].shape])
+    labels: float | Tensor | None = None
+    if way[-1] in _LABELS:
+        if len(shape) < 2 or not _is_plain(node, "weight") or not _is_plain(node, "total_weight"):
+            return None
+        way.append(shape[1])  # classes
+        shape = (shape[0], *shape[2:])
+        if node._saved_weight is None:
+            labels = _known(node._saved_total_weight)  # those that are not ignored
+            if labels is None:
+                return None
+            if len(shape) > 1 and shape[1] == 1:  # torch's view of [rows, classes, length], whose items are tokens
+                shape = shape[:1]
+    if mean:
+        return _of_mean(way, shape, divisor, float(math.prod(shape)) if labels is None else labels)
+    return _of_sum(way, shape, divisor, labels=labels)
+
+
+def _of_mean(
+    way: list[object], shape: tuple[int, ...], divisor: float | Tensor | None, number: float | Tensor
+) -> Items | None:
+    return None if isinstance(divisor, Tensor) else Items((*way, divisor), shape, number)
+
+
+def _of_sum(
+    way: list[object],
+    shape: tuple[int, ...],
+    divisor: float | Tensor | None,
+    most: int = 0,
+    labels: float | Tensor | None = None,
+) -> Items | None:
+    """Make the items of a sum that was divided by their number.
+
+    Args:
+        way: Nodes and factors before it.
+        shape: Of what is summed.
+        divisor: Maybe the number of items. It is one if the shape says so: a sum may be divided by anything.
+        most: The most items that a mask may leave; 0 if there is none.
+        labels: How many labels are not ignored.
+    """
+    if isinstance(divisor, Tensor):
+        return Items(tuple(way), (), divisor) if most else None
+    known = divisor in (*shape[:1], math.prod(shape), labels if isinstance(labels, float) else None)
+    if divisor is None or not (known or (0 < divisor < most and divisor.is_integer() and divisor not in shape)):
+        return None
+    return Items(tuple(way), (), divisor)
+
+
+def _of_both(first: Items | None, second: Items | None, way: list[object]) -> Items | None:
+    """Join what two summands average, if it is the same: the same items, or all elements of as many samples."""
+    if first is None or second is None:
+        return None
+    fewer, more = first, second
+    if isinstance(first.number, Tensor) or isinstance(second.number, Tensor):
+        if first.shape != second.shape:
+            return None
+    elif first.number != second.number:
+        whole = all(item.shape and item.number == math.prod(item.shape) for item in (first, second))
+        if not whole or first.shape[0] != second.shape[0]:
+            return None
+        fewer, more = sorted((first, second), key=lambda item: float(item.number))
+    return fewer._replace(kind=(*way, *fewer.kind, *more.kind))
+
+
+def _constant(node: Node, name: str) -> float | Tensor | None:
+    """Return the second operand if it is a constant (see `_known`), else None."""
+    if name[-1] == "1":
+        return float(node._saved_other)
+    if node.next_functions[1][0] is not None or not _is_plain(node, "other"):
+        return None
+    return _known(node._saved_other)
+
+
+def _is_plain(node: Node, name: str) -> bool:
+    """Whether no hook has packed what a node has saved."""
+    return getattr(node, f"_raw_saved_{name}").unpack_hook is None
+
+
+def _known(number: Tensor) -> float | Tensor | None:
+    """Return a number's value, or the tensor itself if reading it would wait for a device; None if it is none."""
+    if type(number) is not Tensor or number.dim() != 0 or number.is_complex():  # such as a FakeTensor
+        return None
+    # not item(): tolist() is no op that a dispatch mode would see
+    return float(number.tolist()) if is_on_host(number) else number  # type: ignore[arg-type]
+
+
+def is_on_host(number: Tensor) -> bool:
+    """Whether reading it waits for no device."""
+    return number.device.type == "cpu"
+
+
+def items_at(loss: Tensor, caller: Any) -> Items | None:
+    """What a loss averages; None if that is not known.
+
+    Args:
+        loss: The loss.
+        caller: The frame that has called backward. A loop that calls it in two places may want it so: a
+            discriminator's real and generated samples, new ones and those of a memory.
+    """
+    return items_of(loss.grad_fn, [_MOST_NODES], (id(caller.f_code), caller.f_lasti)) if loss.numel() == 1 else None
+
+
+class ItemComparison:
+    """Compares what the losses of a window average that were given without a weight."""
+
+    def __init__(self) -> None:
+        self._looked = False  # at numbers on a device, in a window whose losses have one shape
+        self._looked_at_shapes = False  # in one whose losses have several
+
+    def unequal(self, found: Sequence[Items | None], micro_batches: int) -> str | None:
+        """Return the numbers of items, if they differ in a window without any weight: "8, 8 and 3"."""
+        if micro_batches < 2 or len(found) != micro_batches:
+            return None
+        kinds: dict[tuple[object, ...], list[Items]] = {}
+        for items in found:
+            if items is not None:
+                kinds.setdefault(items.kind, []).append(items)
+        for alike in kinds.values():
+            numbers = self._read(alike) if len(alike) > 1 else None
+            if numbers is None or len(set(numbers)) == 1:
+                continue
+            # As many samples of another size, such as images of another resolution, may be meant to count the same.
+            sizes, samples = ({items.shape[cut] for items in alike} for cut in (slice(1, None), slice(1)))
+            if len(sizes) == 1 or len(samples) > 1:
+                texts = [f"{number:g}" for number in numbers]
+                return ", ".join(texts) if len(texts) < 9 else f"{', '.join(texts[:7])}, ..., {texts[-1]}"
+        return None
+
+    def _read(self, alike: list[Items]) -> list[float] | None:
+        """Return numbers; those on a device are read once where shapes differ, and once where they do not."""
+        numbers = [items.number for items in alike]
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        if not tensors:
+            return numbers  # type: ignore[return-value]
+        several = len({items.shape for items in alike}) > 1
+        if (self._looked_at_shapes if several else self._looked) or is_capturing(tensors[0].device):
+            return None
+        self._looked_at_shapes, self._looked = self._looked_at_shapes or several, True
+        if len(tensors) < len(numbers):
+            return None
+        read: list[float] = torch.stack([number.double() for number in tensors]).tolist()
+        return read if all(map(float.is_integer, read)) else None
