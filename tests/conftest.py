@@ -46,10 +46,10 @@ def casts_of_small_weights(monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def nothing_at_exit():
     """Tests leave windows open, which is worth a warning when other processes end."""
-    from accumkernels.window import patience
+    from accumkernels.window import misuse
 
     yield
-    patience._never_ended.clear()
+    misuse._never_ended.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +68,21 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU, tests that need one are not collected; what starts ranks is marked."""
+    """Tests that need a GPU, or the library, are not collected where there is none; what starts ranks is marked."""
+    from accumkernels.ops import native
+
     starts.mark(items)
-    if not torch.cuda.is_available():
-        deselected = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    lacking = {"gpu"} if not torch.cuda.is_available() else set()
+    if not native.LIBRARY_PATH.exists():
+        lacking.add("native")
+
+    def needs(item):
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        return {mark.name for mark in item.iter_markers()} | ({backend} if isinstance(backend, str) else set())
+
+    deselected = [item for item in items if lacking & needs(item)]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in set(deselected)]
     # Files that start processes have few tests and take long: workers that get them last would leave the other idle.
     starting = {item.path for item in items if item.get_closest_marker("starts")}
     items.sort(key=lambda item: item.path not in starting)

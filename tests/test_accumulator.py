@@ -176,7 +176,7 @@ def test_a_dropped_accumulator_frees_its_parameters():
 
 
 def test_repr_and_logging_tell_where_it_stands(caplog):
-    """repr names parameters, bytes, backend, position and norm; buffers are logged, nothing is printed."""
+    """repr names parameters, bytes, backend, position and norm in a line, and str has a row for each."""
     caplog.set_level("DEBUG", logger="accumkernels")
     model = mlp()
     acc = ak.FusedAccumulator(model, backend="reference")
@@ -189,6 +189,12 @@ def test_repr_and_logging_tell_where_it_stands(caplog):
     assert "1 micro-batches into the window" in repr(acc)
     norm = acc.step(torch.optim.SGD(acc.parameters(), lr=0.1), max_norm=1.0)
     assert f"last norm {norm.item():.6g}" in repr(acc)
+    assert "\n" not in repr(acc)
+    heading, *rows = str(acc).splitlines()
+    assert heading == "FusedAccumulator"
+    assert [row.split()[0] for row in rows] == ["holds", "last", "overflow", "release", "window", "last"]
+    assert len({len(row) - len(row[16:].lstrip()) for row in rows}) == 1, "values do not stand below each other"
+    assert rows[-1].split()[-1] == f"{norm.item():.6g}"
 
 
 def test_order_of_calls():

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.arguments import as_bytes
 from tests.support.models import batch, mlp
 
 
@@ -25,13 +26,28 @@ from tests.support.models import batch, mlp
         ({"release": "forward"}, ValueError, "release must be one of 'auto', 'microbatch', 'backward', got 'forward'"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive, got 0"),
         ({"bucket_bytes": 1e6}, TypeError, "bucket_bytes must be an int, got 1000000.0"),
+        ({"bucket_bytes": "8 gallons"}, ValueError, "bucket_bytes is not a number of bytes: '8 gallons'"),
+        ({"memory_limit": 0}, ValueError, "memory_limit must be positive, got 0"),
+        ({"memory_limit": True}, TypeError, "memory_limit must be an int, got True"),
+        ({"memory_limit": 12}, ValueError, "memory_limit=12 is less than a mebibyte: .* such as '12 GiB', '12 MiB' or"),
         ({"backend": "cuda"}, ValueError, "backend must be one of .*, got 'cuda'"),
         (
             {"autocast_route": "auto"},
             TypeError,
-            "autocast_route='auto': there is no such option any more, leave it out",
+            "FusedAccumulator.. has no option autocast_route='auto': acc.backward takes 16-bit gradients from",
         ),
-        ({"lr": 0.1}, TypeError, "lr"),
+        (
+            {"lr": 0.1},
+            TypeError,
+            r"FusedAccumulator\(\) has no option lr=0.1; help\(accumkernels.FusedAccumulator\) lists",
+        ),
+        ({"overflw": None}, TypeError, "has no option overflw=None; is it 'overflow'?"),
+        (
+            {"accumulation_steps": 4},
+            TypeError,
+            r"accumulation_steps=4: a window ends where .*; write `for window in acc.windows\(loader, 4\)`",
+        ),
+        ({"max_grad_norm": 1.0}, TypeError, r"max_grad_norm=1.0: write acc.step\(optimizer, max_norm=1.0\)"),
     ],
     ids=str,
 )
@@ -39,6 +55,45 @@ def test_wrong_options(kwargs, error, message):
     """Every option is checked and named with its value."""
     with pytest.raises(error, match=message):
         ak.FusedAccumulator(mlp(), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("123456", 123456),
+        ("8GiB", 8 * 2**30),
+        ("1.5 k", 1536),
+        ("512MB", 512 * 2**20),
+        (" 512 mib ", 512 * 2**20),
+        ("2T", 2**41),
+        ("800 B", 800),
+        (".5G", 2**29),
+        (2**40, 2**40),
+    ],
+)
+def test_bytes(text, value):
+    """Numbers with units, which are powers of 1024."""
+    assert as_bytes(text, "limit") == value
+    unit = isinstance(text, str) and not text.isdigit()
+    if unit or value >= 2**20:
+        assert as_bytes(text, "limit", of_a_device=True) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-3", "1.2.3M", "8 gallons", "1e9", "nan", "inf GiB"])
+def test_wrong_bytes(text):
+    """Named."""
+    with pytest.raises(ValueError, match="limit is not a number of bytes"):
+        as_bytes(text, "limit")
+
+
+def test_bytes_of_options():
+    """They hold for every number of bytes that the constructor takes; a device's is never a bare small number."""
+    with ak.FusedAccumulator(mlp(), bucket_bytes="8 MiB", memory_limit="10GiB", release="backward") as acc:
+        assert acc.engine.options.bucket_bytes == 2**23 and acc.engine.options.memory_limit == 10 * 2**30
+        assert "8,388,608" in repr(acc)
+    for limit in ("12", "0", 2**20 - 1):
+        with pytest.raises(ValueError, match="memory_limit"):
+            ak.FusedAccumulator(mlp(), memory_limit=limit)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +175,7 @@ CALLS = {
     "backward_coupled": lambda model, optimizer: {"chunks": CHUNKS, "encode": model, "loss_fn": torch.sum},
     "backward_batch": lambda model, optimizer: {"batch": CHUNKS, "loss_fn": lambda part: model(part[0]).sum()},
     "window": lambda model, optimizer: {"batches": []},
+    "windows": lambda model, optimizer: {"batches": [], "n": 1},
     "discard": lambda model, optimizer: {},
     "finalize": lambda model, optimizer: {"optimizers": optimizer},
     "clip_grad_norm_": lambda model, optimizer: {"max_norm": 1.0},
@@ -135,7 +191,7 @@ def test_calls_are_all():
     assert set(CALLS) == {name for name, f in public.items() if len(inspect.signature(f).parameters) > 1}
 
 
-@pytest.mark.parametrize("argument", [name for name in parameters(ak.FusedAccumulator) if name != "autocast_route"])
+@pytest.mark.parametrize("argument", parameters(ak.FusedAccumulator))
 def test_every_option_repeats_what_it_was_given(argument):
     """A value of the wrong kind stands in the error, beside the name of the argument."""
     arguments = {"params": mlp(), argument: Odd()}
@@ -167,9 +223,17 @@ def test_every_argument_repeats_what_it_was_given(method, argument):
     ("call", "error", "message"),
     [
         (lambda acc, o: acc.step([o]), TypeError, r"step\(\): name optimizers one by one, as step\(first, second\)"),
+        (
+            lambda acc, o: acc.step(o, 1.0),
+            TypeError,
+            r"step\(\): 1.0 is not an optimizer: write acc.step\(optimizer, max_norm=1.0\)",
+        ),
+        (lambda acc, o: acc.finalize(o, 8), TypeError, r"8 is not an .*: write acc.finalize\(optimizer, divisor=8\)"),
         (lambda acc, o: acc.step(o, max_norm=[3]), TypeError, r"max_norm\[0\] must be a pair .*, got 3"),
         (lambda acc, o: acc.step(o, max_norm=[([3], 1)]), TypeError, r"max_norm\[0\]: a parameter .*, got 3"),
         (lambda acc, o: acc.step(o, ignore=[3]), TypeError, "ignore: a parameter must be a tensor, got 3"),
+        (lambda acc, o: acc.windows([], 0), ValueError, "n must be at least 1, got 0"),
+        (lambda acc, o: acc.windows([], True), TypeError, "n must be an int, got True"),
         (lambda acc, o: acc.param_groups([3]), TypeError, "group 0 must be a dict, got 3"),
         (lambda acc, o: acc.main_grad(torch.ones(3)), ValueError, r"a tensor of shape \(3,\) is not one of"),
         (lambda acc, o: acc.accumulate(loss=torch.ones(3)), ValueError, r"one element, got a tensor of shape \(3,\)"),

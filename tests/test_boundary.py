@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accumkernels.boundary import profiled
+from accumkernels.hooks import profiled
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -292,7 +292,7 @@ def test_fused_sgd_with_a_frozen_parameter_reads_nothing_back():
     for _ in range(2):
         acc.backward(mse_loss(model(x), y))
         acc.step(optimizer)
-    assert isinstance(acc._end._skipped, torch.Tensor)  # never turned into a bool
+    assert isinstance(acc.engine.ending._skipped, torch.Tensor)  # never turned into a bool
 
 
 def test_accumulate_without_gradients_warns_once(caplog):
@@ -320,12 +320,12 @@ def test_no_reference_cycles_with_the_scaler():
     try:
         acc.backward(mse_loss(model(x), y))
         acc.finalize(optimizer)
-        judged = weakref.ref(acc._window.verdict.exact)
+        judged = weakref.ref(acc.engine.window.verdict.exact)
         scaler.step(optimizer)
         scaler.update()
         acc.zero_()
-        acc._end._skipped = False
-        acc._end.metrics._judged = None
+        acc.engine.ending._skipped = False
+        acc.engine.ending.metrics._judged = None
         assert judged() is None
     finally:
         gc.enable()

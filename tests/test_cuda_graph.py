@@ -26,11 +26,10 @@ class Captured:
         self.autocast = autocast
         self.scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=3) if scaled else None
         self.stream = torch.cuda.Stream()
+        self.acc = ak.FusedAccumulator(
+            self.model, scaler=self.scaler, release=release, bucket_bytes=400, overflow=overflow, backend="native"
+        )
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # hooks fix the stream that autograd accumulates on
-            self.acc = ak.FusedAccumulator(
-                self.model, scaler=self.scaler, release=release, bucket_bytes=400, overflow=overflow, backend="native"
-            )
         self.optimizer = torch.optim.AdamW(self.acc.parameters(), lr=0.01, fused=True, capturable=True)
         self.x = torch.zeros(K, SIZE, 16, device="cuda")
         self.y = torch.zeros(K, SIZE, 4, device="cuda")
@@ -142,7 +141,7 @@ def test_window_without_weight_runs_every_kernel_and_changes_nothing():
     for _ in range(2):
         scaler.scale(mse_loss(model(x), y)).backward()
         zero = torch.zeros((), dtype=torch.float64)  # a CPU tensor of the user's would be read
-        acc._runner.accumulate(acc._runner.micro_batch(zero))
+        acc.engine.accumulate(acc.engine.micro_batch(zero))
         norm = acc.step(optimizer, max_norm=1.0)
         assert norm.isfinite()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))

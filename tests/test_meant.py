@@ -83,6 +83,21 @@ def divisions_of_other_numbers():
         loop.acc.step(loop.optimizer, divisor=divisor)
 
 
+def sums_over_their_own_number():
+    """As many samples in each micro-batch as the window has micro-batches, in forms of a mean over them."""
+    loop = Loop()
+    x, y = torch.randn(K, 5), torch.randn(K, 3)
+    for how in (
+        lambda out: (out - y).square().sum() / K,
+        lambda out: mse_loss(out, y, reduction="sum") / len(x),
+        lambda out: nn.functional.kl_div(out.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        lambda out: ((out - y).square().sum(1) * torch.ones(K)).sum() / torch.ones(K).sum(),
+    ):
+        for _ in range(K):
+            loop.acc.backward(how(loop.model(x)))
+        loop.acc.step(loop.optimizer)
+
+
 def dropped_once():
     """A window dropped after an exception, in the middle of a run."""
     loop = Loop()
@@ -149,12 +164,56 @@ def leftovers_filled_with_zeros():
     leftovers_dropped(lambda loop: loop.optimizer.zero_grad(set_to_none=False))
 
 
+def of_a_generator(drop):
+    """A GAN in which the discriminator loses what the generator's loss leaves there, before its own backward.
+
+    Args:
+        drop: Called with the discriminator's `Loop`.
+    """
+    loop, generator = Loop(), nn.Linear(5, 5)
+    theirs = ak.FusedAccumulator(generator)
+    for window in loop.windows():
+        for x, y in window:
+            theirs.backward(loop.loss(generator(x), y))
+            drop(loop)
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.step(loop.optimizer)
+        theirs.zero_()
+
+
+def generators_gradients_dropped():
+    """Set to None."""
+    of_a_generator(lambda loop: loop.optimizer.zero_grad())
+
+
+def generators_gradients_filled_with_zeros():
+    """In the way of torch 1."""
+    of_a_generator(lambda loop: loop.optimizer.zero_grad(set_to_none=False))
+
+
+def one_loss_counted_by_two():
+    """A loss that reaches the parameters of two accumulators, each of which counts what is its own."""
+    loop, below = Loop(), nn.Linear(5, 5)
+    theirs = ak.FusedAccumulator(below)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(loop.loss(below(x), y))
+            theirs.accumulate()
+        loop.acc.step(loop.optimizer)
+        theirs.step(optimizer)
+
+
 MEANT = [
+    generators_gradients_dropped,
+    generators_gradients_filled_with_zeros,
+    one_loss_counted_by_two,
     with_another_optimizer,
     with_a_step_of_another_accumulator,
     clipping_each_micro_batch,
     changing_gradients_after_clipping,
     divisions_of_other_numbers,
+    sums_over_their_own_number,
     dropped_once,
     closure_that_finalizes,
     scaler_that_unscales_means,
@@ -179,6 +238,25 @@ def test_warnings_come_once(caplog):
             loop.acc.backward(loop.loss(x, y) / K)
         loop.acc.step(loop.optimizer)
     assert len(caplog.records) == 1
+
+
+def test_gradients_of_another_accumulators_loss_are_an_error_once():
+    """The micro-batch that was refused can be run again: without them, or with them if they are meant."""
+    loop, generator = Loop(), nn.Linear(5, 5)
+    theirs = ak.FusedAccumulator(generator)
+    (x, y), (u, v) = loop.windows(1)[0][:2]
+    theirs.backward(loop.loss(generator(x), y))
+    left = loop.model[0].weight.grad.clone()
+    with pytest.raises(RuntimeError, match=r"'0.weight' has a gradient of another loss.* that of 'weight', has left"):
+        loop.acc.backward(loop.loss(x, y))
+    assert torch.equal(loop.model[0].weight.grad, left)
+    loop.acc.discard()
+    loop.acc.backward(loop.loss(x, y))
+    alone = loop.acc.main_grad(loop.model[0].weight).clone()
+    theirs.backward(loop.loss(generator(u), v))
+    left = loop.model[0].weight.grad.clone()
+    loop.acc.backward(loop.loss(x, y))
+    torch.testing.assert_close(loop.acc.main_grad(loop.model[0].weight), 2 * alone + left)
 
 
 def test_after_an_error_the_window_goes_on():

@@ -250,17 +250,39 @@ def zero_grad_for_zero():
         loop.optimizer.zero_grad()
 
 
-def generator_without_freezing(micro_batches=K, **options):
-    """A GAN whose zero_grad was deleted: the generator's loss leaves gradients in the discriminator."""
+def generator_without_freezing(micro_batches=K, first=False, **options):
+    """A GAN whose zero_grad was deleted: the generator's loss leaves gradients in the discriminator.
+
+    Args:
+        micro_batches: Of each window.
+        first: Whether the generator's loss comes before the discriminator's in each micro-batch, not after its window.
+        **options: Of the discriminator's accumulator.
+    """
     loop, generator = Loop(**options), nn.Linear(5, 5)
     theirs = ak.FusedAccumulator(generator)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
     for window in loop.windows():
+        for x, y in window[:micro_batches]:
+            if first:
+                theirs.backward(loop.loss(generator(x), y))
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.step(loop.optimizer)
+        for x, y in () if first else window[:micro_batches]:
+            theirs.backward(loop.loss(generator(x), y))
+        theirs.step(optimizer)
+
+
+def stock_generator_without_freezing(micro_batches=K, **options):
+    """The same of a generator that has no accumulator."""
+    loop, generator = Loop(**options), nn.Linear(5, 5)
+    optimizer = torch.optim.SGD(generator.parameters(), lr=0.01)
+    for window in loop.windows():
         loop.accumulate(window[:micro_batches])
         loop.acc.step(loop.optimizer)
         for x, y in window[:micro_batches]:
-            theirs.backward(loop.loss(generator(x), y))
-        theirs.step(optimizer)
+            loop.loss(generator(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def never_accumulated():
@@ -385,10 +407,26 @@ MISUSES = {
     "zero_ in every micro-batch": Misuse(zero_in_every_micro_batch, None, "delete zero_() before backward"),
     "zero_ before step": Misuse(zero_before_step, None, "before step()"),
     "zero_grad for zero_": Misuse(zero_grad_for_zero, RuntimeError, "call acc.zero_() to open a new window"),
-    "a generator's gradients": Misuse(generator_without_freezing, None, "module.requires_grad_(False)"),
-    "a generator's gradients, one micro-batch": Misuse(of(generator_without_freezing, 1), None, "by acc.zero_()"),
+    "a generator's gradients": Misuse(generator_without_freezing, RuntimeError, "module.requires_grad_(False)"),
+    "a generator's gradients, one micro-batch": Misuse(
+        of(generator_without_freezing, 1), RuntimeError, "by acc.discard()"
+    ),
     "a generator's gradients, buckets": Misuse(
-        of(generator_without_freezing, release="backward"), None, "gradients of another loss were there"
+        of(generator_without_freezing, release="backward"), RuntimeError, "has a gradient of another loss"
+    ),
+    "a generator's loss first": Misuse(of(generator_without_freezing, first=True), RuntimeError, "as a generator's"),
+    "a generator's loss first, one micro-batch": Misuse(
+        of(generator_without_freezing, 1, first=True), RuntimeError, "as a generator's"
+    ),
+    "a generator's loss first, buckets": Misuse(
+        of(generator_without_freezing, first=True, release="backward"), RuntimeError, "as a generator's"
+    ),
+    "a stock generator's gradients": Misuse(stock_generator_without_freezing, None, "module.requires_grad_(False)"),
+    "a stock generator's gradients, one micro-batch": Misuse(
+        of(stock_generator_without_freezing, 1), None, "by acc.zero_()"
+    ),
+    "a stock generator's gradients, buckets": Misuse(
+        of(stock_generator_without_freezing, release="backward"), None, "gradients of another loss were there"
     ),
     "never accumulated": Misuse(never_accumulated, RuntimeError, "call acc.accumulate() after backward"),
     "some parameters": Misuse(
@@ -409,7 +447,7 @@ MISUSES = {
     "max_norm by position": Misuse(
         of(called, lambda loop, loss: loop.acc.step(loop.optimizer, 1.0)),
         TypeError,
-        "Optimizer, got 1.0",
+        "1.0 is not an optimizer: write acc.step(optimizer, max_norm=1.0)",
     ),
     "scaler for optimizer": Misuse(
         of(called, lambda loop, loss: loop.acc.step(torch.amp.GradScaler("cpu"))),
@@ -436,7 +474,7 @@ def test_no_misuse_is_silent(misuse, caplog):
         with caplog.at_level(logging.WARNING, logger="accumkernels"):
             misuse.loop()
         (message,) = [record.getMessage() for record in caplog.records]
-        assert misuse.words in message
+        assert message.startswith("accumkernels: ") and misuse.words in message
 
 
 def test_there_are_thirty():

@@ -117,6 +117,7 @@ def test_is_the_big_batch(name, device, release, enabled):
 
 @pytest.mark.parametrize("enabled", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.native
 def test_fused_is_as_near_to_the_truth_as_stock(name, enabled):
     """Against the big batch in fp64, when every weight that can be is added by its GEMM."""
     case = zoo.make(name)

@@ -17,7 +17,7 @@ def test_pyproject_asks_for_the_oldest_that_adapters_take():
     said = {}
     for path in (ROOT / "accumkernels" / "integrations").glob("*.py"):
         said |= dict(re.findall(r'with needs\("(\w+)", oldest="([\d.]+)"\)', path.read_text()))
-    assert set(said) == {"accelerate", "fastai", "lightning", "transformers"}
+    assert set(said) == {"accelerate", "lightning", "transformers"}
     extras = re.findall(rf"^(?:{'|'.join(said)}) = .*", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     asked = [pair for extra in extras for pair in re.findall(r'"(\w+)>=([\d.]+)"', extra)]
     assert {name for name, _ in asked} == set(said)

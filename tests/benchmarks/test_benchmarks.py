@@ -74,7 +74,7 @@ class TestPeers:
     @pytest.mark.parametrize(
         "name",
         [
-            pytest.param(n, marks=pytest.mark.starts if n == peers.COMPILED else ())
+            pytest.param(n, marks={peers.COMPILED: pytest.mark.starts, peers.OURS: pytest.mark.native}.get(n, ()))
             for n in peers.available(CPU, len(SHAPES))
         ],
     )
@@ -233,6 +233,7 @@ class TestParts:
         parts = [Measured("window", "a", WRITTEN, k, [float(i)]) for i in range(2) for k in (2, 8)]
         assert [(m.micro_batches, m.seconds) for m in merge(parts)] == [(2, [0.0, 1.0]), (8, [0.0, 1.0])]
 
+    @pytest.mark.native
     def test_host_time(self):
         """Every method, on few tensors."""
         job = Job("host", tuple(host.METHODS), host.shapes(5), "fp16", "cpu", 1, 2, 1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accumkernels.ops import native, triton_table
+from accumkernels.ops import native, triton
 from benchmarks import compile_report
 from benchmarks.compile_report import AMD, CAPABILITIES, Code, readable
 from benchmarks.harness import assembly, sass
@@ -23,7 +23,7 @@ TRITON_ARCHS = [*ARCHS, *AMD]
 WARPS = {arch: 64 if arch.startswith("gfx9") else 32 for arch in TRITON_ARCHS}  # threads; 64 on AMD's Instinct cards
 SIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 # Bytes of shared memory per block: two sums of 8 warps in fp64. What exchanges a block's elements takes 8 KB or more.
-FOR_REDUCTIONS = 2 * 8 * triton_table.NUM_WARPS
+FOR_REDUCTIONS = 2 * 8 * triton.NUM_WARPS
 BUILT = [arch for arch in (native.build_info() or {}).get("archs", []) if arch in ARCHS]
 
 
@@ -104,7 +104,7 @@ class TestCompiled:
         assert len(results) == 9 * len(TRITON_ARCHS)
         for code in results:
             grad, buffer = (SIZES[name] for name in code.kernel.partition("[")[2].rstrip("]").split(",")[:2])
-            per_thread = triton_table.BLOCK // (WARPS[code.arch] * triton_table.NUM_WARPS)
+            per_thread = triton.BLOCK // (WARPS[code.arch] * triton.NUM_WARPS)
             stores = per_thread * buffer // 16
             loads = stores + (per_thread * grad // 16 if grad >= buffer else 0)
             if "unaligned" not in code.kernel:

@@ -1,5 +1,6 @@
 """python -m benchmarks.coupled: what is alive is put where it belongs, and chunks bound it."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,6 +33,7 @@ def saved(rows):
     return sum(nbytes for key, nbytes in found.items() if key not in held)
 
 
+@pytest.mark.native
 def test_activations_are_those_of_a_chunk():
     """The whole batch keeps at least what autograd saves for it; chunks a chunk's, and what the loss needs of all."""
     of_all, of_chunk = saved(PAIRS), saved(CHUNK)
@@ -42,6 +44,7 @@ def test_activations_are_those_of_a_chunk():
     assert activations(PLAIN) < 0.5 * activations(WHOLE)
 
 
+@pytest.mark.native
 def test_a_row_for_every_method(tmp_path, capsys):
     """The whole batch first, as the ratio's base."""
     path = tmp_path / "coupled.csv"

@@ -23,6 +23,7 @@ def _threads(monkeypatch):
 
 
 @pytest.mark.usefixtures("_threads")
+@pytest.mark.native
 def test_cells(tmp_path, capsys, monkeypatch):
     """Every size, length and mode has a ratio between its quartiles; a second run adds what is missing alone."""
     file = tmp_path / "defaults.csv"

@@ -68,14 +68,17 @@ class TestGradientBytes:
         """The sums in fp32."""
         assert train(Two(), None) == 2 * PADDED * 4
 
+    @pytest.mark.native
     def test_all_at_once(self):
         """The buffer, and every gradient of a micro-batch, in fp32."""
         assert train(Two(), {"release": "microbatch"}, autocast=False) == 2 * PADDED * (4 + 4)
 
+    @pytest.mark.native
     def test_taken_in_16_bit(self):
         """Under autocast, gradients that wait to be added count as well, though nothing public shows them."""
         assert train(Two(), {"release": "microbatch"}) == 2 * PADDED * (4 + 2)
 
+    @pytest.mark.native
     def test_buckets(self):
         """A layer's gradients at a time."""
         options = {"release": "backward", "bucket_bytes": PADDED * 4}

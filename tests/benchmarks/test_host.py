@@ -1,11 +1,13 @@
 """python -m benchmarks.host: every set-up beside stock, and loops that train alike."""
 
+import pytest
 import torch
 
 from benchmarks.harness.results import read_csv
 from benchmarks.host import RELEASES, SETUPS, SetUp, loop, main
 
 
+@pytest.mark.native
 def test_a_row_for_every_set_up(tmp_path, capsys):
     """Stock first, as the ratio's base; in the end two rows for one accumulate."""
     path = tmp_path / "host.csv"
@@ -19,6 +21,7 @@ def test_a_row_for_every_set_up(tmp_path, capsys):
     assert 'release="auto"' in capsys.readouterr().out
 
 
+@pytest.mark.native
 def test_one_accumulate_alone(tmp_path):
     """In seconds, where the windows take minutes."""
     path = tmp_path / "host.csv"

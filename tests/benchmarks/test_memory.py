@@ -39,11 +39,13 @@ class TestTimeline:
         assert found["optimizer state"] == LAYERS * (WEIGHT + 64) * 2 * 4 + LAYERS * 2 * 4  # and a step count each
 
     @pytest.mark.parametrize("name", ['FusedAccumulator, release="microbatch"', "FusedAccumulator, masters"])
+    @pytest.mark.native
     def test_all_gradients_live_at_once(self, name):
         """With `release="microbatch"`, in 16 bits."""
         assert peaks(name)["gradients"] == LAYERS * WEIGHT * 2
 
     @pytest.mark.parametrize("weights", [1, 2, 3])
+    @pytest.mark.native
     def test_buckets_bound_gradients(self, weights):
         """With `release="backward"` a bucket's worth lives."""
         found = peaks('FusedAccumulator, release="backward"', bucket_bytes=weights * WEIGHT * 2)
@@ -82,6 +84,7 @@ class TestBuckets:
         assert buckets.buckets(case, 12) == [[0, 1], [2], [3]]
         assert buckets.buckets(case, 1000) == [[0, 1, 2, 3]]
 
+    @pytest.mark.native
     def test_add(self):
         """Every size adds the same."""
         sums = []

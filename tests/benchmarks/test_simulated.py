@@ -54,6 +54,7 @@ def test_peers():
     assert agreement == sent(2, "FusedAccumulator, FSDP2")[END, ALL_REDUCE, "agreement"]
 
 
+@pytest.mark.native
 def test_command(tmp_path):
     """It writes what the picture is drawn from."""
     path = tmp_path / "found.csv"

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from accumkernels.buffers.layout import ALIGNMENT_BYTES
+from accumkernels.buffers.flat import ALIGNMENT_BYTES
 from benchmarks import trainers
 from benchmarks.methods.training import SIZES
 

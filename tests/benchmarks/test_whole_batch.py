@@ -16,6 +16,7 @@ def small(monkeypatch):
     monkeypatch.setattr(whole_batch.Budget, "options", {"budget": 128, "cost": whole_batch.padded_length})
 
 
+@pytest.mark.native
 def test_a_row_for_every_method(tmp_path, capsys):
     """Those that do not know the capacity run out of memory; no micro-batch that counts is beyond it."""
     path = tmp_path / "whole_batch.csv"

@@ -269,7 +269,7 @@ def test_a_captured_window_keeps_its_addresses(trained, monkeypatch):
     model, acc, optimizer = trained
     only(model, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(window_end, "_captures", lambda tensor: True)
+        patch.setattr(window_end, "is_capturing", lambda device: True)
         acc.backward(loss_of(model, data(0, 0)))
         acc.finalize(optimizer)
         acc.zero_()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from accumkernels.buffers import handed_out
+from accumkernels.buffers import flat
 from tests.support.loop import K, Loop
 
 
@@ -99,7 +99,7 @@ def test_kept_gradients_stay_and_optimizers_train_as_in_stock(keep, long_form):
 def test_nothing_moves_in_loops_that_keep_nothing(kind, options, monkeypatch):
     """Each window hands out the same addresses, and nothing is looked for or copied."""
     for name in ("_move", "gc"):
-        monkeypatch.setattr(handed_out, name, None)
+        monkeypatch.setattr(flat, name, None)
     loop = Loop(**options)
     optimizer, addresses = kind(loop.acc.parameters(), lr=0.01), set()
     handle = optimizer.register_step_post_hook(
@@ -150,8 +150,8 @@ def test_what_cannot_be_found_is_said_once_and_not_looked_for_again(caplog, monk
     """What gc.freeze() hides: a search looks at every object of the process."""
     loop, kept, searches = Loop(), [], []
     p = next(loop.model.parameters())
-    find = handed_out.HandedOut._move_aliases
-    monkeypatch.setattr(handed_out.HandedOut, "_move_aliases", lambda *args: (searches.append(1), find(*args)))
+    find = flat.HandedOut._move_aliases
+    monkeypatch.setattr(flat.HandedOut, "_move_aliases", lambda *args: (searches.append(1), find(*args)))
     for window in loop.windows(3):
         loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accumkernels as ak
-from accumkernels.buffers.flat import flat_buffers
-from accumkernels.buffers.layout import ALIGNMENT_BYTES
+from accumkernels.buffers.flat import ALIGNMENT_BYTES, flat_buffers
 from accumkernels.buffers.parameters import named_parameters, strip_prefixes
 from accumkernels.ops import reference
 from tests.support.models import mlp

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accumkernels.buffers import pages
-from accumkernels.doctor.report import examine, render
+from accumkernels.buffers import flat
+from accumkernels.doctor import examine, render
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def asked(monkeypatch):
             calls.append((start.value, nbytes.value, advice))
             return 0
 
-    monkeypatch.setattr(pages, "_asked", lambda: True)
-    monkeypatch.setattr(pages.ctypes, "CDLL", Libc)
+    monkeypatch.setattr(flat, "_asked", lambda: True)
+    monkeypatch.setattr(flat.ctypes, "CDLL", Libc)
     return calls
 
 
 def test_whole_pages_of_a_large_tensor(asked):
     """All but what shares a page with something else."""
-    tensor = pages.zeros(3 * 2**20 + 5, torch.float32, torch.device("cpu"))
+    tensor = flat.zeros(3 * 2**20 + 5, torch.float32, torch.device("cpu"))
     ((start, nbytes, advice),) = asked
     assert advice == 14
     assert start % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0
@@ -44,12 +44,12 @@ def test_whole_pages_of_a_large_tensor(asked):
 
 def test_not_asked(asked, monkeypatch):
     """Small tensors, tensors without memory, and systems with another setting."""
-    assert not pages.zeros(1000, torch.float64, torch.device("cpu")).any()
-    pages.zeros(2**24, torch.float32, torch.device("meta"))
+    assert not flat.zeros(1000, torch.float64, torch.device("cpu")).any()
+    flat.zeros(2**24, torch.float32, torch.device("meta"))
     with FakeTensorMode():
-        pages.zeros(2**24, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(pages, "_asked", lambda: False)
-    assert not pages.zeros(2**21, torch.float32, torch.device("cpu")).any()
+        flat.zeros(2**24, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(flat, "_asked", lambda: False)
+    assert not flat.zeros(2**21, torch.float32, torch.device("cpu")).any()
     assert asked == []
 
 
@@ -59,8 +59,8 @@ def test_not_asked(asked, monkeypatch):
 def test_setting(tmp_path, monkeypatch, text, setting):
     """As the kernel writes it; the doctor says it and what it means."""
     path = tmp_path / "enabled"
-    monkeypatch.setattr(pages, "_SETTING", path)
-    assert pages.setting() is None
+    monkeypatch.setattr(flat, "_SETTING", path)
+    assert flat.setting() is None
     path.write_text(text + "\n")
-    assert pages.setting() == setting
+    assert flat.setting() == setting
     assert (f"transparent huge pages: {setting} (" in render(examine())) == (setting is not None)

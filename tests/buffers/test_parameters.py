@@ -9,6 +9,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 
 import accumkernels as ak
+from accumkernels.buffers.parameters import NamedParameter, local, shaped_like
+from accumkernels.buffers.store import Store
 from tests.support.backends import same_bits
 from tests.support.frozen import CAN_BE_UNFROZEN, KINDS, Adapted, trainable
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
@@ -228,3 +230,37 @@ def test_torchscript(compile_):
     """Modules that keep no dict of their parameters."""
     ours = compile_(mlp())
     assert_same(train(ours, ak.FusedAccumulator(ours)), train(compile_(mlp())))
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_offloaded_shards_stay_on_the_host(alone, master_weights):
+    """FSDP2's CPUOffloadPolicy keeps them there, beside a mesh of GPUs: gradients and masters are not moved to it."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    values = torch.randn(8, 4).to(torch.bfloat16 if master_weights else torch.float32)
+    host = distribute_tensor(values, DeviceMesh("cpu", [0]), [Shard(0)])
+    spec = host._spec
+    spec.mesh = DeviceMesh("cuda", [0], _init_backend=False)
+    weight = nn.Parameter(DTensor(host._local_tensor, spec, requires_grad=False))
+    assert weight.device_mesh.device_type == "cuda" and weight._local_tensor.device.type == "cpu"
+
+    store = Store([NamedParameter("weight", weight)], "reference", master_weights)
+    target = store.target(weight)
+    buffer = store.buffers[0]
+    buffer.views[0].fill_(2)
+    grad = shaped_like(buffer.views[0], target)
+    assert grad.placements == weight.placements and grad.dtype == torch.float32
+    assert grad._local_tensor.device.type == "cpu" and grad._local_tensor.eq(2).all()
+    target.grad = grad
+    torch.optim.SGD([target], lr=1.0).step()
+    store.release_claim()
+    torch.testing.assert_close(local(target), values.float() - 2)

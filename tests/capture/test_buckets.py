@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
-from accumkernels.capture.captures import MicroBatch
-from accumkernels.ops import native
+from accumkernels.capture.inbox import MicroBatch
+from accumkernels.ops import reference
 from tests.support.backends import BACKENDS
 from tests.support.buckets import BUCKETS, Boom, Checkpointed, Tied, hooks, train
 from tests.support.models import batch, big_batch_grads, grads_of, mlp, relative_error
@@ -178,9 +178,8 @@ def test_gradients_that_arrive_in_bits_fill_the_bucket_to_its_bound():
 class Awaiting:
     """A sink that wants every gradient at once."""
 
-    awaited = None
-
-    def __init__(self, buckets):
+    def __init__(self, acc, buckets):
+        self.awaited = {(buffer, index) for buffer in acc.engine.store.buffers for index in buffer.all_indices}
         self._buckets = buckets
 
     def add(self, bucket, micro_batch):
@@ -189,10 +188,12 @@ class Awaiting:
 
 def test_buckets_are_as_large_as_they_may_be(monkeypatch):
     """Of 592 bytes of gradients one bucket of at least 300, and the rest; also after smaller ones."""
-    added, add = [], native.accumulate_
-    monkeypatch.setattr(native, "accumulate_", lambda *args, **options: (added.append(args[2]), add(*args, **options)))
+    added, add = [], reference.accumulate_
+    monkeypatch.setattr(
+        reference, "accumulate_", lambda *args, **options: (added.append(args[2]), add(*args, **options))
+    )
     model = mlp()
-    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=300, backend="native")
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=300, backend="reference")
     x, y = batch(3)
     for _ in range(2):
         added.clear()
@@ -201,10 +202,10 @@ def test_buckets_are_as_large_as_they_may_be(monkeypatch):
         assert sum(sizes) == 592
         assert len(sizes) == 2 and sizes[0] >= 300
         smaller = []
-        buckets = acc._runner.captures.buckets
-        buckets.begin(MicroBatch(1.0, 1), Awaiting(smaller))  # as in the last micro-batch over ranks
+        inbox = acc.engine.runner.captures.inbox
+        inbox.begin(MicroBatch(1.0, 1), Awaiting(acc, smaller), holds_leaves=False)
         mse_loss(model(x), y).backward()
-        buckets.end(failed=False)
+        inbox.end()
         assert len(smaller) > 2
         acc.zero_()
 
@@ -213,10 +214,10 @@ def test_buckets_are_as_large_as_they_may_be(monkeypatch):
 @pytest.mark.parametrize("form", ["backward", "bare"])
 def test_the_last_bucket_counts_the_micro_batch(monkeypatch, form, weight):
     """In the op that adds it: a model of one bucket runs one op for each micro-batch."""
-    calls, add = [], native.accumulate_
-    monkeypatch.setattr(native, "accumulate_", lambda *args, **options: (calls.append(1), add(*args, **options)))
+    calls, add = [], reference.accumulate_
+    monkeypatch.setattr(reference, "accumulate_", lambda *args, **options: (calls.append(1), add(*args, **options)))
     model = mlp()
-    acc = ak.FusedAccumulator(model, release="backward", backend="native")
+    acc = ak.FusedAccumulator(model, release="backward", backend="reference")
     x, y = batch(3)
     for micro_batches in (1, 2):
         if form == "backward":

@@ -138,6 +138,7 @@ def means(model, acc):
 @pytest.mark.parametrize("release", ["microbatch", "backward"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.native
 def test_near_to_the_truth_and_nowhere_else(name, form, release):
     """Few gradients of matrices exist in a micro-batch, if any, and the sum is as close to fp64 as stock's."""
     model, acc, optimizer = make(name, form, release=release, bucket_bytes=500)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
 from accumkernels.capture import graph
-from accumkernels.capture.gradients import have_hooks
 from accumkernels.capture.graph import EVERY, SMALLEST_CAST
+from accumkernels.capture.inbox import have_hooks
 from tests.support.backends import same_bits
 from tests.support.models import elements, relative_error
 from tests.support.seen import Seen
@@ -185,6 +185,7 @@ def way_of(acc):
 @pytest.mark.parametrize("release", ["microbatch", "backward"])
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.native
 def test_the_way_of_a_weight(name, fuse, release):
     """The way is the expected one, and the sum stock's: to the last bit, but for what was fused."""
     run, expected = GRAPHS[name]
@@ -205,6 +206,7 @@ def test_the_way_of_a_weight(name, fuse, release):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.native
 def test_weights_of_other_dtypes(dtype):
     """Products and embeddings of any are fused; what is cast from fp64 goes the ordinary way."""
     w, h = parts(dtype)

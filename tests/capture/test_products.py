@@ -224,6 +224,7 @@ def test_what_is_fused(options, elements):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("demand", [False, True])
+@pytest.mark.native
 def test_dtypes(dtype, demand):
     """By default linear weights of bf16 and fp32; fp16 and fp64 only on demand. Embeddings of every dtype."""
     model = net(dtype=dtype)
@@ -235,6 +236,7 @@ def test_dtypes(dtype, demand):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("amx", "fits"), [(True, True), (True, False), (False, True)])
+@pytest.mark.native
 def test_sums_that_stay_in_a_cache(monkeypatch, amx, fits, autocast):
     """With AMX, bf16 gradients of linear weights are made and added then; not embeddings', fp32, nor on demand."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from accumkernels.capture.buckets import default_bucket_bytes
+from accumkernels.capture.inbox import default_bucket_bytes
 from tests.support.buckets import BUCKETS, Boom, Tied, hooks, train
 from tests.support.models import batch, mlp
 

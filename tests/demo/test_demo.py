@@ -22,7 +22,9 @@ from rich.console import Console
 
 import accumkernels
 from accumkernels.__main__ import main
-from accumkernels.demo import command, measure, methods, report, train
+from accumkernels.demo import command, methods, report, train
+from accumkernels.demo import train as measure
+from accumkernels.demo.command import Display
 from accumkernels.demo.data import (
     CONTEXT,
     IGNORE,
@@ -34,7 +36,6 @@ from accumkernels.demo.data import (
     Corpus,
     read_samples,
 )
-from accumkernels.demo.display import Display
 from accumkernels.demo.model import GPT
 
 NAMES = ["big batch", "stock accumulation", "FusedAccumulator"]
@@ -73,7 +74,7 @@ def short_run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def corpus():
     """Windows of 8 micro-batches of 2 samples, the number that stock accumulation divides by."""
-    return Corpus(2, methods.ACCUMULATION_STEPS, CPU)
+    return Corpus(2, train.ACCUMULATION_STEPS, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,7 @@ class TestCommand:
         assert fused["gradient_errors"]["short"] < 0.05  # rounding to bf16's 8 bits
         parameters = json.loads((short_run[0] / "demo" / "demo.json").read_text())["settings"]["parameters"]
         assert all(run["peak_bytes"] > 16 * parameters for run in runs)  # weight, gradient, two moments in fp32
+        assert big["peak_bytes"] > 1.5 * max(stock["peak_bytes"], fused["peak_bytes"])  # 64 lines at once, and 8 x 8
 
     def test_picture(self, short_run):
         """`demo.png` is a PNG of at least 400 x 250 pixels."""
@@ -271,10 +273,12 @@ class TestTraining:
 
     def test_exact_methods_agree(self, model, corpus):
         """Without autocast the big batch and FusedAccumulator take the same steps, in a partial window too."""
-        big, fused = methods.BigBatch(model, None), methods.Fused(model, None)
+        big, fused = train.copied(methods.BigBatch, model, None), train.copied(methods.Fused, model, None)
         for index in range(3):
             window = corpus.window(index, partial=index == 2)
-            assert float(big.train(window, 1e-3)) == pytest.approx(float(fused.train(window, 1e-3)), rel=1e-5)
+            assert float(train.train_window(big, window, 1e-3)) == pytest.approx(
+                float(train.train_window(fused, window, 1e-3)), rel=1e-5
+            )
         # Adam divides by the gradient's size: where that is rounding alone, a step may differ by the learning rate.
         for a, b in zip(big.model.parameters(), fused.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=3e-3)
@@ -289,7 +293,9 @@ class TestTraining:
     def test_repeatable(self, model, corpus):
         """The same weights and windows give the same losses, bit for bit."""
         runs = [
-            train.train([cls(model, torch.bfloat16) for cls in methods.METHODS], corpus, 2, lambda losses: None)
+            train.train(
+                [train.copied(cls, model, torch.bfloat16) for cls in methods.METHODS], corpus, 2, lambda losses: None
+            )
             for _ in range(2)
         ]
         assert [run.losses for run in runs[0]] == [run.losses for run in runs[1]]
@@ -332,11 +338,11 @@ class TestTraining:
 
     def test_only_fp16_has_a_scaler(self, model, corpus):
         """As in a loop that people have; it steps with it, too."""
-        assert not methods.Fused(model, torch.bfloat16).scaler.is_enabled()
-        method = methods.Fused(model, torch.float16)
+        assert not train.copied(methods.Fused, model, torch.bfloat16).scaler.is_enabled()
+        method = train.copied(methods.Fused, model, torch.float16)
         before = next(method.model.parameters()).clone()
-        method.train(corpus.window(0), 1e-3)
-        assert method.scaler.get_scale() == methods.INIT_SCALE
+        train.train_window(method, corpus.window(0), 1e-3)
+        assert method.scaler.get_scale() == train.INIT_SCALE
         assert not torch.equal(before, next(method.model.parameters()))
 
 
@@ -373,8 +379,9 @@ class TestReport:
         stock, fused = self.runs()
         stock.gradient_errors, fused.gradient_errors = {"full": 0.2, "short": 0.75}, {"full": 0.004, "short": 0.003}
         text = io.StringIO()
-        report.print_conclusion(Console(file=text, width=200), stock, fused, amp)
-        for part in ("1.80 times", "0.4 %", "20 %", "0.3 %", "75 %", line):
+        scaled = amp == "float16"
+        report.print_conclusion(Console(file=text, width=200), stock, fused, "tokens", scaled=scaled, clips=True)
+        for part in ("1.80 times", "0.4 %", "20 %", "0.3 %", "75 %", "cache_casts=True", line):
             assert part in text.getvalue()
         assert ("scaler=scaler" in text.getvalue()) == (amp == "float16")
 
@@ -392,7 +399,7 @@ class TestDisplay:
             for _ in range(4):
                 display.trained(dict.fromkeys(NAMES, 2.5))
             display.begin_measuring(1)
-            display.measured()
+            display.measured("memory")
         assert display.stage == "while measuring"
         return text.getvalue()
 
@@ -411,7 +418,8 @@ class TestDisplay:
 
 def test_default_device():
     """Without `--device` a GPU is taken where there is one."""
-    assert command.choose_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    assert command.choose_device(None).type == ("cpu" if found is None else found.type)
     assert command.choose_device("cpu") == CPU
 
 
@@ -419,7 +427,7 @@ def test_picture_shows_rates_and_errors(tmp_path, monkeypatch):
     """The bars are the table's numbers; the band is the seeds' extremes."""
     from matplotlib.figure import Figure
 
-    from accumkernels.demo import picture
+    from accumkernels.demo import report as picture
 
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
@@ -428,12 +436,20 @@ def test_picture_shows_rates_and_errors(tmp_path, monkeypatch):
         for name, seconds, error in zip(NAMES, (1.0, 4.0, 2.0), (0.004, 0.61, 0.005), strict=True)
     ]
     seeds = [runs[0], report.Run("seed", [4.0, 2.0]), report.Run("seed", [2.0, 1.5])]
-    picture.draw(tmp_path / "picture.png", runs, seeds, "title")
-    panels = {axes.get_title(): axes for axes in figures[0].axes}
-    assert [bar.get_height() for bar in panels["Tokens per second"].patches] == [100, 25, 50]
-    heights = [bar.get_height() for bar in panels["Gradient error"].patches]
-    assert heights == pytest.approx([0.04, 0.4, 6.1, 61, 0.05, 0.5])
-    (band,) = panels["Training loss"].collections
+    for run, megabytes in zip(runs, (300, 90, 80), strict=True):
+        run.peak_bytes = megabytes * 10**6
+    picture.draw(tmp_path / "picture.png", runs, "title", unit="tokens", batch="64 lines", budget=10**8, seeds=seeds)
+    panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
+    rates, errors = panels["tokens per second"], panels["% of the exact gradient"]
+    assert [bar.get_height() for bar in rates.patches] == [100, 25, 50]
+    assert rates.get_title() == "2.00 times stock's speed"
+    assert [bar.get_height() for bar in errors.patches] == pytest.approx([0.04, 0.4, 6.1, 61, 0.05, 0.5])
+    assert " ".join(errors.get_title().split()) == "Its gradient is off by 0.5 %, stock's by up to 61 %"
+    memory = panels["peak MB, 64 lines"]
+    assert " ".join(memory.get_title().split()) == "Over the budget at once, below it in micro-batches"
+    assert list(memory.lines[0].get_ydata()) == [100, 100]
+    assert not any(axes.get_legend() for axes in figures[0].axes)
+    (band,) = panels["training loss, nats per byte"].collections
     corners = {tuple(map(float, corner)) for corner in band.get_paths()[0].vertices}
     assert {(0.1, 2.0), (0.1, 4.0), (0.2, 1.75), (0.2, 3.0)} <= corners  # the last two are means of two windows
 
@@ -444,7 +460,7 @@ def test_picture_shows_rates_and_errors(tmp_path, monkeypatch):
 )
 def test_default_autocast(name, has_bf16, found, monkeypatch):
     """bf16, but where a device is without it."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if has_bf16 else (7, 5))
     assert command.choose_amp(name, torch.device("cuda")) == found
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.5 if has_bf16 else 30.0}
     monkeypatch.setattr(command, "_seconds_of_product", seconds.get)

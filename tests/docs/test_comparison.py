@@ -1,4 +1,4 @@
-"""docs/comparison.md: each cell of its first table has a sentence and a source, and README shows the same table."""
+"""docs/comparison.md: each cell of its first table has a source, and README shows a part of that table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_first_table():
 
 @pytest.mark.parametrize("column", range(len(PEERS)), ids=PEERS)
 def test_every_cell_has_its_source(column):
-    """A peer's section repeats its cells, in order: each with a sentence and a source, of ours a link to our pages."""
+    """A peer's section repeats its cells, in order: each with a source, of ours a link to our pages."""
     items = re.findall(r"^\* \*\*(.+?): (.+?)\.\*\* (.+(?:\n  .+)*)", SECTIONS[PEERS[column].lower()], re.MULTILINE)
     assert [(label.lower(), cell) for label, cell, _ in items] == [(row[0].lower(), row[1 + column]) for row in ROWS]
     source = r"\]\([\w/]+\.md" if column == 0 else r"\*Source:\s"
@@ -46,6 +46,11 @@ def test_every_cell_has_its_source(column):
 
 
 def test_table_of_readme():
-    """Whatever table README has about us and others is the page's first one, to the letter."""
-    against = [table for table in tables((ROOT / "README.md").read_text()) if {"accumkernels", "apex"} & set(table[0])]
-    assert against == [tables(PAGE)[0]]
+    """At most four of us, in at most six questions, to the letter; one of which others answer better."""
+    (header, _, *rows) = next(t for t in tables((ROOT / "README.md").read_text()) if "accumkernels" in t[0])
+    assert len(header) <= 5
+    assert len(rows) <= 6
+    columns = [HEADER.index(name) for name in header[1:]]
+    full = {row[0]: row for row in ROWS}
+    assert rows == [[row[0], *(full[row[0]][column] for column in columns)] for row in rows]
+    assert [row[0] for row in rows if row[1] != "yes" and "yes" in row[2:]] != []

@@ -1,4 +1,4 @@
-"""README and docs/: every block of code runs, every command exists, every figure and message is really there."""
+"""README and docs/: all code runs, every command exists, every figure, picture and message is really there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 
 import accumkernels as ak
 from tests.support import torchvision_ops
-from tests.support.doc_blocks import PAGES, ROOT, Block, blocks, commands, missing_packages, run_page, unknown
+from tests.support.doc_blocks import DOCS, PAGES, ROOT, Block, blocks, commands, missing_packages, run_page, unknown
 
 PACKAGE = ROOT / "accumkernels"
+WORDS = 26_000  # that readers see in README and docs/
+CODE = 84  # columns
 BLOCKS = {page: blocks(page) for page in PAGES}
 LANGUAGES = {"python", "diff", "bash", "text", "yaml", "json", "toml"}
 ELLIPSIS = "…"  # in a quoted message: what differs from case to case
@@ -80,11 +82,49 @@ def test_unknown_commands_are_found(command, problem):
     assert unknown(commands(Block(PAGES[0], 1, "bash", command))[0]) == problem
 
 
-def test_links_of_readme():
+def visible(page):
+    """What readers see of a page."""
+    return re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+
+
+def test_words():
+    """Fewer are read."""
+    counts = {name_of(page): len(visible(page).split()) for page in DOCS}
+    assert sum(counts.values()) <= WORDS, sorted(counts.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_code_is_narrow(page):
+    """Nobody scrolls sideways. Diffs of docs/loops.md are those of files, whose lines are longer."""
+    if page.name != "loops.md":
+        lines = [
+            line for code in re.findall(r"```\w+\n(.*?)```", visible(page), re.DOTALL) for line in code.split("\n")
+        ]
+        assert [line for line in lines if len(line) > CODE] == []
+
+
+def test_tables_of_readme_fit():
+    """GitHub's column is 896 pixels wide: cells wrap between words, and a table scrolls where these do not fit."""
+    page, column, letter = 896, 27, 9.0  # padding and border of a column; code, the widest
+    for table in re.findall(r"^\|.*\|\n\|[-:| ]+\|\n(?:\|.*\|\n?)+", visible(DOCS[0]), re.MULTILINE):
+        rows = [row.strip("|\n").split("|") for row in table.splitlines() if not re.fullmatch(r"[-:| ]+", row)]
+        words = [[re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).split() or [""] for cell in row] for row in rows]
+        widest = [max(len(word) for cell in cells for word in cell) for cells in zip(*words, strict=True)]
+        assert sum(column + letter * width for width in widest) <= page, rows[0]
+
+
+def test_pictures_are_shown():
+    """Each file of docs/images is on a page."""
+    shown = "\n".join(page.read_text() for page in PAGES)
+    assert [path.name for path in (ROOT / "docs/images").iterdir() if f"images/{path.name}" not in shown] == []
+
+
+@pytest.mark.parametrize("page", [PAGES[0], PAGES[-1]], ids=name_of)
+def test_links_outside_docs(page):
     """They lead to files; mkdocs looks after those of docs/."""
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[0].read_text())
+    links = re.findall(r"\]\((?!https?:)([^)#]+)|(?:src|srcset)=\"([^\"]+)", page.read_text())
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for pair in links for link in pair if link and not (page.parent / link).exists()] == []
 
 
 def test_reference_is_complete():
@@ -92,6 +132,8 @@ def test_reference_is_complete():
     text = "\n".join(page.read_text() for page in PAGES)
     entries = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
     assert [name for name in ak.__all__ if f"accumkernels.{name}" not in entries] == []
+    planned = re.findall(r"^::: accumkernels\.(?!ops|integrations)([\w.]+)$", text, re.MULTILINE)
+    assert [name for name in planned if name not in ak.__all__] == []  # what it shows can be imported as it is shown
 
 
 # ---- figures
@@ -118,89 +160,43 @@ def test_figures(page, file, table):
 def literals(node):
     """A string expression as text, with an ellipsis for what is computed; None when it is none."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"%[drs]", ELLIPSIS, node.value)
+        return re.sub(r"%[drs]|\{\}", ELLIPSIS, node.value)
     if isinstance(node, ast.JoinedStr):
         text = "".join(part.value if isinstance(part, ast.Constant) else ELLIPSIS for part in node.values)
-        return re.sub(f"{ELLIPSIS}+", ELLIPSIS, text)
+        return re.sub(rf"(\{{\}}|{ELLIPSIS})+", ELLIPSIS, text)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return (literals(node.left) or ELLIPSIS) + (literals(node.right) or ELLIPSIS)
     return None
 
 
-def messages():
-    """Every text in the package's sources."""
-    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "accumkernels").rglob("*.py"))]
-    return [text for tree in trees for node in ast.walk(tree) if (text := literals(node))]
+def messages(node=None):
+    """Every text in the package's sources, of an expression as a whole."""
+    if node is None:
+        trees = [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+        return [text for tree in trees for text in messages(tree)]
+    text = literals(node) or ""
+    if text.strip(ELLIPSIS):
+        return [text]
+    return [text for child in ast.iter_child_nodes(node) for text in messages(child)]
 
 
-def test_messages_of_troubleshooting():
-    """Every message that the page is a heading for begins a text of the sources."""
-    headings = re.findall(r"^#{3,} `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
-    assert headings
-    sources = messages()
-    missing = [heading for heading in headings if not any(text.startswith(heading) for text in sources)]
-    assert not missing, "\n".join(missing)
+ENTRIES = re.findall(r"^### (AK\d\d): `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
 
 
-# An argument that is wrong is named by its error; forms of such messages are listed. All others have an entry each. The
-# demo's are about its own options, and what the doctor finds it explains.
-OF_ARGUMENTS = {"ValueError", "TypeError", "ArgumentTypeError", "FitError", "DemoError"}
-SPOKEN = {"warn", "warning", "_warn"}
-ROOMS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")} - {"demo", "doctor"})
+def test_codes():
+    """A message that troubleshooting has an entry for ends with the entry's code, and no other one does."""
+    assert [code for code, _ in ENTRIES] == [f"AK{number:02}" for number in range(1, len(ENTRIES) + 1)]
+    patterns = [(code, re.compile(re.escape(entry).replace(ELLIPSIS, ".*"), re.DOTALL)) for code, entry in ENTRIES]
+    expected = {(code, text) for text in messages() for code, pattern in patterns if pattern.match(text)}
+    assert [text for code, text in expected if not text.endswith(f"({code})")] == []
+    assert {code for code, _ in expected} == {code for code, _ in ENTRIES}
+    said = [(found[1], text) for text in messages() if (found := re.search(r"\((AK\d\d)\)$", text))]
+    assert set(said) == expected
 
 
-def said(node):
-    """Texts of an expression that is a message, one for each way that it can turn out; none where it is a variable."""
-    if isinstance(node, ast.IfExp):
-        return [*said(node.body), *said(node.orelse)]
-    text = literals(node)
-    return [] if text is None else [text]
-
-
-def raised(room):
-    """Errors and warnings of a room, also those that functions return: (where, text, whether of an argument)."""
-    folder = PACKAGE / room
-    for path in [folder] if folder.suffix else sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            found, name = [], None
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "id", getattr(node.func, "attr", "")) or ""
-                if name in SPOKEN:  # by its words, or by a key and its words
-                    found = max(map(said, node.args[:2]), key=lambda texts: len("".join(texts)), default=[])
-                elif name.endswith("Error") and node.args:
-                    found = said(node.args[0])
-            elif isinstance(node, ast.FunctionDef) and room in ("buffers", "ranks"):
-                if node.returns is not None and ast.unparse(node.returns) == "str | None":
-                    returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
-                    found = [text for value in returned for text in said(value) if " " in text]
-            for text in found:
-                if text[:2] != f"{ELLIPSIS};":  # what begins with another message is found by that one
-                    yield f"{path.name}:{node.lineno}", text, name in OF_ARGUMENTS or room == "ops"
-
-
-def explained(pattern):
-    """What the page says of messages, as regular expressions."""
-    lines = re.findall(pattern, (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
-    assert lines
-    return {line: re.compile(re.escape(line).replace(ELLIPSIS, ".*"), re.DOTALL) for line in lines}
-
-
-ENTRIES = explained(r"^#{3,} `(.+)`$")
-FORMS = explained(r"^\* `(.+?)`(?:;|:|,|$)")
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_message_is_explained(room):
-    """An entry in troubleshooting, where ellipses stand for what differs; or, for arguments, a form."""
-    missing = []
-    for where, text, of_argument in raised(room):
-        known = [*ENTRIES.values(), *(FORMS.values() if of_argument else ())]
-        if not any(pattern.match(text) for pattern in known):
-            missing.append(f"{where} {text}")
-    assert not missing, "\n".join(missing)
-
-
-def test_every_form_is_raised():
-    """None is left of a message that is gone."""
-    texts = [text for room in ROOMS for _, text, _ in raised(room)]
-    assert [form for form, pattern in FORMS.items() if not any(map(pattern.match, texts))] == []
+def test_every_warning_names_the_library():
+    """Programs seldom show the names of loggers: warnings go through those that put the library's name before them."""
+    sources = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert {str(path) for path, text in sources.items() if "getLogger(" in text} == {"errors.py"}
+    spoken = [text for text in sources.values() if "warnings.warn(" in text]
+    assert all(re.search(r"warnings\.warn\(\s*f?\"accumkernels: ", text) for text in spoken) and spoken

@@ -1,4 +1,4 @@
-"""What docs/pitfalls.md claims, of stock torch too; tests/docs/test_pages.py runs its code."""
+"""What docs/swapping.md says of pitfalls, of stock torch too; tests/docs/test_pages.py runs its code."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accumkernels.doctor.advice import allocator_advice
+from accumkernels.doctor import allocator_advice
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,12 @@ def test_allocator_advice(environ, expected):
     assert allocator_advice(environ, on_gpu=False) == []
 
 
+@pytest.mark.native
 def test_doctor_prints_the_advice(monkeypatch, capsys):
     """Advice is no problem."""
     from accumkernels.__main__ import main
 
-    monkeypatch.setattr("accumkernels.doctor.report.allocator_advice", lambda: ["advice: set this"])
+    monkeypatch.setattr("accumkernels.doctor.allocator_advice", lambda: ["advice: set this"])
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "advice: set this" in lines

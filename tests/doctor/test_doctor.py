@@ -14,11 +14,9 @@ import pytest
 import torch
 
 import accumkernels
-from accumkernels import ops
+from accumkernels import doctor, ops
 from accumkernels.__main__ import main
-from accumkernels.doctor import machine
-from accumkernels.doctor.advice import advice
-from accumkernels.doctor.selftest import self_test
+from accumkernels.doctor import advice, self_test
 
 CPU = torch.device("cpu")
 
@@ -34,6 +32,7 @@ def _without_library(monkeypatch):
     monkeypatch.setattr(ops.native, "_library", None)
 
 
+@pytest.mark.native
 def test_healthy(capsys):
     """Where all works: versions, library, backend and self-test of each device, status 0."""
     assert main([]) == 0
@@ -54,6 +53,7 @@ def test_healthy(capsys):
         assert part in out
 
 
+@pytest.mark.native
 def test_for_programs(capsys):
     """--json prints one document with the versions, what the library was built with, and each backend's state."""
     assert main(["--json"]) == 0
@@ -108,6 +108,7 @@ def test_library_deleted_from_an_installation(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.native
 def test_library_of_another_version(monkeypatch, capsys):
     """A library left behind by an older checkout is a problem, a version suffix is not."""
     info = ops.native.build_info()
@@ -119,6 +120,7 @@ def test_library_of_another_version(monkeypatch, capsys):
     assert "problem: the native library is built from version 0.0.1" in capsys.readouterr().out
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("torch_cuda", "visible", "said", "status"),
     [
@@ -135,7 +137,7 @@ def test_driver_without_a_gpu_in_torch(torch_cuda, visible, said, status, monkey
         raise RuntimeError("too old\nmore lines")
 
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
-    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(doctor, "_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
@@ -174,6 +176,7 @@ def test_advice(cause, words):
     assert "\n" not in found
 
 
+@pytest.mark.native
 def test_backend_that_counts_wrong(monkeypatch, capsys):
     """A backend that loads but adds nothing fails its self-test: status 1."""
     monkeypatch.setattr(ops.native, "accumulate_", lambda *args, **kwargs: None)
@@ -185,9 +188,9 @@ def test_backend_that_counts_wrong(monkeypatch, capsys):
 
 def test_gpu_left_with_plain_torch(monkeypatch, capsys):
     """A GPU on which neither native nor Triton kernels work is a problem."""
-    monkeypatch.setattr("accumkernels.doctor.machine.devices", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr("accumkernels.doctor.machine.describe", lambda device: "a GPU")
-    monkeypatch.setattr("accumkernels.doctor.report.self_test", lambda backend, device: None)
+    monkeypatch.setattr("accumkernels.doctor.devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr("accumkernels.doctor.describe", lambda device: "a GPU")
+    monkeypatch.setattr("accumkernels.doctor.self_test", lambda backend, device: None)
     monkeypatch.setattr(ops.native, "unavailable", lambda device: "the driver is too old")
     monkeypatch.setattr(ops.triton, "unavailable", lambda device: "not installed")
     assert main([]) == 1
@@ -196,11 +199,12 @@ def test_gpu_left_with_plain_torch(monkeypatch, capsys):
     assert "neither native nor Triton kernels work on cuda:0" in out
 
 
+@pytest.mark.native
 def test_gpu_served_by_triton(monkeypatch, capsys):
     """Where the driver is too old for the library, Triton's kernels are the documented way: no problem."""
-    monkeypatch.setattr("accumkernels.doctor.machine.devices", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr("accumkernels.doctor.machine.describe", lambda device: "a GPU")
-    monkeypatch.setattr("accumkernels.doctor.report.self_test", lambda backend, device: None)
+    monkeypatch.setattr("accumkernels.doctor.devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr("accumkernels.doctor.describe", lambda device: "a GPU")
+    monkeypatch.setattr("accumkernels.doctor.self_test", lambda backend, device: None)
     monkeypatch.setattr(ops.native, "unavailable", lambda device: "the driver is too old")
     monkeypatch.setattr(ops.triton, "unavailable", lambda device: None)
     assert main([]) == 0
@@ -270,3 +274,20 @@ def test_self_test_sees(replaced, said):
 def test_self_test_passes_the_reference():
     """Plain torch is right."""
     assert self_test(ops.reference, CPU) is None
+
+
+@pytest.mark.native
+def test_every_accelerator_is_listed(monkeypatch, capsys):
+    """Plain torch is what serves those that no kernels are for: no problem; one without fp64 is named, and why."""
+    from accumkernels import doctor
+
+    monkeypatch.setattr(doctor, "accelerators", lambda: [torch.device("xpu", 0), torch.device("mps", 0)])
+    monkeypatch.setattr(doctor, "obstacle", lambda device: "mps:0 has no fp64" if device.type == "mps" else None)
+    monkeypatch.setattr(doctor, "self_test", lambda backend, device: None)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: "Intel Arc B580", raising=False)
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert "xpu:0: Intel Arc B580\n  backend: reference" in out
+    assert "advice: none needed: plain torch serves it" in out
+    assert "note: FusedAccumulator refuses mps:0: mps:0 has no fp64" in out
+    assert "neither native nor Triton" not in out

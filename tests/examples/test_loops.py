@@ -47,7 +47,7 @@ def test_losses_are_stocks(name, loops, capsys, caplog):
     assert len(updates) >= 8
     assert max(float(difference) for *_, difference in updates) < SAME
     assert len({stock for stock, *_ in updates}) > 1
-    assert re.search(r"\d lines go, \d come", out)
+    assert re.search(r"\d+ lines go, \d+ come", out)
     assert out.count("of tensors") == 2
     assert [r.getMessage() for r in caplog.records if r.name.startswith("accumkernels")] == []
     assert f"python examples/loops/{name}.py" in example.__doc__

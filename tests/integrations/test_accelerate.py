@@ -80,43 +80,6 @@ def moved(model):
     return [before - after for before, after in zip(mlp().parameters(), model.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize("options", [{}, {"release": "backward"}], ids=str)
-@pytest.mark.parametrize("optimizer_fn", [adamw, fused_adamw])
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_same_bits_over_whole_windows(precision, optimizer_fn, options):
-    """Two epochs of two windows; where accelerate is right, ours is it, bit for bit."""
-    stock, theirs = train(make(STOCK, precision), 8 * SIZE, optimizer_fn, epochs=2)
-    ours, mine = train(make(Accelerator, precision, accumulator_options=options), 8 * SIZE, optimizer_fn, epochs=2)
-    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
-    assert mine == theirs
-    assert len(mine) == 4
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_clipped(precision):
-    """`clip_grad_norm_` where the loop has it, fp16 included, whose scaler must not unscale a second time."""
-    stock, theirs = train(make(STOCK, precision), 8 * SIZE, clip=0.3, epochs=2)
-    ours, mine = train(make(Accelerator, precision), 8 * SIZE, clip=0.3, epochs=2)
-    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(a, b, **CLIPPED)
-    assert [norm for norm, _, _ in mine] == pytest.approx([norm for norm, _, _ in theirs], rel=1e-6)
-    assert mine[0][0] > 0.3
-
-
-@pytest.mark.parametrize("bad", [(1,), (3,), (0, 3, 5)])
-def test_overflow_in_fp16(bad):
-    """Scale, skipped steps and the learning rates that follow from them are accelerate's."""
-    one = make(STOCK, "fp16")
-    stock, theirs = train(one, 12 * SIZE, bad=bad)
-    scale = one.scaler.get_scale()
-    two = make(Accelerator, "fp16")
-    ours, mine = train(two, 12 * SIZE, bad=bad)
-    assert mine == theirs
-    assert any(skipped for _, _, skipped in mine)
-    assert two.scaler.get_scale() == scale
-    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
-
-
 def test_a_skipped_step_of_a_fused_optimizer_is_seen():
     """The scheduler stays with the optimizer.
 
@@ -127,44 +90,6 @@ def test_a_skipped_step_of_a_fused_optimizer_is_seen():
     _, mine = train(make(Accelerator, "fp16"), 4 * SIZE, fused_adamw, bad=(1,))
     assert mine == [(None, 0.01, True)]
     assert theirs == [(None, pytest.approx(0.009), False)]  # when this fails, accelerate has mended it
-
-
-def test_overflow_without_a_scaler():
-    """In bf16 and fp32 nothing checks for inf in accelerate: the model is lost. Ours skips."""
-    stock, _ = train(make(STOCK), 4 * SIZE, bad=(1,))
-    ours, mine = train(make(Accelerator), 4 * SIZE, bad=(1,))
-    assert not all(p.isfinite().all() for p in stock.parameters())
-    assert mine == [(None, 0.01, True)]
-    assert all(same_bits(a, b) for a, b in zip(ours.parameters(), mlp().parameters(), strict=True))
-
-
-@pytest.mark.parametrize("steps", [3, 4])
-def test_the_last_window_may_be_short(steps):
-    """Two micro-batches in a window of 3 or 4: the mean over the two.
-
-    The loader's last batch ends the window however few there are
-    (https://github.com/huggingface/accelerate/issues/1847), and accelerate has divided by all the others too.
-    """
-    truth = big_batch_grads(mlp(), *batch(2 * SIZE))
-    ours, _ = train(make(Accelerator, steps=steps), 2 * SIZE, sgd)
-    assert relative_error(moved(ours), truth) < ROUNDING
-    stock, _ = train(make(STOCK, steps=steps), 2 * SIZE, sgd)
-    assert relative_error(moved(stock), [grad * 2 / steps for grad in truth]) < ROUNDING
-
-
-def test_unequal_micro_batches():
-    """Micro-batches of 3, 3, 3 and 1 samples, each counted by its samples, are the big batch.
-
-    accelerate averages the four means; its documentation has the loop count all batches of a window before the first
-    backward (https://github.com/huggingface/accelerate/pull/3193).
-    """
-    truth = big_batch_grads(mlp(), *batch(10))
-    ours, _ = train(make(Accelerator), 10, sgd, weigh=len)
-    assert relative_error(moved(ours), truth) < ROUNDING
-    on_the_device, _ = train(make(Accelerator), 10, sgd, weigh=lambda y: torch.tensor(len(y)))
-    assert relative_error(moved(on_the_device), truth) < ROUNDING
-    stock, _ = train(make(STOCK), 10, sgd)
-    assert relative_error(moved(stock), truth) > 0.01
 
 
 def test_weights_that_the_accelerator_holds(caplog):
@@ -275,6 +200,14 @@ def test_a_loader_that_ends_nothing(tmp_path):
     assert all(same_bits(a, b) for a, b in zip(one[1].parameters(), two[1].parameters(), strict=True))
 
 
+def test_no_offload():
+    """accelerate moves optimizers to the model's device, and its checkpoints do not know masters of all parameters."""
+    accelerator = make(Accelerator, accumulator_options={"cpu_offload": True})
+    model = mlp(torch.float32)
+    with pytest.raises(ValueError, match="cpu_offload=True in a trainer: .* in a loop of your own"):
+        accelerator.prepare(model, adamw(model.parameters()))
+
+
 def test_master_weights():
     """A bf16 model whose fp32 masters are stepped: as in a loop of one's own; and it comes back with its optimizer."""
     accelerator = make(Accelerator, accumulator_options={"master_weights": True})
@@ -323,16 +256,6 @@ def test_saved_before_gradients_are_cleared(tmp_path):
     with accelerator.accumulate(model):
         backward(accelerator, model)
         optimizer.step()
-
-
-def test_a_window_is_open_before_its_first_forward():
-    """Or autocast would cast the weights of that micro-batch, and its gradients come widened."""
-    accelerator, model, optimizer = prepared(steps=2)
-    for _ in range(4):
-        with accelerator.accumulate(model):
-            assert not accelerator._windows[0].finalized
-            backward(accelerator, model)
-            optimizer.step()
 
 
 def test_prepared_one_by_one():

@@ -89,27 +89,8 @@ def transformers(model, ours, folder):
     cls(model=Returns(), args=arguments, train_dataset=samples, optimizers=(sgd(model), None)).train()
 
 
-def fastai(model, ours, _):
-    """The Learner's own optimizer."""
-    from fastai.callback.training import GradientAccumulation
-    from fastai.data.core import DataLoaders
-    from fastai.learner import Learner
-    from fastai.optimizer import SGD
-
-    from accumkernels.integrations.fastai import FusedAccumulation
-
-    accumulation = (FusedAccumulation if ours else GradientAccumulation)(STEPS * SIZE)
-    data = micro_batches()
-    learner = Learner(
-        DataLoaders(data, data[:1]), model, loss_func=mse_loss, opt_func=SGD, cbs=[accumulation], wd=0.0, lr=0.1
-    )
-    learner.remove_cbs([learner.progress] if hasattr(learner, "progress") else [])
-    with learner.no_logging():
-        learner.fit(1)
-
-
 @pytest.mark.parametrize("kind", MOVABLE)
-@pytest.mark.parametrize("train", [accelerate, lightning, transformers, fastai], ids=lambda train: train.__name__)
+@pytest.mark.parametrize("train", [accelerate, lightning, transformers], ids=lambda train: train.__name__)
 def test_a_whole_model(train, kind, tmp_path):
     """What is trained ends where it does in stock, up to rounding."""
     pytest.importorskip(train.__name__)

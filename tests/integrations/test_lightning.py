@@ -81,6 +81,52 @@ class Manual(Regression):
                 optimizer.zero_grad()
 
 
+class Adversarial(Regression):
+    """FGM: a second loss, at weights moved along the gradient of the first, is added to it in `on_after_backward`.
+
+    Args:
+        manual: Whether optimization is, and `training_step` does this itself.
+    """
+
+    def __init__(self, manual=False):
+        super().__init__(torch.optim.SGD, lr=1.0)
+        self.automatic_optimization = not manual
+
+    def training_step(self, data, index):
+        self.data = data
+        loss = super().training_step(data, index)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.attack(1)
+        if index % 4 == 3:
+            self.optimizers().step()
+        return None
+
+    def attack(self, steps):
+        weight = self.net[0].weight
+        step = weight.grad / weight.grad.norm()  # AttributeError where there is none
+        with torch.no_grad():
+            weight.add_(step)
+        (super().training_step(self.data, -1) / steps).backward()
+        with torch.no_grad():
+            weight.sub_(step)
+
+
+class AdversarialHook(Adversarial):
+    """In automatic optimization."""
+
+    def on_after_backward(self):
+        self.attack(self.trainer.accumulate_grad_batches)
+
+
+class NewTokens(Regression):
+    """Textual inversion: rows of a weight stay as they are, since their gradient is set to zero after each backward."""
+
+    def on_after_backward(self):
+        self.net[0].weight.grad[:3] = 0
+
+
 def loader(samples, size=SIZE):
     """Always the same samples in the same order."""
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(samples)), batch_size=size)
@@ -108,6 +154,22 @@ def sgd(**options):
     return Regression(torch.optim.SGD, lr=1.0, **options)
 
 
+def adversarial_gradient(samples):
+    """The mean over a window's micro-batches of the gradients of both losses, by hand."""
+    model = mlp()
+    params = list(model.parameters())
+    total = [torch.zeros_like(p) for p in params]
+    for x, y in loader(samples):
+        grads = torch.autograd.grad(nn.functional.mse_loss(model(x), y), params)
+        other = mlp()
+        with torch.no_grad():
+            other[0].weight.add_(grads[0] / grads[0].norm())
+        others = torch.autograd.grad(nn.functional.mse_loss(other(x), y), list(other.parameters()))
+        for into, *found in zip(total, grads, others, strict=True):
+            into += sum(found) * SIZE / samples
+    return total
+
+
 def moved(model):
     """The gradient of the one window of SGD with rate 1."""
     return [p - q for p, q in zip(mlp().parameters(), model.parameters(), strict=True)]
@@ -116,25 +178,10 @@ def moved(model):
 PRECISIONS = {"fp32": dict, "bf16": lambda: {"precision": "bf16-mixed"}, "fp16": fp16}
 
 
-@pytest.mark.parametrize("options", [{}, {"release": "backward"}], ids=str)
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_same_bits_over_whole_windows(precision, fused, options):
-    """Two epochs of two windows; where Lightning is right, ours is it, bit for bit."""
-    stock, one = fit(Regression(fused=fused), 8 * SIZE, epochs=2, **PRECISIONS[precision]())
-    ours, two = fit(
-        Regression(fused=fused), 8 * SIZE, FusedAccumulation(**options), epochs=2, **PRECISIONS[precision]()
-    )
-    assert bits_agree(ours, stock)
-    assert two.global_step == one.global_step == 4
-    assert len(ours.seen) == 4
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_clipped(precision, algorithm):
+def test_clipped_by_value(precision):
     """`gradient_clip_val` and `gradient_clip_algorithm`."""
-    options = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    options = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
     stock, _ = fit(Regression(), 8 * SIZE, **options, **PRECISIONS[precision]())
     ours, _ = fit(Regression(), 8 * SIZE, FusedAccumulation(), **options, **PRECISIONS[precision]())
     for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
@@ -159,51 +206,6 @@ def test_fused_optimizers_are_clipped(precision):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # and the fused AdamW rounds otherwise
 
 
-@pytest.mark.parametrize("bad", [(1,), (3,), (0, 5)])
-def test_overflow_in_fp16(bad):
-    """Skipped steps and the scale are Lightning's."""
-    one, two = fp16(), fp16()
-    stock, _ = fit(Regression(bad=bad), 12 * SIZE, **one)
-    ours, _ = fit(Regression(bad=bad), 12 * SIZE, FusedAccumulation(), **two)
-    assert two["plugins"][0].scaler.get_scale() == one["plugins"][0].scaler.get_scale() < SCALE
-    assert bits_agree(ours, stock)
-
-
-def test_overflow_without_a_scaler():
-    """In bf16 and fp32 Lightning checks nothing: the model is lost. Ours skips."""
-    stock, _ = fit(Regression(bad=(1,)), 4 * SIZE, precision="bf16-mixed")
-    assert not all(p.isfinite().all() for p in stock.parameters())
-    ours, _ = fit(Regression(bad=(1,)), 4 * SIZE, FusedAccumulation(), precision="bf16-mixed")
-    assert bits_agree(ours.net, mlp())
-
-
-@pytest.mark.parametrize("steps", [3, 4])
-def test_the_last_window_may_be_short(steps):
-    """Two micro-batches in a window of 3 or 4: the mean over the two.
-
-    Lightning divides by all (https://github.com/Lightning-AI/pytorch-lightning/issues/19987).
-    """
-    truth = big_batch_grads(mlp(), *batch(2 * SIZE))
-    ours, _ = fit(sgd(), 2 * SIZE, FusedAccumulation(), steps=steps)
-    assert relative_error(moved(ours), truth) < ROUNDING
-    stock, _ = fit(sgd(), 2 * SIZE, steps=steps)
-    assert relative_error(moved(stock), [grad * 2 / steps for grad in truth]) < ROUNDING
-
-
-@pytest.mark.parametrize("options", [{}, {"release": "backward", "bucket_bytes": 64}], ids=str)
-def test_unequal_micro_batches(options):
-    """Micro-batches of 3, 3, 3 and 1 samples, each counted by its samples, are the big batch.
-
-    Lightning makes the mean of means (https://github.com/Lightning-AI/pytorch-lightning/issues/20350).
-    """
-    truth = big_batch_grads(mlp(), *batch(10))
-    for weight in (lambda data: len(data[0]), lambda data: torch.tensor(len(data[0]))):
-        ours, _ = fit(sgd(), 10, FusedAccumulation(weight, **options))
-        assert relative_error(moved(ours), truth) < ROUNDING
-    stock, _ = fit(sgd(), 10)
-    assert relative_error(moved(stock), truth) > 0.01
-
-
 def test_another_window_per_epoch():
     """GradientAccumulationScheduler changes `accumulate_grad_batches` while it trains."""
     stock, _ = fit(Regression(), 8 * SIZE, GradientAccumulationScheduler({0: 2, 1: 8}), steps=1, epochs=2)
@@ -223,13 +225,6 @@ def test_batches_without_a_loss():
     assert relative_error(moved(last), big_batch_grads(mlp(), x[: 3 * SIZE], y[: 3 * SIZE])) < 5e-3  # in fp16
     nothing, _ = fit(sgd(none=(0, 1, 2, 3)), 4 * SIZE, FusedAccumulation())
     assert bits_agree(nothing.net, mlp())
-
-
-def test_hooks_see_the_averaged_gradient():
-    """`on_before_optimizer_step`, unscaled."""
-    ours, _ = fit(sgd(), 4 * SIZE, FusedAccumulation(), **fp16())
-    (seen,) = ours.seen
-    assert relative_error(seen, big_batch_grads(mlp(), *batch(4 * SIZE))) < 5e-3  # in fp16
 
 
 @pytest.mark.parametrize("clip", [(), (0.05, "norm"), (0.01, "value")])
@@ -277,15 +272,6 @@ def test_master_weights_and_checkpoints(tmp_path):
     assert bits_agree(model, whole)
 
 
-def test_a_window_is_open_before_its_first_forward():
-    """Or autocast would cast the weights of that micro-batch, and its gradients come widened."""
-    callback = FusedAccumulation()
-    model, open_windows = Regression(), []
-    model.net.register_forward_pre_hook(lambda *_: open_windows.append(not callback._windows[0].finalized))
-    fit(model, 8 * SIZE, callback, precision="bf16-mixed")
-    assert open_windows == [True] * 8
-
-
 def test_what_fit_leaves():
     """Model, optimizer and precision plugin are free afterwards, also after an exception; `fit` works again."""
     callback = FusedAccumulation(master_weights=True)
@@ -318,3 +304,56 @@ def test_errors():
         FusedAccumulation().on_fit_start(one, Regression())
     with pytest.raises(TypeError, match="LBFGS"):
         fit(Regression(torch.optim.LBFGS, lr=0.1), 4 * SIZE, FusedAccumulation())
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_fgm(manual, caplog):
+    """With the option, the gradient of both losses; without it, what to do is said once, and it raises."""
+    make = Adversarial if manual else AdversarialHook
+    options = {"steps": 1} if manual else {}
+    model, _ = fit(make(manual), 4 * SIZE, FusedAccumulation(release="microbatch"), **options)
+    assert relative_error(moved(model), adversarial_gradient(4 * SIZE)) < 1e-5  # the attack magnifies rounding
+    assert caplog.records == []
+    with pytest.raises(AttributeError, match="NoneType"):
+        fit(make(manual), 4 * SIZE, FusedAccumulation(), **options)
+    (found,) = caplog.records
+    assert "needs FusedAccumulation(release='microbatch')" in found.getMessage()
+    assert manual or found.getMessage().startswith("accumkernels: AdversarialHook.on_after_backward() finds")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_textual_inversion(precision):
+    """Gradients edited after each backward, in any precision; `.grad` is gone when the batch has ended."""
+    stock, _ = fit(NewTokens(), 8 * SIZE, **PRECISIONS[precision]())
+    later = []
+
+    class After(pl.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            later.extend(p.grad is None for p in module.parameters() if trainer.fit_loop._should_accumulate())
+
+    callback = FusedAccumulation(release="microbatch")
+    ours, _ = fit(NewTokens(), 8 * SIZE, callback, After(), **PRECISIONS[precision]())
+    before, after = mlp()[0].weight[:3], ours.net[0].weight[:3]
+    assert bits_agree(ours, stock)
+    assert not torch.equal(mlp()[0].weight[3:], ours.net[0].weight[3:])
+    torch.testing.assert_close(after, before * (1 - 0.01 * 0.01) ** 2)  # AdamW's decay alone
+    assert len(later) == 6 * 6 and all(later)
+
+
+def test_edits_of_every_backward_in_manual_optimization():
+    """Two losses of a batch are two micro-batches: each is taken with what was done to its gradient."""
+
+    class Edited(Manual):
+        def training_step(self, data, index):
+            optimizer = self.optimizers()
+            for factor in (1, 3):
+                self.manual_backward(Regression.training_step(self, data, index))
+                for p in self.parameters():
+                    p.grad.mul_(factor)
+            if index % 2 == 1:
+                optimizer.step()
+
+    model = Edited(usual=False, optimizer=torch.optim.SGD, lr=1.0)
+    fit(model, 2 * SIZE, FusedAccumulation(release="microbatch"), steps=1)
+    expected = big_batch_grads(mlp(), *batch(2 * SIZE))
+    assert relative_error(moved(model), [2 * grad for grad in expected]) < ROUNDING

@@ -21,7 +21,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: E402
 
-from accumkernels import FusedAccumulator  # noqa: E402
 from accumkernels.integrations.lightning import FusedAccumulation  # noqa: E402
 
 pytestmark = [
@@ -249,29 +248,6 @@ def test_scale_batch_size(mode, tmp_path):
         found.append((size, model))
     assert found[0][0] == found[1][0] > 1
     assert_close(found[0][1], found[1][1])
-
-
-class Looks(pl.Callback):
-    """At the averaged gradients."""
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.grads = [p.grad.clone() for p in pl_module.parameters()]
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_left_to_the_optimizers_pass(clip, monkeypatch):
-    """Nothing is averaged before the step where no hook of the user's could see it; the result is the same."""
-    finalized = []
-    original = FusedAccumulator.finalize
-    monkeypatch.setattr(FusedAccumulator, "finalize", lambda *a, **k: (finalized.append(1), original(*a, **k))[1])
-    models = []
-    for callbacks in ([], [Looks()]):
-        finalized.clear()
-        model = Module(lambda module: torch.optim.AdamW(module.parameters(), lr=0.01, fused=True))
-        quiet_trainer(FusedAccumulation(), *callbacks, gradient_clip_val=clip).fit(model)
-        assert bool(finalized) == bool(callbacks)
-        models.append(model)
-    assert_close(*models)
 
 
 def test_optimizers_that_share_parameters(caplog):

@@ -1,4 +1,4 @@
-"""The trainers' adapters on 2 and 4 gloo ranks, held to one process on all the data: stock torch, summed in float64."""
+"""The trainers' adapters on 2 and 3 gloo ranks, held to one process on all the data: stock torch, summed in float64."""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 
 import accumkernels as ak  # noqa: E402
-from accumkernels.buffers.layout import aligned  # noqa: E402
-from tests.support import (  # noqa: E402
-    accelerate_scenarios,
-    coupled_trainer_scenarios,
-    lightning_scenarios,
-    trainer_bytes_scenarios,
-    transformers_scenarios,
-)
+from accumkernels.buffers.flat import aligned  # noqa: E402
+from tests.support import coupled_trainer_scenarios, trainer_bytes_scenarios, trainer_scenarios  # noqa: E402
 from tests.support.trainer_data import KINDS, LR, MAX_NORM, STEPS, item, items  # noqa: E402
+from tests.support.trainer_loops import TRAINERS  # noqa: E402
 from tests.support.trainer_truth import ROUNDING, SHARDED_ROUNDING, assert_close, truth, window_gradient  # noqa: E402
 from tests.support.trainers import MODULES, SCALE, Samples, gpt2  # noqa: E402
 
@@ -39,31 +34,25 @@ pytestmark = [
 ]
 
 
-# On 2 and on 4 ranks.
+# On 2 and on 3 ranks, over which parameters do not divide.
 BY_ANY = [
-    accelerate_scenarios.accelerate_ddp,
-    accelerate_scenarios.accelerate_fsdp2,
-    accelerate_scenarios.accelerate_overflow,
-    accelerate_scenarios.accelerate_two_optimizers,
-    lightning_scenarios.lightning_ddp,
-    lightning_scenarios.lightning_fsdp2,
-    lightning_scenarios.lightning_overflow,
-    lightning_scenarios.lightning_two_optimizers,
-    transformers_scenarios.transformers_ddp,
-    transformers_scenarios.transformers_fsdp2,
-    transformers_scenarios.transformers_overflow,
-    transformers_scenarios.transformers_tokens,
+    trainer_scenarios.whole_parameters,
+    trainer_scenarios.sharded_parameters,
+    trainer_scenarios.overflows,
+    trainer_scenarios.accelerate_several,
+    trainer_scenarios.lightning_two_optimizers,
+    trainer_scenarios.transformers_tokens,
     trainer_bytes_scenarios.sent_in_backward,
 ]
 BY_TWO = [
-    accelerate_scenarios.accelerate_empty_rank,
-    accelerate_scenarios.accelerate_failed_backward,
-    accelerate_scenarios.accelerate_recipe,
-    accelerate_scenarios.accelerate_refuses,
-    lightning_scenarios.lightning_resumed,
-    lightning_scenarios.lightning_inside_a_window,
-    transformers_scenarios.transformers_means,
-    transformers_scenarios.transformers_resumed,
+    trainer_scenarios.accelerate_empty_rank,
+    trainer_scenarios.accelerate_failed_backward,
+    trainer_scenarios.accelerate_recipe,
+    trainer_scenarios.accelerate_refuses,
+    trainer_scenarios.lightning_resumed,
+    trainer_scenarios.lightning_inside_a_window,
+    trainer_scenarios.transformers_means,
+    trainer_scenarios.transformers_resumed,
     trainer_bytes_scenarios.accelerate_bytes,
     trainer_bytes_scenarios.accelerate_ends_otherwise,
     trainer_bytes_scenarios.reentrant_checkpointing,
@@ -71,11 +60,16 @@ BY_TWO = [
 ]
 
 
-def assert_same(found, name, key=None):
+def assert_same(runs):
     """Bit for bit on every rank, where ranks keep whole parameters."""
-    results = [result[0] if key is None else result[key][0] for result in found[name]]
-    for other in results[1:]:
-        assert all(torch.equal(results[0][k], other[k]) for k in other)
+    for other in runs[1:]:
+        assert all(torch.equal(runs[0].values[k], other.values[k]) for k in other.values)
+
+
+def of(results, scenario, trainer, kind):
+    """The runs of a trainer, by rank."""
+    check(results, scenario)
+    return [result[trainer][kind] for result in results[scenario]]
 
 
 @pytest.fixture(scope="module")
@@ -86,50 +80,41 @@ def found(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """What four ranks found."""
-    return run(4, tmp_path_factory.mktemp("four"), BY_ANY, MODULES)
+def three(tmp_path_factory):
+    """What three ranks found."""
+    return run(3, tmp_path_factory.mktemp("three"), BY_ANY, MODULES)
 
 
-TRAINERS = ("accelerate", "lightning", "transformers")
-CASES = [(trainer, kind) for trainer in TRAINERS for kind in (*KINDS, "fused")]
-CASES += [("accelerate", "backward"), ("lightning", "find_unused_parameters")]
-
-
-@pytest.mark.parametrize(("trainer", "kind"), CASES, ids=str)
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("kind", [*KINDS, *trainer_scenarios.OPTIONS], ids=str)
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=lambda trainer: trainer.name)
+@pytest.mark.parametrize("ranks", ["found", "three"])
 def test_one_process_on_all_the_data(ranks, trainer, kind, request):
     """Unequal micro-batches, a short last window; clipped or not, and its norms.
 
     The last rank has one micro-batch less, but in Lightning, which communicates in every batch.
     """
-    found = request.getfixturevalue(ranks)
-    name = f"{trainer}_ddp"
-    check(found, name)
+    runs = of(request.getfixturevalue(ranks), "whole_parameters", trainer.name, kind)
     precision, clip = kind if isinstance(kind, tuple) else ("fp32", MAX_NORM if kind == "fused" else None)
-    expected, norms = truth(len(found[name]), precision, clip, uneven=trainer != "lightning")
-    assert_same(found, name, kind)
-    values, own_norms, scale = found[name][0][kind]
-    assert_close(values, expected, ROUNDING[precision])
-    if own_norms:
-        assert own_norms == pytest.approx(norms, rel=ROUNDING[precision])
-    assert scale == (SCALE if precision == "fp16" else None)
+    expected, norms = truth(len(runs), precision, clip, uneven=trainer.uneven)
+    assert_same(runs)
+    assert_close(runs[0].values, expected, ROUNDING[precision])
+    if runs[0].norms:
+        assert runs[0].norms == pytest.approx(norms, rel=ROUNDING[precision])
+    assert runs[0].scale == (SCALE if precision == "fp16" else None)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=lambda trainer: trainer.name)
+@pytest.mark.parametrize("ranks", ["found", "three"])
 def test_an_overflow_on_one_rank(ranks, trainer, precision, request):
     """All ranks skip the window, step the next, and have the same scale."""
-    found = request.getfixturevalue(ranks)
-    name = f"{trainer}_overflow"
-    check(found, name)
-    assert_same(found, name, precision)
-    for values, history, scale in (result[precision] for result in found[name]):
-        expected, _ = truth(len(found[name]), precision, uneven=trainer != "lightning", skipped={0})
-        assert_close(values, expected, ROUNDING[precision])
-        assert history == ([] if trainer == "lightning" else [True, False])
-        assert scale == (SCALE / 2 if precision == "fp16" else None)
+    runs = of(request.getfixturevalue(ranks), "overflows", trainer.name, precision)
+    assert_same(runs)
+    expected, _ = truth(len(runs), precision, uneven=trainer.uneven, skipped={0})
+    for left in runs:
+        assert_close(left.values, expected, ROUNDING[precision])
+        assert left.skipped == ([] if trainer.name == "lightning" else [True, False])
+        assert left.scale == (SCALE / 2 if precision == "fp16" else None)
 
 
 def test_accelerates_recipe_for_token_counts(found):
@@ -153,16 +138,16 @@ def test_a_rank_without_micro_batches_clips_alike(found):
 
 
 @pytest.mark.parametrize("kind", ["two optimizers", "two models"])
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("ranks", ["found", "three"])
 def test_accelerate_with_several(ranks, kind, request):
     """One clipping over all, and what one optimizer would do."""
     results = request.getfixturevalue(ranks)
-    name = "accelerate_two_optimizers"
-    check(results, name)
-    expected, norms = truth(len(results[name]), clip=MAX_NORM)
-    assert_same(results, name, kind)
-    assert_close(results[name][0][kind][0], expected, ROUNDING["fp32"])
-    assert results[name][0][kind][1] == pytest.approx(norms, rel=1e-6)
+    check(results, "accelerate_several")
+    runs = [result[kind] for result in results["accelerate_several"]]
+    expected, norms = truth(len(runs), clip=MAX_NORM)
+    assert_same(runs)
+    assert_close(runs[0].values, expected, ROUNDING["fp32"])
+    assert runs[0].norms == pytest.approx(norms, rel=1e-6)
 
 
 def sent_by_no_sync():
@@ -176,10 +161,10 @@ def test_bytes_of_a_window(found):
     for sent, _ in found["accelerate_bytes"]:
         *chunks, report = sent
         assert sum(chunks) == sent_by_no_sync()
-        assert report == 8 * (45 - 3 + 2 * 6)  # docs/data_parallel.md: counts of 6 tensors until the layout has settled
+        assert report == 8 * (45 - 3 + 6)  # docs/data_parallel.md: counts of 6 tensors until the layout has settled
 
 
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("ranks", ["found", "three"])
 @pytest.mark.parametrize("loop", ["accelerate", "lightning", "transformers", "without", "static graph"])
 def test_sent_while_backward_runs(ranks, loop, request):
     """All chunks of whole windows, with the values and the bytes of sums that are sent at the end."""
@@ -187,7 +172,7 @@ def test_sent_while_backward_runs(ranks, loop, request):
     check(results, "sent_in_backward")
     size = len(results["sent_in_backward"])
     expected, _ = truth(size, uneven=loop not in ("lightning", "static graph"))
-    for values, _, _, sent in (result[loop] for result in results["sent_in_backward"]):
+    for values, sent in (result[loop] for result in results["sent_in_backward"]):
         assert_close(values, expected, ROUNDING["fp32"])
         assert {when for when, _ in sent} == {"after" if loop in ("without", "static graph") else "backward"}
         assert sum(nbytes for _, nbytes in sent) == 2 * sent_by_no_sync()
@@ -227,13 +212,15 @@ def test_refused_on_several_ranks(found):
         for key, kind, text in (
             ("join", "ValueError", "even_batches=True"),
             ("two that sync", "RuntimeError", "no_sync around all but the last"),
+            ("local, in accumulate", "RuntimeError", "as in accelerate's LocalSGD"),
+            ("local", "RuntimeError", "Use LocalSGD with accelerate's own Accelerator"),
             ("shared", "ValueError", "SGD, SGD step the same parameters"),
         ):
             assert result[key][0] == kind
             assert text in result[key][1]
 
 
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("ranks", ["found", "three"])
 def test_lightning_with_two_optimizers(ranks, request):
     """Each has the weighted mean of its own losses, over all ranks, and is clipped for itself."""
     results = request.getfixturevalue(ranks)
@@ -274,7 +261,7 @@ def _step(model, grads):
         p.data -= (LR * grad * min(1.0, MAX_NORM / norm)).float()
 
 
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("ranks", ["found", "three"])
 def test_tokens_of_all_ranks(ranks, request):
     """The mean over every label, twice; the second `train()` finds the model wrapped."""
     results = request.getfixturevalue(ranks)
@@ -316,7 +303,7 @@ def test_means_of_all_ranks(found, kind):
     check(found, "transformers_means")
     size = len(found["transformers_means"])
     data = Samples((STEPS + 2) * size, masked=1)
-    twin = transformers_scenarios.Dropping().double()
+    twin = trainer_scenarios.Dropping().double()
     start = copy.deepcopy(dict(twin.named_parameters()))
     losses = []
     for ends in ((0, STEPS * size), (STEPS * size, len(data))):
@@ -386,35 +373,29 @@ def test_saved_inside_a_window(found):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("ranks", ["found", "three"])
 def test_fsdp2(ranks, trainer, kind, request):
     """Unequal micro-batches on ranks, whose gradients FSDP2 averages inside backward."""
-    found = request.getfixturevalue(ranks)
-    name = f"{trainer}_fsdp2"
-    check(found, name)
+    runs = of(request.getfixturevalue(ranks), "sharded_parameters", trainer, kind)
     precision, clip = kind
-    expected, norms = truth(len(found[name]), "fp32", clip, uneven=False)
-    for result in found[name]:
-        values, own_norms, scale = result[kind]
-        assert_close(values, expected, SHARDED_ROUNDING[precision])
-        if own_norms:
-            assert own_norms == pytest.approx(norms, rel=1e-6 if precision == "fp32" else SHARDED_ROUNDING[precision])
-        assert scale == (SCALE if precision == "fp16" else None)
+    expected, norms = truth(len(runs), "fp32", clip, uneven=False)
+    for left in runs:
+        assert_close(left.values, expected, SHARDED_ROUNDING[precision])
+        if left.norms:
+            assert left.norms == pytest.approx(norms, rel=1e-6 if precision == "fp32" else SHARDED_ROUNDING[precision])
+        assert left.scale == (SCALE if precision == "fp16" else None)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("ranks", ["found", "four"])
+@pytest.mark.parametrize("ranks", ["found", "three"])
 def test_fsdp2_with_an_overflow_on_one_rank(ranks, trainer, request):
     """With a GradScaler: all skip the window, and step the next."""
-    found = request.getfixturevalue(ranks)
-    name = f"{trainer}_fsdp2"
-    check(found, name)
-    expected, _ = truth(len(found[name]), uneven=False, skipped={0})
-    for result in found[name]:
-        values, history, scale = result["overflow"]
-        assert_close(values, expected, SHARDED_ROUNDING["fp16"])
-        assert history == ([] if trainer == "lightning" else [True, False])
-        assert scale == SCALE / 2
+    runs = of(request.getfixturevalue(ranks), "sharded_parameters", trainer, "overflow")
+    expected, _ = truth(len(runs), uneven=False, skipped={0})
+    for left in runs:
+        assert_close(left.values, expected, SHARDED_ROUNDING["fp16"])
+        assert left.skipped == ([] if trainer == "lightning" else [True, False])
+        assert left.scale == SCALE / 2
 
 
 @pytest.mark.parametrize("scenario", coupled_trainer_scenarios.TWO_RANKS, ids=lambda scenario: scenario.__name__)

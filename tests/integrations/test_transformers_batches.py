@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ pytest.importorskip("accelerate")
 
 from accumkernels.integrations.transformers import FusedAccumulationMixin, Trainer  # noqa: E402
 from tests.integrations.test_transformers import Plain, build, in_order, logged  # noqa: E402
-from tests.integrations.test_transformers_losses import HEADS, big_batch, fit, made, off  # noqa: E402
+from tests.integrations.test_transformers_losses import HEADS, Causal, Pairs, Preferences, big_batch, fit, made, off  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread")]
 
@@ -166,29 +165,31 @@ class Router(nn.Module):
         return {"loss": loss + 100 * self.inner.lm_head.weight.square().mean()}
 
 
-def test_losses_that_do_not_add_up(tmp_path, caplog):
-    """Errors, or a warning where rows depend on each other."""
+def test_a_part_that_does_not_add_up(tmp_path):
+    """An error."""
     with pytest.raises(ValueError, match="a part of the loss of Router .* each part of a batch"):
         fit(splitting("auto"), tmp_path, Router(), Samples(8), **WHOLE)
-    with pytest.raises(ValueError, match="set loss_is_scaled_for_ga in the Trainer"):
-        fit(
-            splitting("auto"),
-            tmp_path,
-            gpt2(),
-            Samples(8),
-            loss_func="any",
-            collator=lambda samples: {"input_ids": torch.stack([s["input_ids"] for s in samples])},
-            **WHOLE,
-        )
 
-    class Contrastive(Plain):
-        def forward(self, input_ids, labels):
-            rows = nn.functional.normalize(self.embedding(input_ids).mean(1), dim=1)
-            return {"loss": nn.functional.cross_entropy(20 * rows @ rows.T.roll(1, 0), torch.arange(len(rows)))}
 
-    with caplog.at_level(logging.WARNING, "accumkernels"):
-        fit(splitting("auto"), tmp_path, Contrastive(), Samples(8), **WHOLE)
-    assert any("the same rows twice change it" in record.getMessage() for record in caplog.records)
+@pytest.mark.parametrize("arguments", [WHOLE, HALVES], ids=["whole", "halves"])
+@pytest.mark.parametrize("gets", [True, False])
+def test_sums(tmp_path, gets, arguments):
+    """Parts add up, also where the Trainer divides by the number of micro-batches."""
+    model, data = Causal(reduction="sum", gets=gets), Samples(16)
+    steps = 1 if gets else arguments["gradient_accumulation_steps"]
+    truth = big_batch(model, data, lambda m, b: m(**b)["loss"] / steps, lr=0.1)
+    ours = fit(splitting("auto"), tmp_path, model, data, lr=0.1, **arguments)
+    assert off(ours.model, model, truth) < ROUNDING
+    stock = fit(transformers.Trainer, tmp_path, model, data, lr=0.1, **arguments)
+    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-4)
+
+
+def test_a_loss_function_that_gets_no_number(tmp_path):
+    """A mean over rows without labels."""
+    model, data = Preferences(), Pairs(SAMPLES)
+    arguments = {"loss_func": lambda outputs, *_, **__: outputs["loss"], "remove_unused_columns": False}
+    ours = fit(splitting("auto"), tmp_path, model, data, **arguments, **HALVES)
+    assert off(ours.model, model, big_batch(model, data)) < ROUNDING
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.models import relative_error
 from tests.support.towers import Towers, data, truth
@@ -13,7 +12,6 @@ from tests.support.trainers import fp16_on_the_cpu
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from accumkernels.integrations.transformers import Trainer  # noqa: E402
 from accumkernels.integrations.transformers_coupled import CoupledAccumulationMixin  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread", "fresh_state")]
@@ -214,64 +212,3 @@ def test_both_methods_are_needed(tmp_path):
 
     with pytest.raises(TypeError, match=r"Half must define coupled_loss\(\)"):
         train(tmp_path, Half)
-
-
-class Halves(nn.Module):
-    """A loss of rows of features, and what else a model may do to them."""
-
-    def __init__(self, loss, dropout=0.0, norm=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Dropout(dropout))
-        self.loss = loss
-
-    def forward(self, images, texts):
-        return {"loss": self.loss(self.net(images), texts)}
-
-
-def info_nce(x, _):
-    """Couples the rows."""
-    return nn.functional.cross_entropy(x @ x.T, torch.arange(len(x)))
-
-
-def of_halves(x, _):
-    """A mean over pairs, whose second samples are the second half of the rows, as in trl."""
-    one, two = x.chunk(2)
-    return nn.functional.softplus(one.sum(1) - two.sum(1)).mean()
-
-
-def of_neighbours(x, _):
-    """The same, with neighbours."""
-    return nn.functional.softplus(x[::2].sum(1) - x[1::2].sum(1)).mean()
-
-
-ALARMS = [
-    ({"loss": info_nce}, True),
-    ({"loss": info_nce, "dropout": 0.5}, True),
-    ({"loss": lambda x, _: x.square().sum()}, True),
-    ({"loss": lambda x, y: x.square().mean(), "dropout": 0.5, "norm": True}, False),
-    ({"loss": of_halves}, False),
-    ({"loss": of_neighbours}, False),
-]
-
-
-@pytest.mark.parametrize(("options", "alarm"), ALARMS)
-def test_the_ordinary_mixin_notices(tmp_path, caplog, options, alarm):
-    """It warns of losses that are no mean over rows, and of none that is."""
-
-    class Even(Pairs):
-        def __init__(self, dtype):
-            super().__init__(dtype)
-            self.batches = [[part[:4] for part in data(seed, dtype)] for seed in range(len(SIZES))]
-
-    class Plain(Trainer):
-        _get_train_sampler = Ours._get_train_sampler
-
-    model = Halves(**options).double()
-    train(tmp_path, Plain, model=model, dataset=Even(torch.float64))
-    said = [record for record in caplog.messages if "is not a mean over rows" in record]
-    assert len(said) == alarm
-    assert model.training
-    caplog.clear()
-    train(tmp_path, Plain, model=model, dataset=Even(torch.float64), gradient_accumulation_steps=1)
-    assert "is not a mean over rows" not in caplog.text  # the batch is whole

@@ -1,4 +1,4 @@
-"""What a Trainer's losses average: models and functions that drop `num_items_in_batch`, rows, shifted labels."""
+"""How a Trainer's losses are normalized: by `num_items_in_batch`, which many drop, or as sums or means."""
 
 from __future__ import annotations
 
@@ -101,26 +101,26 @@ HEADS = {
 }
 
 
-def big_batch(model, data, loss=lambda model, batch: model(**batch)["loss"], window=8):
+def big_batch(model, data, loss=lambda model, batch: model(**batch)["loss"], window=8, lr=LR):
     """Two steps of plain torch in fp64, each with the mean over a whole window."""
     twin = copy.deepcopy(model).double().train()
     for start in range(0, len(data), window):
-        batch = data.batch(start, start + window)
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in data.batch(start, start + window).items()}
         twin.zero_grad()
         loss(twin, batch).backward()
         with torch.no_grad():
             for p in twin.parameters():
                 if p.grad is not None:
-                    p -= LR * p.grad
+                    p -= lr * p.grad
     return twin
 
 
-def fit(cls, folder, model, data, collator=None, loss_func=None, **arguments):
+def fit(cls, folder, model, data, collator=None, loss_func=None, lr=LR, **arguments):
     """Two windows of plain SGD, in the data's order; the Trainer."""
-    arguments = {"lr_scheduler_type": "constant", "learning_rate": LR, **arguments}
-    trainer = build(cls, folder, 1, copy.deepcopy(model), lambda m: torch.optim.SGD(m.parameters(), lr=LR), **arguments)
+    arguments = {"lr_scheduler_type": "constant", "learning_rate": lr, **arguments}
+    trainer = build(cls, folder, 1, copy.deepcopy(model), lambda m: torch.optim.SGD(m.parameters(), lr=lr), **arguments)
     trainer.train_dataset = data
-    trainer.compute_loss_func = loss_func
+    trainer.compute_loss_func = loss_func or trainer.compute_loss_func
     if collator is not None:
         trainer.data_collator = collator
     in_order(trainer).train()
@@ -137,7 +137,8 @@ def off(trained, before, truth):
 
 def own_warnings(caplog):
     """Of what losses average."""
-    return [r.getMessage() for r in caplog.records if r.name.startswith("accumkernels.integrations")]
+    ours = [r.getMessage() for r in caplog.records if r.name.startswith("accumkernels.integrations")]
+    return [text.removeprefix("accumkernels: ") for text in ours]
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -150,7 +151,8 @@ def test_heads_that_drop_the_number(tmp_path, name, caplog):
         ours = fit(Trainer, tmp_path, model, data)
     assert off(ours.model, model, truth) < ROUNDING
     (warning,) = own_warnings(caplog)
-    assert warning.startswith(f"the loss of {name} ignores num_items_in_batch")
+    assert warning.startswith(f"the loss of {name} is taken for a mean")
+    assert "transformers.Trainer would add up to 4 of them" in warning
     stock = fit(STOCK, tmp_path, model, data)
     assert off(stock.model, model, truth) > 0.5
     loss = float(model.eval()(**data.batch(0, 8))["loss"].detach())
@@ -188,7 +190,7 @@ def test_loss_functions_that_drop_the_number(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, "accumkernels"):
             ours = fit(cls, tmp_path, model, data, loss_func=loss_func)
         assert off(ours.model, model, truth) < ROUNDING
-        assert "ignores num_items_in_batch" in own_warnings(caplog)[0]
+        assert "the loss ignores num_items_in_batch" in own_warnings(caplog)[0]
 
 
 def test_loss_functions_that_divide_by_the_number(tmp_path, caplog):
@@ -260,7 +262,7 @@ def test_a_mean_with_random_numbers(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "accumkernels"):
         fit(Trainer, tmp_path, Normed(mean=True), Samples(SAMPLES))
     (warning,) = own_warnings(caplog)
-    assert "ignores num_items_in_batch" in warning
+    assert "the loss ignores num_items_in_batch" in warning
 
 
 class Routed(nn.Module):
@@ -330,25 +332,35 @@ def test_rows_count_without_labels(tmp_path, caplog):
         ours = fit(Trainer, tmp_path, model, data, remove_unused_columns=False)
     assert off(ours.model, model, truth) < ROUNDING
     (line,) = own_warnings(caplog)
-    assert line.startswith("micro-batches without labels count by their rows, the length of 'chosen'")
+    assert "counts by its rows, the length of 'chosen': if it has class weights" in line
+    assert "CoupledAccumulationMixin" in line
     stock = fit(STOCK, tmp_path, model, data, remove_unused_columns=False)
     assert off(stock.model, model, truth) > 0.02
 
 
-def test_loss_functions_that_get_no_number(tmp_path, caplog):
-    """Without labels the Trainer adds up what they return: a warning names the attribute that averages them."""
-    model, data = Preferences(), Pairs(SAMPLES)
-    arguments = {"loss_func": lambda outputs, *_, **__: outputs["loss"], "remove_unused_columns": False}
+@pytest.mark.parametrize("divides", ["no", "args", "trainer", "told"])
+def test_loss_functions_that_get_no_number(tmp_path, divides):
+    """Without labels the Trainer adds up what they return: right if it is divided by the number of micro-batches."""
+    model, data = Preferences(), Pairs(16)
 
-    class Means(Trainer):
-        loss_is_scaled_for_ga = False
+    class Own:
+        loss_is_scaled_for_ga = True if divides == "told" else None
 
-    with caplog.at_level(logging.WARNING, "accumkernels"):
-        ours = fit(Trainer, tmp_path, model, data, **arguments)
-    (line,) = own_warnings(caplog)
-    assert line.startswith("compute_loss_func gets no num_items_in_batch")
-    assert same(ours.model, fit(STOCK, tmp_path, model, data, **arguments).model)
-    assert off(fit(Means, tmp_path, model, data, **arguments).model, model, big_batch(model, data)) < ROUNDING
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.compute_loss_func = self.divided
+
+        def divided(self, outputs, *_, **__):
+            steps = {"args": self.args.gradient_accumulation_steps, "trainer": self.current_gradient_accumulation_steps}
+            return outputs["loss"] / steps.get(divides, 1)
+
+    def run(cls):
+        cls = type("Divides", (Own, cls), {})
+        return fit(cls, tmp_path, model, data, loss_func=None, remove_unused_columns=False).model
+
+    ours = run(Trainer)
+    assert (off(ours, model, big_batch(model, data)) < ROUNDING) == (divides != "told")
+    assert same(ours, run(STOCK)) == (divides != "no")
 
 
 def test_lists_of_samples(tmp_path):
@@ -366,54 +378,233 @@ def test_lists_of_samples(tmp_path):
     assert off(ours.model, model, big_batch(model, data)) < ROUNDING
 
 
-def test_what_has_neither_labels_nor_rows(tmp_path, caplog):
-    """It counts 1, and a warning names the method."""
+def test_what_has_neither_labels_nor_rows(tmp_path):
+    """It counts 1, and the log says so."""
     trainer = build(Trainer, tmp_path, 4)
+    for inputs in ({"text": "a", "scale": torch.tensor(1.0)}, {"text": "b"}):
+        assert trainer.default_weight(inputs) == ("1, since it has neither labels nor rows", 1)
+
+
+# ---- sums
+
+
+class Causal(nn.Module):
+    """A class of one's own, whose loss is a mean over shifted labels, or over all; or a sum."""
+
+    def __init__(self, shift=True, reduction="mean", gets=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+        self.shift, self.reduction, self.accepts_loss_kwargs = shift, reduction, gets
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)}
+
+
+class Speech(Pairs):
+    """Sounds, with 1 to 4 labels each."""
+
+    def __init__(self, n):
+        torch.manual_seed(0)
+        self.samples = [{"input_values": torch.randn(400), "labels": torch.full((4,), -100)} for _ in range(n)]
+        for index, sample in enumerate(self.samples):
+            sample["labels"][: 1 + index % 4] = torch.randint(1, 8, (1 + index % 4,))
+
+
+def wav2vec2(reduction):
+    """Small, with a CTC loss."""
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
+        conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0,
+        feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0, apply_spec_augment=False,
+        ctc_loss_reduction=reduction,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+SUMS = {
+    "gets the number": (lambda: Causal(reduction="sum", gets=True), Samples, 1, 0.1),
+    "gets no number": (lambda: Causal(reduction="sum"), Samples, 4, 0.1),  # divided by the number of micro-batches
+    "Wav2Vec2ForCTC": (lambda: wav2vec2("sum"), Speech, 1, 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums(tmp_path, name, caplog):
+    """Are added up, as in the Trainer, to the bit; nothing is said."""
+    make, data, divided_by, lr = SUMS[name]
+    model, data = make(), data(16)
     with caplog.at_level(logging.WARNING, "accumkernels"):
-        assert trainer.micro_batch_weight({"text": "a", "scale": torch.tensor(1.0)}) == 1
-        assert trainer.micro_batch_weight({"text": "b"}) == 1
+        ours = fit(Trainer, tmp_path, model, data, lr=lr)
+    assert own_warnings(caplog) == []
+    truth = big_batch(model, data, lambda m, b: m(**b)["loss"] / divided_by, lr=lr)
+    assert off(ours.model, model, truth) < ROUNDING
+    assert same(ours.model, fit(STOCK, tmp_path, model, data, lr=lr).model)
+
+
+def test_ctc_means_are_over_rows(tmp_path, caplog):
+    """torch's mean divides each row by its own labels, and averages rows; stock is right if rows are equally many."""
+    model, data = wav2vec2("mean"), Speech(SAMPLES)
+    truth = big_batch(model, data)
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        ours = fit(Trainer, tmp_path, model, data)
     (line,) = own_warnings(caplog)
-    assert "neither labels nor rows" in line
-    assert "micro_batch_weight" in line
+    assert "counts by its rows, the length of 'input_values'" in line
+    assert off(ours.model, model, truth) < ROUNDING
+    assert off(fit(told("tokens"), tmp_path, model, data).model, model, truth) > 1e-3
+
+
+def test_sums_with_dropout(tmp_path):
+    """More rows have the same sum each without dropout alone."""
+
+    class Dropped(Causal):
+        def forward(self, input_ids, labels):
+            logits = self.head(30 * nn.functional.dropout(self.embedding(input_ids), 0.5, self.training)).flatten(0, 1)
+            return {"loss": nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")}
+
+    runs = []
+    for cls in (Trainer, STOCK):
+        torch.manual_seed(1)
+        runs.append(fit(cls, tmp_path, Dropped(), Samples(SAMPLES), lr=1e-3).model)
+    assert same(*runs)
+
+
+def test_a_contrastive_loss_is_no_sum(tmp_path, caplog):
+    """Of two rows that are alike it is log 2, and log 4 of each row twice. The log names the mixin for it."""
+
+    class Contrastive(Preferences):
+        def forward(self, chosen, rejected):
+            scores = self.score(chosen)[:, None] * self.score(rejected) * 1e-3
+            return {"loss": nn.functional.cross_entropy(scores, torch.arange(len(scores)))}
+
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        fit(Trainer, tmp_path, Contrastive(), Pairs(8), remove_unused_columns=False)
+    (line,) = own_warnings(caplog)
+    assert "CoupledAccumulationMixin" in line
+
+
+# ---- what the user says
+
+
+def told(loss_is):
+    """A class of Trainer that `fit` makes with this `loss_is`."""
+
+    class Told(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, loss_is=loss_is, **kwargs)
+
+    return Told
+
+
+WEIGHTS = torch.linspace(0.1, 3.0, VOCABULARY)
+
+
+class ByClass(Causal):
+    """With class weights."""
+
+    def forward(self, input_ids, labels):
+        logits = self.head(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(logits, labels.flatten(), weight=WEIGHTS.to(logits.dtype))}
+
+
+class PerRow(Causal):
+    """A mean over rows of means over labels."""
+
+    def forward(self, input_ids, labels):
+        logits = self.head(torch.tanh(self.embedding(input_ids))).transpose(1, 2)
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none").sum(1) / labels.ne(-100).sum(1)
+        return {"loss": losses.mean()}
+
+
+def shifted(inputs):
+    """Labels that count in a causal model."""
+    return inputs["labels"][:, 1:].ne(-100).sum()
+
+
+def weights(inputs):
+    """Of the labels' classes."""
+    return WEIGHTS[inputs["labels"][inputs["labels"] >= 0]].sum()
+
+
+MEANS = {
+    "class weights": (ByClass, lambda n: Positions(n, 0), weights),
+    "a mean of rows": (PerRow, lambda n: Positions(n, 0), "rows"),
+    "a shift that no name promises": (Causal, lambda n: Positions(n, 0), shifted),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_other_means(tmp_path, name, caplog):
+    """The log says what is counted; `loss_is` makes it right, as `micro_batch_weight` does, and nothing is said."""
+    make, data, loss_is = MEANS[name]
+    model, data = make(), data(SAMPLES)
+    truth = big_batch(model, data)
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        for bf16 in (True, False):
+            caplog.clear()
+            ours = fit(Trainer, tmp_path, model, data, bf16=bf16)
+            (line,) = own_warnings(caplog)
+            assert "counts by its labels that are not -100" in line
+            assert "class weights or any other normalization of its own, pass loss_is or override" in line
+        assert off(ours.model, model, truth) > 0.005
+        caplog.clear()
+        if callable(loss_is):
+            own = type("Own", (Trainer,), {"micro_batch_weight": lambda self, inputs: loss_is(inputs)})
+            assert off(fit(own, tmp_path, model, data).model, model, truth) < ROUNDING
+        assert off(fit(told(loss_is), tmp_path, model, data).model, model, truth) < ROUNDING
+        assert own_warnings(caplog) == []
+
+
+def test_random_sums(tmp_path, caplog):
+    """Other rows get other random numbers, as in diffusion: `loss_is` says what cannot be found out."""
+
+    class Noisy(Preferences):
+        def forward(self, chosen, rejected):
+            noise = 30 * torch.randn(len(chosen))
+            return {"loss": -nn.functional.logsigmoid(self.score(chosen) - self.score(rejected) + noise).sum()}
+
+    arguments = {"remove_unused_columns": False, "lr": 0.1}
+    torch.manual_seed(1)
+    stock = fit(STOCK, tmp_path, Noisy(), Pairs(SAMPLES), **arguments)
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        for loss_is, equal in (("sum", True), ("rows", False)):
+            assert same(fit(told(loss_is), tmp_path, Noisy(), Pairs(SAMPLES), **arguments).model, stock.model) == equal
+        assert own_warnings(caplog) == []
+
+
+def test_tokens_beside_a_sum(tmp_path):
+    """`loss_is` goes before what would be found out."""
+    model, data = Causal(False), Positions(SAMPLES, 0)
+    assert off(fit(told("tokens"), tmp_path, model, data).model, model, big_batch(model, data)) < ROUNDING
+    summed = Causal(False, "sum")
+    assert not same(
+        fit(told("tokens"), tmp_path, summed, data, lr=1e-3).model, fit(Trainer, tmp_path, summed, data, lr=1e-3).model
+    )
+
+
+def test_wrong_loss_is():
+    """Before anything is loaded."""
+    with pytest.raises(ValueError, match="loss_is must be one of 'tokens', 'rows', 'sum' or a function, got 'labels'"):
+        Trainer(model=gpt2(), loss_is="labels")
+    with pytest.raises(TypeError, match="loss_is must be one of 'tokens', 'rows', 'sum', a function, or None, got 3"):
+        Trainer(model=gpt2(), loss_is=3)
 
 
 # ---- labels that the loss shifts
 
 
-class Causal(nn.Module):
-    """A class of one's own, whose loss is a mean over shifted labels, or over all."""
-
-    def __init__(self, shift=True, dtype=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.head = nn.Linear(16, VOCABULARY)
-        self.shift, self.dtype = shift, dtype
-
-    def forward(self, input_ids, labels):
-        logits = self.head(torch.tanh(self.embedding(input_ids)))
-        if self.shift:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss if self.dtype is None else loss.to(self.dtype)}
-
-
 @pytest.mark.parametrize("shift", [True, False])
-def test_labels_that_a_loss_of_ones_own_shifts(tmp_path, shift, caplog):
-    """Counted as the loss counts them, though no name says so."""
+def test_labels_that_a_loss_of_ones_own_shifts(tmp_path, shift):
+    """Counted as the loss counts them, if the model's `loss_type` says so."""
     model, data = Causal(shift), Positions(SAMPLES, 0)
-    with caplog.at_level(logging.WARNING, "accumkernels"):
-        ours = fit(Trainer, tmp_path, model, data)
-    assert off(ours.model, model, big_batch(model, data)) < ROUNDING
-    assert own_warnings(caplog) == []
-
-
-def test_a_name_that_promises_shifted_labels(tmp_path):
-    """The loss is asked first."""
-    model, data = Causal(False), Positions(SAMPLES, 0)
-    model.loss_type = "ForCausalLM"
+    model.loss_type = "ForCausalLM" if shift else None
     ours = fit(Trainer, tmp_path, model, data)
-    assert ours._loss_shifts_labels
     assert off(ours.model, model, big_batch(model, data)) < ROUNDING
 
 
@@ -426,22 +617,6 @@ def test_a_number_that_is_not_the_right_one(tmp_path):
     assert off(ours.model, model, truth) > 0.02
     model.loss_type = "ForCausalLM"
     assert off(fit(Trainer, tmp_path, model, data).model, model, truth) < ROUNDING
-
-
-def test_a_shift_that_cannot_be_found_out(tmp_path, caplog):
-    """A loss in 16 bit may hide what one label changes: a warning names the method, unless it is overridden."""
-
-    class Own(Trainer):
-        def micro_batch_weight(self, inputs):
-            return 1.0
-
-    with caplog.at_level(logging.WARNING, "accumkernels"):
-        fit(Own, tmp_path, Causal(dtype=torch.bfloat16), Samples(8))
-        assert own_warnings(caplog) == []
-        fit(Trainer, tmp_path, Causal(dtype=torch.bfloat16), Samples(8))
-    (line,) = own_warnings(caplog)
-    assert line.startswith("cannot find out whether the loss leaves out the first label")
-    assert "micro_batch_weight" in line
 
 
 # ---- what is logged
@@ -492,30 +667,6 @@ def test_what_a_loss_changes_in_place(tmp_path):
     assert off(ours.model, model, big_batch(model, data, truth)) < ROUNDING
 
 
-def test_means_over_something_else(tmp_path, caplog):
-    """Class weights: no count is right, and a warning names the method, which makes it right."""
-    weights = torch.linspace(0.1, 3.0, VOCABULARY)
-
-    class ByClass(Causal):
-        def forward(self, input_ids, labels):
-            logits = self.head(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
-            return {"loss": nn.functional.cross_entropy(logits, labels.flatten(), weight=weights.to(logits.dtype))}
-
-    class Weighted(Trainer):
-        def micro_batch_weight(self, inputs):
-            return weights[inputs["labels"][inputs["labels"] >= 0]].sum()
-
-    model, data = ByClass(), Positions(SAMPLES, 0)
-    truth = big_batch(model, data)
-    with caplog.at_level(logging.WARNING, "accumkernels"):
-        assert off(fit(Trainer, tmp_path, model, data).model, model, truth) > 0.01
-        (line,) = own_warnings(caplog)
-        assert "is not the mean over what micro_batch_weight counts" in line
-        caplog.clear()
-        assert off(fit(Weighted, tmp_path, model, data).model, model, truth) < ROUNDING
-        assert own_warnings(caplog) == []
-
-
 @pytest.mark.parametrize("kind", [Causal, Preferences])
 def test_one_micro_batch_to_a_window(tmp_path, kind, caplog):
     """Nothing is asked, weighted or said where the Trainer is right: the same bits."""
@@ -541,20 +692,6 @@ def test_a_part_divided_by_the_number_of_micro_batches(tmp_path, caplog):
     ]
     assert same(trainers[0].model, trainers[1].model)
     assert own_warnings(caplog) == []
-
-
-def test_random_losses_are_not_asked_about_rows(tmp_path, caplog):
-    """Other rows get other random numbers in evaluation too, as in diffusion: that says nothing about weights."""
-
-    class Noisy(Preferences):
-        def forward(self, chosen, rejected):
-            noise = 3 * torch.randn(len(chosen))
-            return {"loss": -nn.functional.logsigmoid(self.score(chosen) - self.score(rejected) + noise).mean()}
-
-    with caplog.at_level(logging.WARNING, "accumkernels"):
-        fit(Trainer, tmp_path, Noisy(), Pairs(SAMPLES), remove_unused_columns=False)
-    (line,) = own_warnings(caplog)
-    assert line.startswith("micro-batches without labels count by their rows")
 
 
 def test_nothing_is_compiled_for_questions(tmp_path):

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import accumkernels
-from accumkernels.ops import loading, native
+from accumkernels.ops import native
+from accumkernels.ops import native as loading
 from tests.support.environments import clean_environ
 
 LIBRARY = native.LIBRARY_PATH
@@ -41,6 +42,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("fault", FAULTS)
 def test_says_what_is_wrong_with_the_file(fault: str, tmp_path: Path) -> None:
     """One sentence with the cause, where the system's loader would mislead or kill the process."""
@@ -62,6 +64,7 @@ def test_says_that_the_file_is_missing_or_cannot_be_read(tmp_path: Path) -> None
     assert "cannot be read" in str(loading.load(tmp_path / "_native.so")[1])
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("version", "loads"), [("2.9.1+cu128", False), ("1.13.0", False), ("2.10.0", True), ("3.0.0a0+git1", True)]
 )
@@ -112,6 +115,80 @@ def test_training_goes_on_with_one_warning(fault: str | None, tmp_path: Path) ->
     assert cause in found["warned"][0]
     assert "backend='native' is not available on cpu" in found["forced"]
     assert cause in found["forced"]
+
+
+ELSEWHERE = """
+import os, platform, sys
+import numpy, torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor  # with what torch asks the system
+system, name = sys.argv[1:]
+
+def forbid(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(("/sys/", "/proc/")):
+        raise FileNotFoundError(2, "there is no such folder here", arguments[0])
+    if event == "ctypes.dlopen" and (arguments[0] is None or arguments[0].endswith(".so")):
+        raise OSError("there is no such library here")
+    if event in ("os.fork", "os.forkpty"):
+        raise OSError("there is no fork here")
+
+sys.addaudithook(forbid)
+sys.platform = system
+platform.system = lambda: name
+if system == "win32":
+    for missing in ("sysconf", "fork", "register_at_fork", "uname", "sched_getaffinity", "getloadavg"):
+        delattr(os, missing)
+
+import importlib, json, pkgutil
+import accumkernels
+from accumkernels.__main__ import main
+for module in pkgutil.walk_packages(accumkernels.__path__, "accumkernels."):
+    if "integrations" not in module.name and not module.name.endswith(("__main__", "triton_kernels")):
+        importlib.import_module(module.name)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))  # with a weight on huge pages
+accumulator = accumkernels.FusedAccumulator(model, cache_casts=True, fuse_weight_gradients=True)
+optimizer = torch.optim.AdamW(accumulator.parameters())
+for _ in range(2):
+    for batch in accumulator.window([torch.randn(4, 600), torch.randn(2, 600)]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch).square().mean()
+        accumulator.backward(loss, weight=len(batch))
+    accumulator.step(optimizer, max_norm=1.0)
+    accumulator.backward_batch(torch.randn(5, 600), lambda batch: model(batch).square().mean(), micro_batch=2)
+    accumulator.step(optimizer)
+assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+accumulator.remove()
+shapes = dict(input_shape=600, output_shape=1, dataset_size=2, num_iterations=2)
+assert accumkernels.find_batch_size(model, "cpu", **shapes) == 2
+try:
+    accumkernels.find_batch_size(model, "cpu", **shapes, margin=0.1)
+    margin = None
+except ValueError as error:
+    margin = str(error)
+status = main(["--json"])
+print(json.dumps({"status": status, "margin": margin, "error": accumkernels.ops.native.load_error}))
+"""
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize(("system", "name"), [("darwin", "Darwin"), ("win32", "Windows")])
+def test_another_system_trains(system: str, name: str, tmp_path: Path) -> None:
+    """Nothing but the library needs Linux: neither its folders and C library, nor fork. The doctor finds no fault."""
+    package = Path(accumkernels.__file__).parent
+    shutil.copytree(package, tmp_path / "accumkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    environ = clean_environ(PYTHONPATH=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ELSEWHERE, system, name],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["error"] == f"_native.so is missing: compiled kernels are for Linux, and this is {name}"
+    assert found["status"] == 0, done.stdout
+    assert (found["margin"] is None) == (system == "darwin")  # Windows does not say how much memory there is
+    assert found["margin"] is None or "needs memory_limit" in found["margin"]
 
 
 @pytest.mark.starts

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import accumkernels.ops  # noqa: F401  registers the ops
+from accumkernels.ops import reference  # registers the ops
 from tests.support.backends import BUFFERS, FLOATS, assert_same_bits, dtype_id, random, scalar, squares
 
 OPS = torch.ops.accumkernels
@@ -184,11 +184,12 @@ def test_compile(compiler, dynamic, device):
     assert eager_arguments[1].tolist() == [0.6, 0.0, 2.0, 0.0]
 
 
-def test_gradients_may_require_grad():
+@pytest.mark.parametrize("op", [OPS.accumulate_, reference.accumulate_], ids=["op", "reference"])
+def test_gradients_may_require_grad(op):
     """A gradient of `backward(create_graph=True)` is accumulated like any other; the buffer joins no graph."""
     (buffer, state, grads, *rest), kwargs = accumulate()
     expected = buffer.clone()
-    OPS.accumulate_(expected, state.clone(), grads, *rest, **kwargs)
-    OPS.accumulate_(buffer, state, [grad.requires_grad_() for grad in grads], *rest, **kwargs)
+    op(expected, state.clone(), grads, *rest, **kwargs)
+    op(buffer, state, [grad.requires_grad_() for grad in grads], *rest, **kwargs)
     assert not buffer.requires_grad
     assert_same_bits(buffer, expected)

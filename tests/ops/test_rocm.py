@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from accumkernels import ops
 from accumkernels.__main__ import main
-from accumkernels.doctor.advice import allocator_advice
+from accumkernels.doctor import allocator_advice
 from accumkernels.ops import products
 
 GPU = torch.device("cuda", 0)
@@ -28,9 +28,10 @@ def rocm(monkeypatch):
     monkeypatch.setattr(ops, "_warned", set())
 
 
+@pytest.mark.native
 def test_auto_takes_triton(rocm):
     """Native kernels are CUDA's, even if an NVIDIA GPU is there too; the warning says why."""
-    said = r"its triton backend on cuda:0 .*no native kernels for AMD GPUs .*ROCm 7\.0"
+    said = r"^accumkernels: the triton backend is used on cuda:0 .*no native kernels for AMD GPUs .*ROCm 7\.0"
     with pytest.warns(RuntimeWarning, match=said):
         assert ops.select("auto", GPU) is ops.triton
     assert ops.select("triton", GPU) is ops.triton
@@ -50,7 +51,7 @@ def test_a_capture_names_what_can_be_captured(rocm, monkeypatch):
     for hip, capturable in (("7.0", "reference"), (None, "native")):
         monkeypatch.setattr(torch.version, "hip", hip)
         with pytest.raises(RuntimeError, match=f"cannot replay; the backend to capture is '{capturable}'"):
-            with ops.triton._launching("accumulate_", GPU, []):
+            with ops.triton._launching("accumulate_", GPU):
                 pass
 
 
@@ -62,14 +63,16 @@ def test_fused_products(rocm, monkeypatch):
         assert products.choose(view, dtype, 64) is None
     assert products.choose(view, torch.float32, 64) is products.same_dtype
     monkeypatch.setattr(torch.version, "hip", None)
-    assert products.choose(view, torch.bfloat16, 64) is products.cuda
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert products.choose(view, torch.bfloat16, 64) is products.widening
 
 
+@pytest.mark.native
 def test_doctor(rocm, monkeypatch, capsys):
     """The GPU's architecture, ROCm's version and Triton, which is no problem and needs no NVIDIA driver."""
     properties = SimpleNamespace(name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr("accumkernels.doctor.report.self_test", lambda backend, device: None)
+    monkeypatch.setattr("accumkernels.doctor.self_test", lambda backend, device: None)
     assert main([]) == 0
     out = capsys.readouterr().out
     assert "built for ROCm 7.0.51831" in out
@@ -82,7 +85,7 @@ def test_doctor(rocm, monkeypatch, capsys):
 def test_intel_gpus_get_plain_torch(monkeypatch):
     """Triton's wheel has no backend for them."""
     monkeypatch.setattr(ops, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="its reference backend on xpu"):
+    with pytest.warns(RuntimeWarning, match="the reference backend is used on xpu"):
         assert ops.select("auto", torch.device("xpu")) is ops.reference
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accumkernels.ops import triton, triton_table
+from accumkernels.ops import triton
+from accumkernels.ops import triton as triton_table
 from tests.support.backends import FLOATS, Accumulate, Backend, place, random, scalar, squares
 
 # Where the kernels run: in the interpreter when there is no GPU.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accumkernels.__main__ import main
-from accumkernels.planning.fit_command import parse_bytes
+from accumkernels.planning.commands import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,19 +175,13 @@ def test_fit_errors(factories, capsys):
         main(["fit", "user_factories:crash", "--dataset-size", "3"])
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("123456", 123456), ("8GiB", 8 * 2**30), ("1.5 k", 1536), ("512MB", 512 * 2**20), ("2T", 2**41)]
-)
-def test_bytes(text, value):
-    """Numbers with units."""
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-3", "1.2.3M", "0", "8 gallons"])
-def test_wrong_bytes(text):
-    """Named."""
-    with pytest.raises(argparse.ArgumentTypeError, match="not a number of bytes"):
-        parse_bytes(text)
+def test_memory_limit(factories, capsys):
+    """The option takes what `memory_limit=` takes, and says what is wrong with the rest."""
+    assert parse_bytes("8GiB") == 8 * 2**30
+    for text, message in (("8 gallons", "is not a number of bytes: '8 gallons'"), ("12", "add the unit that is meant")):
+        with pytest.raises(SystemExit):
+            main(["fit", "user_factories:fit", "--memory-limit", text])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.starts

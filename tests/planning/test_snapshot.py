@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import accumkernels as ak
-from accumkernels.planning.snapshot import Snapshot
+from accumkernels.snapshots import Snapshot
 from tests.support.frozen import KINDS, Adapted, trainable
 from tests.support.models import batch
 
@@ -326,3 +326,19 @@ def test_frozen_parameters_of_any_kind(kind, accumulate):
     assert model.base is base
     assert base.grad is None
     assert [bits(p) for p in trainable(model)] == before
+
+
+def test_without_parameters():
+    """A forward without gradients: buffers of any size and small tensors come back, parameters are not copied."""
+    model = nn.Linear(10, 10)
+    model.register_buffer("codebook", torch.zeros(100, 100))
+    model.counter, model.large, model.calls = torch.zeros(()), torch.zeros(100, 100), 0
+    model.alias = [model.weight]
+    snapshot = Snapshot(model, parameters=False)
+    for tensor in (model.weight.data, model.codebook, model.counter, model.large):
+        tensor.fill_(1)
+    model.calls, model.seen = 1, []
+    snapshot.restore()
+    assert (model.codebook.sum(), model.counter, model.calls) == (0, 0, 0)
+    assert not hasattr(model, "seen")
+    assert (model.weight.sum(), model.large.sum()) == (1e2, 1e4)

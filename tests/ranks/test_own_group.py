@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accumkernels.ranks import own_group as module
-from accumkernels.ranks.own_group import own_group
+from accumkernels.ranks import group as module
+from accumkernels.ranks.group import own_group
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=77)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import accumkernels as ak
-from accumkernels.accumulator import parts_of
-from accumkernels.ranks import chunks
+from accumkernels.ranks import sender as chunks
 from accumkernels.ranks.sender import _IN_FLIGHT, ChunkSender
 from tests.support import coupled_scenarios as coupled
 from tests.support import data_parallel_metrics_scenarios as metrics
@@ -54,7 +53,7 @@ def looks_at_the_end(layers, comm_dtype, monkeypatch):
     acc.backward(model(torch.ones(2, 16)).sum())
     group, looks = OneRank(comm_dtype), []
     sender = ChunkSender(group, early=False)
-    sender.follow(parts_of(acc).store.buffers)
+    sender.follow(acc.engine.store.buffers)
     sender.send_before_stats()
 
     def look(_, parts):

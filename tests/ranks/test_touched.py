@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import random
 
-from accumkernels.ranks.touched import Touched
+from accumkernels.ranks.sender import Touched
 
 PARAMETERS = 6
-
-
-class Sender:
-    """As long as ranks learn the order of gradients."""
-
-    def __init__(self):
-        self.agreements = 0
-        self.segments = PARAMETERS
-
-    @property
-    def learning(self):
-        """In the first two windows."""
-        return self.agreements < 2
-
-    def came(self):
-        """Nothing came."""
-        return [0.0] * self.segments
-
-    def agree(self, came):
-        """Count it."""
-        self.agreements += 1
 
 
 class Ranks:
     """Ranks that end windows; counts collectives."""
 
     def __init__(self, size):
-        self.all = [Touched(PARAMETERS, Sender(), rank, size) for rank in range(size)]
+        self.all = [Touched(PARAMETERS, size) for _ in range(size)]
         self.numbers = []  # by collective
 
     def end(self, windows, idle=None):
@@ -45,8 +24,6 @@ class Ranks:
     def both(self, windows, idle):
         """What was touched, and what is given back."""
         triples = list(zip(self.all, windows, idle, strict=True))
-        for ranks, own in zip(self.all, windows, strict=True):
-            ranks._sender.segments = len(own)
         sums = self._sum([t.fields(own, gone) for t, own, gone in triples])
         counted = [t._counted(own, gone) for t, own, gone in triples]
         asked = []
@@ -58,7 +35,7 @@ class Ranks:
         found = [t.agree(own, gone, sums, ask) for t, own, gone in triples]
         assert len(asked) in (0, len(windows))  # all ranks, or none
         if asked:
-            self.numbers.append(2 * PARAMETERS)
+            self.numbers.append(PARAMETERS)
         return found
 
     def _sum(self, fields):
@@ -97,11 +74,11 @@ def test_a_settled_layout_sends_three_numbers():
         ranks.end([whole] * 3)
     for empty in ([whole, nothing, whole], [nothing, nothing, whole], [whole] * 3):
         assert ranks.end(empty) == [whole] * 3
-    assert ranks.numbers == [12, 12] + [3] * 5
+    assert ranks.numbers == [6, 6] + [3] * 5
     ranks = Ranks(2)
     for _ in range(5):
         assert ranks.end([part, rest]) == [whole] * 2
-    assert ranks.numbers == [12, 12, 3, 3, 3]
+    assert ranks.numbers == [6, 6, 3, 3, 3]
 
 
 def test_a_change_is_asked_for_once():
@@ -110,7 +87,7 @@ def test_a_change_is_asked_for_once():
     ranks = Ranks(2)
     for owns in ([whole] * 2,) * 3 + ([part] * 2,) + ([whole] * 2, [part] * 2) * 2 + ([part] * 2,) * 2:
         assert ranks.end(owns) == [union(owns)] * 2
-    assert ranks.numbers == [12, 12, 3, 3, 12, 12, 12, 12, 12, 12, 3]
+    assert ranks.numbers == [6, 6, 3, 3, 6, 6, 6, 6, 6, 6, 3]
 
 
 def test_growth_is_beyond_what_was_touched():
@@ -119,7 +96,7 @@ def test_growth_is_beyond_what_was_touched():
     for _ in range(3):
         ranks.end([b"\1\1\1\1"] * 2)
     assert ranks.end([b"\1\1\1\1\0\0"] * 2) == [b"\1\1\1\1\0\0"] * 2
-    assert ranks.numbers == [12, 12, 3, 3, 12]
+    assert ranks.numbers == [6, 6, 3, 3, 6]
 
 
 def test_what_is_given_back():
@@ -140,11 +117,11 @@ def test_what_is_given_back():
 
 
 def test_another_layout_is_counted():
-    """Whatever was touched in the last one, so that ranks learn the order of gradients anew."""
+    """Whatever was touched in the last one."""
     ranks = Ranks(2)
     for _ in range(3):
         ranks.end([b"\1\1"] * 2)
     for rank in ranks.all:
         rank.follow()
     ranks.end([b"\1\1"] * 2)
-    assert ranks.numbers == [12, 12, 3, 12]
+    assert ranks.numbers == [6, 6, 3, 6]

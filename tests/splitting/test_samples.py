@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from accumkernels.splitting.samples import ListSamples, TreeSamples, costs_of, samples_of
-from accumkernels.splitting.trees import tree_leaves
+import accumkernels as ak
+from accumkernels.splitting.batches import ListSamples, TreeSamples, costs_of, samples_of, tree_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +85,112 @@ def test_encoding_keeps_what_it_holds():
 
 
 def test_what_has_no_samples_passes_whole():
-    """No tensor, no dimension, or one row."""
-    tree = {"x": X, "mask": torch.ones(1, 7), "scale": torch.tensor(3.0), "names": ["a"] * 6, "n": 6}
+    """Neither tensor nor list, no dimension, or one row or item, wherever it stands."""
+    tree = {"mask": torch.ones(1, 7), "x": X, "scale": torch.tensor(3.0), "prompt": ["a"], "text": "sixsix", "n": 6}
     part = TreeSamples(tree).part([0, 2])
-    for name in ("mask", "scale", "n"):
+    for name in ("mask", "scale", "prompt", "text", "n"):
         assert part[name] is tree[name]
-    assert part["names"] == tree["names"]
     sample = TreeSamples(tree).sample(3)
     assert sample["x"].equal(X[3]) and sample["mask"] is tree["mask"]
+
+
+def test_lists_in_trees():
+    """Items are samples, in lists and in tuples, of any kind but tensors; lists of several lists are containers."""
+    texts = list("abcdef")
+    tree = {
+        "x": X,
+        "texts": texts,
+        "names": tuple(texts),
+        "spans": [[i, -i] for i in range(6)],
+        "both": [texts, {"texts": texts}],
+        "entries": [{"name": name} for name in texts],
+    }
+    for indices in ([1, 2], [5, 0, 3]):
+        part = TreeSamples(tree).part(indices)
+        chosen = [texts[i] for i in indices]
+        assert part["texts"] == chosen and part["names"] == tuple(chosen)
+        assert part["spans"] == [[i, -i] for i in indices]
+        assert part["both"] == [chosen, {"texts": chosen}]
+        assert part["entries"] == [{"name": name} for name in chosen]
+    sample = TreeSamples(tree).sample(4)
+    assert (sample["texts"], sample["spans"]) == ("e", [4, -4])
+
+
+KINDS = {
+    "rows": lambda n: lambda at: torch.arange(2.0 * n).reshape(n, 2)[torch.tensor(at)],
+    "texts": lambda n: lambda at: [f"text {i}" for i in at],
+    "names": lambda n: lambda at: tuple(str(i) for i in at),
+    "row": lambda n: lambda at: torch.ones(1, n),
+    "prompt": lambda n: lambda at: ["prompt"],
+    "scalar": lambda n: lambda at: torch.tensor(2.0),
+    "object": lambda n: lambda at: None,
+}
+CONTAINERS = {
+    "list": list,
+    "tuple": tuple,
+    "dict": lambda values: dict(enumerate(values)),
+    "user dict": lambda values: collections.UserDict(enumerate(values)),
+    "record": lambda values: Record(list(values), values[0]),
+}
+
+
+def _made(spec, n):
+    """A function that makes the tree, as these samples of a batch of `n` have to be."""
+    if isinstance(spec, str):
+        return KINDS[spec](n)
+    kind, specs = spec
+    children = [_made(child, n) for child in ["rows", *specs]]  # every container leads to a tensor
+    return lambda at: CONTAINERS[kind]([child(at) for child in children])
+
+
+def _same(one, other):
+    """Whether two trees are equal, in their containers too."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.equal(other)
+    if isinstance(one, Record):
+        return isinstance(other, Record) and _same([one.x, one.y], [other.x, other.y])
+    if isinstance(one, (dict, collections.UserDict)):
+        return type(one) is type(other) and _same([*one.items()], [*other.items()])
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
+    return one == other
+
+
+SPECS = st.recursive(
+    st.sampled_from(sorted(KINDS)),
+    lambda specs: st.tuples(st.sampled_from(sorted(CONTAINERS)), st.lists(specs, max_size=3)),
+    max_leaves=8,
+)
+
+
+@given(kind=st.sampled_from(sorted(CONTAINERS)), specs=st.lists(SPECS, max_size=4), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_one_meaning_everywhere(kind, specs, data):
+    """A batch's parts, the pieces of a plan and what backward_batch runs are the trees of the same samples."""
+    n = data.draw(st.integers(2, 7))
+    most = data.draw(st.integers(1, n))
+    tree_of = _made((kind, specs), n)
+    batch = tree_of(range(n))
+    indices = data.draw(st.permutations(range(n)))[:most]
+    assert _same(TreeSamples(batch).part(indices), tree_of(indices))
+
+    made, bounds = ak.plan(n, most), [0]
+    for size in made.micro_batch_sizes:
+        bounds.append(bounds[-1] + size)
+    expected = [tree_of(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
+    assert _same(made.split(batch), expected)
+
+    weight, ran = torch.nn.Parameter(torch.ones(())), []
+    with ak.FusedAccumulator([weight]) as acc:
+
+        def loss_fn(part):
+            ran.append(part)
+            return weight.square()
+
+        sizes = acc.backward_batch(batch, loss_fn, micro_batch=most).sizes
+        acc.zero_()
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    assert _same(ran, [tree_of(range(start, stop)) for start, stop in itertools.pairwise(bounds)])
 
 
 def test_rows_in_order_are_views():
@@ -118,6 +219,10 @@ def test_batches_without_one_size():
         TreeSamples({"x": X, "y": torch.ones(5)})
     with pytest.raises(ValueError, match=r"batch.y has 4 samples .*, batch.x has 6"):
         TreeSamples(Record(X, torch.ones(4)))
+    with pytest.raises(ValueError, match=r"batch\['y'\]\[1\] has 5 items, batch\['x'\] has 6 samples; a list"):
+        TreeSamples({"x": X, "y": [Y, ["a"] * 5]})
+    with pytest.raises(ValueError, match=r"batch\[1\]\[0\] has 2 items, batch\[0\] has 6 samples"):
+        TreeSamples((X, [[1, 2], [3, 4, 5]]))
     with pytest.raises(ValueError, match="no tensor with a dimension"):
         TreeSamples({"x": torch.tensor(1.0)})
     with pytest.raises(TypeError, match="batch must be a tree of tensors .*, got 'text'"):

@@ -6,13 +6,11 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.support import ranks
-from tests.support.accelerate_scenarios import accelerator
-from tests.support.lightning_scenarios import lightning_loop, lightning_trainer, sharded
 from tests.support.models import batch, mlp
 from tests.support.ranks import message
 from tests.support.trainer_data import environment, parameters, sgd
+from tests.support.trainer_loops import Lightning, accelerator, lightning_trainer, transformers_trainer
 from tests.support.trainers import Samples, gpt2
-from tests.support.transformers_scenarios import transformers_trainer
 
 WINDOWS = 2
 MOST = 2  # samples that fit on the last rank
@@ -92,7 +90,7 @@ def lightning_batches(rank, size):
     environment(rank, size)
     data = [of_rank(rank, window) for window in range(WINDOWS)]
     loader = torch.utils.data.DataLoader(data, batch_size=1, collate_fn=lambda one: one[0])
-    of_fsdp2 = lightning_loop(rank, size, options={"split": 2}, **sharded(size))[0]
+    of_fsdp2 = Lightning.run(rank, size, options={"split": 2}, sharded=True).values
     module = Regression()
     lightning_trainer(rank, size, FusedAccumulation(split="auto"), steps=1).fit(module, loader)
     trainer = lightning_trainer(rank, size, FusedAccumulation(split="auto"), steps=1)

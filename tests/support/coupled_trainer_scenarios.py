@@ -8,11 +8,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import ranks, towers
-from tests.support.accelerate_scenarios import accelerator
 from tests.support.coupled_scenarios import EQUAL, EXACT, WEIGHTS, global_loss, pairs, seed, truth
-from tests.support.lightning_scenarios import lightning_trainer
 from tests.support.models import relative_error
 from tests.support.trainer_data import environment
+from tests.support.trainer_loops import accelerator, lightning_trainer
 from tests.support.trainers import reset
 
 

@@ -146,7 +146,7 @@ def units_change_no_bits(rank, size):
     def grads(weights, dtype, unit=None):
         model = mlp(dtype)
         acc = ak.FusedAccumulator(model, process_group=group())
-        acc._runner._weighting._unit = unit
+        acc.engine.runner._weighting._unit = unit
         for (x, y), weight in zip(data(rank, [3, 3], dtype), weights, strict=True):
             acc.backward(mse_loss(model(x), y), weight)
         acc.finalize(sgd(acc))
@@ -269,7 +269,7 @@ def units_of_accumulators(rank, size):
         model, acc = build()
         keys.append(acc._ranks.weight_key)
         acc.backward(model(data(rank)[0][0]).sum(), weight)
-        assert acc._runner._weighting._unit == unit
+        assert acc.engine.runner._weighting._unit == unit
         acc.zero_()
         acc.remove()
     assert len(set(keys)) == 3
@@ -304,9 +304,9 @@ def collectives_of_the_users(rank, size):
     model, acc = build()
     optimizer = sgd(acc)
     expected = true_grads(mlp(torch.float64), of_all(size))
-    for _ in range(3):
+    for window in acc.windows(3 * data(rank), len(data(rank))):
         metric = torch.tensor([1000.0 * (rank + 1)])
-        for x, y in acc.window(data(rank)):
+        for x, y in window:
             acc.backward(mse_loss(model(x), y), len(x))
         dist.all_reduce(metric)
         acc.finalize(optimizer)
@@ -352,55 +352,56 @@ def accumulators_side_by_side(rank, size):
     assert acc._ranks._group._group is first  # nobody has it any more
 
 
-class FrontUnused(nn.Module):
-    """The parameter that comes first in the layout is never used, and one in the middle only now and then."""
+class Mixed(nn.Module):
+    """One parameter is never used, one in the middle only now and then, and half of the layers are fp64."""
 
-    def __init__(self) -> None:
+    def __init__(self, shuffled: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16).double() for _ in range(8))
+        if shuffled:
+            self.never = nn.ParameterList([torch.ones(3, dtype=torch.float64)])
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
         self.sometimes = nn.ParameterList([torch.ones(16, dtype=torch.float64)])
         self.more = nn.ModuleList(nn.Linear(16, 16).double() for _ in range(8))
-        self.never = nn.ParameterList([torch.ones(3, dtype=torch.float64)])  # after modules: first in the layout
+        self._shuffled = shuffled
 
     def forward(self, x: Tensor, uses: bool) -> Tensor:
-        """`[n, 16]`; layers in another order than that of registration."""
-        for layer in [*self.more, *self.layers]:
-            x = torch.tanh(layer(x))
+        """`[n, 16]`; shuffled: layers in another order than that of registration."""
+        for layer in [*self.more, *self.layers] if self._shuffled else [*self.layers, *self.more]:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return x * self.sometimes[0] if uses else x
 
 
-def unused_parameters_hold_nothing_back(rank, size):
-    """Chunks go out as gradients come, in an order that rank 0 has shown in the first window."""
-    model, twin = FrontUnused(), FrontUnused()
-    acc = ak.FusedAccumulator(model, process_group=group(), release="backward", bucket_bytes=2**20)
-    optimizer, sender = sgd(acc, 0.0), acc._ranks.sender
-    sent = []
+def chunks_go_in_the_order_of_layers(rank, size):
+    """All but the last are sent before backward ends, from the first window on; in other orders sums are right, too."""
+    for shuffled in (False, True):
+        model, twin = Mixed(shuffled), Mixed(shuffled)
+        acc = ak.FusedAccumulator(model, process_group=group(), release="backward", bucket_bytes=2**20)
+        optimizer, sender = sgd(acc, 0.0), acc._ranks.sender
+        sent = []
 
-    def at_the_end(grad: Tensor) -> Tensor:
-        sent.append((sender._sent, len(sender._chunks)))
-        return grad
+        def at_the_end(grad: Tensor, sender=sender, sent=sent) -> Tensor:
+            sent.append((sender._window.count, len(sender._chunks)))
+            return grad
 
-    for window in range(4):
-        x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-        x.register_hook(at_the_end)  # its gradient is the last of all
-        uses = window == 3 and rank == 1
-        acc.backward(model(x, uses).square().mean(), last=True)
-        acc.finalize(optimizer)
-        everyones = [torch.empty_like(x) for _ in range(size)]
-        dist.all_gather(everyones, x.detach())
-        twin.zero_grad()
-        loss = sum(twin(part, window == 3 and r == 1).square().mean() for r, part in enumerate(everyones)) / size
-        loss.backward()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            if p.grad is not None:
-                assert_close([p.grad], [q.grad])
-        acc.zero_()
-    assert sent[0][0] == 0
-    for early, all_chunks in sent[1:]:
-        # What is missing never came, in two chunks, or comes after the gradient of x: a weight, in four.
-        assert early >= all_chunks - 6, sent
+        for window in range(4):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+            x.register_hook(at_the_end)  # its gradient is the last of all
+            uses = [not shuffled or (window == 3 and r == 1) for r in range(size)]
+            acc.backward(model(x, uses[rank]).square().mean(), last=True)
+            acc.finalize(optimizer)
+            everyones = [torch.empty_like(x) for _ in range(size)]
+            dist.all_gather(everyones, x.detach())
+            twin.zero_grad()
+            sum(twin(part, uses[r]).square().mean() / size for r, part in enumerate(everyones)).backward()
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None)
+                if p.grad is not None:
+                    assert_close([p.grad.double()], [q.grad.double()], rtol=1e-5, atol=1e-8)
+            acc.zero_()
+        if not shuffled:
+            # What is missing is a weight and a bias in four chunks; the gradient of x may come before them.
+            assert all(early >= chunks - 6 for early, chunks in sent), sent
 
 
 def chunks_wait_for_no_bucket(rank, size):
@@ -413,11 +414,11 @@ def chunks_wait_for_no_bucket(rank, size):
     optimizer, sender, sent = sgd(acc, 0.0), acc._ranks.sender, []
     for _ in range(3):
         x = torch.ones(4, 16, requires_grad=True)
-        x.register_hook(lambda grad: sent.append(len(sender._chunks) - sender._sent))
+        x.register_hook(lambda grad: sent.append(len(sender._chunks) - sender._window.count))
         acc.backward(model(x).square().mean(), last=True)
         assert "elements in the last backward: 0 fused" not in repr(acc)
         acc.step(optimizer)
-    assert max(sent[1:]) <= 6, sent  # of the first layer, or cut with it
+    assert max(sent) <= 6, sent  # of the first layer, or cut with it
 
 
 def marked_on_some_ranks_only(rank, size):
@@ -530,7 +531,7 @@ def tied_weights_in_the_last_backward(rank, size):
         model = Tied(functional)
         options = {"release": "backward", "bucket_bytes": bucket_bytes, "fuse_weight_gradients": fused}
         acc = ak.FusedAccumulator(model, process_group=group(), **options)
-        for _ in range(3):  # in the third, chunks go in the order that the first two have shown
+        for _ in range(3):
             for ids in acc.window(batches[rank]):
                 acc.backward(model(ids), len(ids))
             assert acc._ranks.sender.begun
@@ -552,7 +553,7 @@ def tied_weights_under_autocast(rank, size):
         model = Tied(functional).float()
         options = {"release": "backward", "bucket_bytes": bucket_bytes}
         acc = ak.FusedAccumulator(model, process_group=group(), fuse_weight_gradients=False, **options)
-        for _ in range(4):  # from the third on, chunks go in the order that the first two have shown
+        for _ in range(4):
             for _ in acc.window(range(2)):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = model(ids)
@@ -668,7 +669,7 @@ TWO_RANKS = [
     units_of_accumulators,
     collectives_of_the_users,
     accumulators_side_by_side,
-    unused_parameters_hold_nothing_back,
+    chunks_go_in_the_order_of_layers,
     chunks_wait_for_no_bucket,
     marked_on_some_ranks_only,
     windows_look_one_ahead,

@@ -1,7 +1,7 @@
 """The code in README and docs/, as tests want it: which blocks a page has, and what their commands name.
 
 A block says its language. What it needs beforehand may stand in a comment that readers do not see, and one that cannot
-run says why in the line before it (of a diff the new side runs all the same):
+run says why in the line before it (if that begins with "the old side", the new side of a diff runs all the same):
 
     <!-- setup
     model = torch.nn.Linear(4, 1)
@@ -21,7 +21,8 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*DOCS, ROOT / "benchmarks" / "README.md"]
 
 _PIECE = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$"
@@ -39,7 +40,7 @@ class Block:
 
     Attributes:
         line: Of its first line of code in the page, from 1.
-        reason: Why it is not run, or of a diff the old side; None where all is.
+        reason: Why it is not run, or "the old side ..." of a diff; None where all is.
     """
 
     page: Path
@@ -54,7 +55,7 @@ class Block:
     @property
     def runs(self) -> bool:
         """Whether any of it is executed: of a diff with a reason, still the new side."""
-        return self.language == "diff" or (self.language == "python" and self.reason is None)
+        return self.language in ("python", "diff") and (self.reason is None or self.reason.startswith("the old side"))
 
     def run(self, namespace: dict) -> None:
         """Execute it; a traceback shows the page's own lines."""
@@ -89,7 +90,7 @@ def run_page(page: Path) -> dict:
     for block in blocks(page):
         parts = block.sides() if block.language == "diff" else [block]
         for part in parts:
-            if part.language == "python" and (block.reason is None or part is not parts[0]):
+            if part.language == "python" and block.runs and (block.reason is None or part is not parts[0]):
                 part.run(namespace)
     return namespace
 

@@ -75,7 +75,7 @@ class Environment:
                 if not target.exists():
                     target.symlink_to(Path(str(distribution.locate_file(top))).resolve())
 
-    def check(self) -> dict[str, Any]:
+    def check(self, backend: str = "native") -> dict[str, Any]:
         """Run installed_check.py there; returns what it found."""
-        said = run(self.python, ROOT / "tests" / "support" / "installed_check.py", cwd=self.folder)
+        said = run(self.python, ROOT / "tests" / "support" / "installed_check.py", backend, cwd=self.folder)
         return json.loads(said.splitlines()[-1])

@@ -319,7 +319,7 @@ def units_of_accumulators(rank, size):
         acc = ak.FusedAccumulator(model)
         x, y = data(2, rank)
         acc.backward(mse_loss(model(x), y), weight)
-        assert acc._runner._weighting._unit == unit
+        assert acc.engine.runner._weighting._unit == unit
         acc.zero_()
 
 

@@ -64,7 +64,8 @@ def continue_mid_window(rank, size):
             assert resumed.micro_batches == 2
             assert resumed.weight == acc.weight
             cpu = torch.device("cpu")
-            assert torch.equal(resumed._noise.squares(cpu), acc._noise.squares(cpu)), "each rank has its own"
+            squares = [one.engine.noise.squares(cpu) for one in (resumed, acc)]
+            assert torch.equal(*squares), "each rank has its own"
             norms = []
             for m, a, o in ((model, acc, optimizer), (other, resumed, theirs)):
                 half_a_window(a, m, dtype, 2, 3)

@@ -31,12 +31,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
-import accumkernels.ranks.chunks
+import accumkernels.ranks.sender
 from tests.support.models import batch, mlp
 from tests.support.ranks import CHUNK_BYTES, message
 
 RANKS, MICRO_BATCHES = 4, 3
-CLEAN = 3  # windows before the one in which a rank dies: from the third on, chunks go in the order of gradients
+CLEAN = 3  # windows before the one in which a rank dies: from the third on, ranks send what a settled layout sends
 LEARNING_RATE = 0.1
 DEADLINE = 100  # seconds for the ranks of a case to end; they take one
 TIMEOUT = timedelta(seconds=6)  # where ranks wait for it: more than a window takes on a busy machine
@@ -193,7 +193,7 @@ def at_collective(die: Callable[[], None] | None, case: Case) -> Iterator[None]:
 def live(case: Case, rank: int, store: Any, out: Path) -> None:
     """Be a rank: train until torch's error comes, note what it has left, and end by it."""
     torch.set_num_threads(1)
-    accumkernels.ranks.chunks.CHUNK_BYTES = CHUNK_BYTES
+    accumkernels.ranks.sender.CHUNK_BYTES = CHUNK_BYTES
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)  # half an hour's timeout: past DEADLINE
     training = Training(case, rank)
     for number in range(CLEAN):

@@ -83,16 +83,26 @@ def wheel_gate(wheel: Path, version: str) -> list[str]:
     name = re.fullmatch(r"accumkernels-([^-]+)-py3-none-((?:many)?linux\w+)\.whl", wheel.name)
     if name is None or name[1] != version:
         return [f"{wheel.name} is not accumkernels-{version}-py3-none-<platform>.whl"]
-    wrong = []
-    if wheel.stat().st_size >= MAX_BYTES:
-        wrong.append(f"{wheel.stat().st_size} bytes")
+    wrong = [f"{wheel.stat().st_size} bytes"] if wheel.stat().st_size >= MAX_BYTES else []
+    return wrong + _contents(wheel, version, f"py3-none-{name[2]}", {"accumkernels/_native.so"})
+
+
+def pure_wheel_gate(wheel: Path, version: str) -> list[str]:
+    """For any Python 3 of any platform, the package without a library and nothing else."""
+    if wheel.name != f"accumkernels-{version}-py3-none-any.whl":
+        return [f"{wheel.name} is not accumkernels-{version}-py3-none-any.whl"]
+    return _contents(wheel, version, "py3-none-any", set())
+
+
+def _contents(wheel: Path, version: str, tag: str, libraries: set[str]) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"accumkernels-{version}.dist-info/WHEEL").decode()
-    if "Root-Is-Purelib: false" not in metadata or f"Tag: py3-none-{name[2]}" not in metadata:
+    wrong = []
+    if f"Root-Is-Purelib: {'false' if libraries else 'true'}" not in metadata or f"Tag: {tag}" not in metadata:
         wrong.append(f"WHEEL says {metadata!r}")
     package = (path for path in (ROOT / "accumkernels").rglob("*") if path.suffix in {".py", ".typed"})
-    expected = {path.relative_to(ROOT).as_posix() for path in package} | {"accumkernels/_native.so"}
+    expected = {path.relative_to(ROOT).as_posix() for path in package} | libraries
     # auditwheel's wheels name their folders, too.
     found = {name for name in names if not name.startswith(f"accumkernels-{version}.dist-info/") and name[-1] != "/"}
     wrong += [f"missing: {missing}" for missing in sorted(expected - found)]

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
+from accumkernels.ranks.base import LocalStats
 from tests.support.ranks import message, parameters
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -319,7 +320,7 @@ def stages_that_disagree(rank, size):
         else:
             acc.accumulate(WEIGHTS[rank] if case == "weights" else 3)
         if case == "window":
-            acc._window.number += rank
+            acc.engine.window.number += rank
         parts = [(pipeline.parts[0].parameters(), 0.5), ([], 0.25)]
         limits = {"clipping": [0.5, None], "limit": [0.5, 1.5], "parts": [parts[:1], parts]}.get(case, [None, None])
         kind, found = message(
@@ -343,6 +344,34 @@ def stages_that_disagree(rank, size):
     pipeline.expect([(1, 0, 1, 0)])
     torch.optim.SGD(pipeline.twin.parameters(), lr=0.1).step()
     pipeline.check()
+
+
+def what_devices_conclude(rank, size):
+    """Without a look of the host's: any stage's flags are all's, a difference sets them, an empty stage empties all."""
+    pipeline = Pipeline()
+    acc = ak.FusedAccumulator(pipeline.parts, process_group=dist.group.WORLD)
+    rounded = (0.1 + 0.2) * 10 if rank else 3.0  # in another order
+    for weight, flag, options, found_inf in (
+        (3.0, 0.0, {}, 0.0),
+        (rounded, 0.0, {}, 0.0),
+        (3.0, float(rank), {}, 1.0),
+        (3.0 + 1e-6 * rank, 0.0, {}, 1.0),
+        (3.0, 0.0, {"micro_batches": rank}, 1.0),
+        (3.0, 0.0, {"divisor": torch.tensor(2.0 + rank, dtype=torch.float64)}, 1.0),
+        (3.0 * rank, 0.0, {"micro_batches": rank, "dropped": rank == 0}, 0.0),
+        (3.0 * rank, 0.0, {"window": rank}, 1.0),
+    ):
+        empty = weight == 0 or "dropped" in options or "window" in options
+        state = torch.tensor([weight, flag, weight, flag], dtype=torch.float64)
+        loss = torch.tensor([6.0, 2.0], dtype=torch.float64)
+        squares = torch.tensor([5.0 + rank, 0.0], dtype=torch.float64)
+        given = {"dropped": False, "squares": squares, "divisor": None, **options}
+        stats = acc._ranks.all_reduce_stats(LocalStats(state=state, touched=b"", loss=lambda v=loss: v, **given))
+        used = 0.0 if empty else weight
+        assert stats.state.tolist() == [used, found_inf, used, found_inf]
+        assert stats.loss.tolist() == ([0.0, 0.0] if empty else [12.0, 4.0])
+        assert stats.squares.item() == 11.0
+    acc.remove()
 
 
 def clipped_on_some_stages(rank, size):
@@ -421,6 +450,18 @@ def replicated_stages(rank, size):
     pipeline.check()
     assert float(acc.noise_scale()) == pytest.approx(float(alone.noise_scale()), rel=1e-9)
 
+    # A marked last micro-batch that one replica leaves out.
+    for i in acc.window(range(2)):
+        pipeline.run(0, i)
+        if i == 1 and rank < 2:
+            acc.discard()
+        else:
+            acc.accumulate()
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.1))
+    pipeline.expect([(1, 0, 0, 0), (1, 0, 0, 1), (1, 0, 1, 1)])
+    torch.optim.SGD(pipeline.twin.parameters(), lr=0.1).step()
+    pipeline.check()
+
 
 def sharded_stages(rank, size):
     """FSDP2 inside each stage: the mesh says who shares it, and the verdict, the scale and the norm are everyone's."""
@@ -459,6 +500,7 @@ TWO_RANKS = [
     loss_and_noise,
     states_of_stages,
     stages_that_disagree,
+    what_devices_conclude,
     clipped_on_some_stages,
     refused,
 ]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
 from accumkernels.capture import graph
-from accumkernels.ranks import chunks
+from accumkernels.ranks import sender
 from tests.support.frozen import KINDS, NOT_SENT, Adapted, trainable
 from tests.support.models import mlp
 from tests.support.rank_scenarios import MAX_NORM, WINDOWS, adamw, micro_batches, sgd
@@ -140,7 +140,7 @@ def fused_weights(rank, size):
 
     Returns, by (autocast, fused, with DistributedDataParallel), the parameters, and whether sums were sent in backward.
     """
-    usual, chunks.CHUNK_BYTES = chunks.CHUNK_BYTES, 256
+    usual, sender.CHUNK_BYTES = sender.CHUNK_BYTES, 256
     found = {}
     for autocast, fused, wrapped in itertools.product((False, True), (False, True), (False, True)):
         inner = Language(rank)
@@ -166,7 +166,7 @@ def fused_weights(rank, size):
             acc.step(optimizer, max_norm=MAX_NORM)
         found[autocast, fused, wrapped] = parameters(inner), seen
         acc.remove()
-    chunks.CHUNK_BYTES = usual
+    sender.CHUNK_BYTES = usual
     return found
 
 

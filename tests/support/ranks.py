@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-import accumkernels.ranks.chunks
+import accumkernels.ranks.sender
 
 Scenario = Callable[[int, int], Any]
 shared = Path()  # a folder that scenarios may use, also from one run to the next
@@ -28,7 +28,7 @@ def _rank(rank: int, size: int, port: int, folder: str, scenarios: Sequence[Scen
     global shared
     shared = Path(folder)
     torch.set_num_threads(1)
-    accumkernels.ranks.chunks.CHUNK_BYTES = CHUNK_BYTES
+    accumkernels.ranks.sender.CHUNK_BYTES = CHUNK_BYTES
     torch.distributed.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), world_size=size, rank=rank
     )

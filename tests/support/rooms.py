@@ -16,13 +16,14 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-# The rooms that each room may import, from the bottom up. These import no room, so every room may import them.
-FREE = {"boundary", "errors", "hooks", "snapshots"}
+# The rooms that each room may import, from the bottom up. These import no room but each other, so every room may import
+# them.
+FREE = {"devices", "errors", "hooks", "snapshots"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "boundary": set(),
+    "devices": set(),
     "errors": set(),
-    "hooks": {"boundary"},
-    "snapshots": set(),
+    "hooks": set(),
+    "snapshots": {"devices"},
     "ops": FREE,
     "buffers": FREE | {"ops"},
     "arguments": FREE | {"buffers"},
@@ -30,35 +31,35 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch_statistics": FREE | {"buffers"},
     "capture": FREE | {"ops", "buffers"},
     "ranks": FREE | {"ops", "buffers"},
-    "window": FREE | {"ops", "buffers", "capture", "ranks", "arguments"},
+    "offload": FREE | {"ops", "buffers", "capture"},
+    "window": FREE | {"ops", "buffers", "capture", "offload", "ranks", "arguments"},
 }
+MAY_IMPORT["engine"] = set(MAY_IMPORT)
 MAY_IMPORT["accumulator"] = set(MAY_IMPORT)
 MAY_IMPORT |= {room: set(MAY_IMPORT) for room in ("planning", "integrations", "doctor")}  # not each other
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["demo"] = set(MAY_IMPORT)  # also what users import: accumkernels itself
 MAY_IMPORT["__main__"] = set(MAY_IMPORT)
-# The same for the rooms inside a house of its own. Modules imported by the first of these lie outside of the rooms.
-SHARED = {"checks", "snapshot", "batches"}
+# The same for the modules of a folder that runs in layers.
+SHARED = {"training", "trial"}
 MAY_IMPORT_INSIDE: dict[str, dict[str, set[str]]] = {
     "planning": {
-        "checks": set(),
-        "snapshot": set(),
-        "batches": {"checks"},
-        "batchnorm": {"checks"},
-        "schedule": {"checks"},
-        "memory": SHARED,  # how much memory a step takes
-        "fit": SHARED,  # what fits
-        "costs": SHARED | {"fit"},
-        "worth": SHARED | {"fit", "costs"},  # what it is worth
-        "fit_command": SHARED | {"fit", "worth"},
-        "plan_command": SHARED | {"costs", "worth", "fit_command"},
+        "batchnorm": {"training"},
+        "schedule": {"training"},
+        "training": set(),
+        "memory": {"training"},  # how much memory a step takes
+        "trial": {"training"},
+        "batch_size": SHARED,  # what fits
+        "costs": SHARED,
+        "worth": SHARED | {"batch_size", "costs", "schedule"},  # what it is worth
+        "commands": SHARED | {"batch_size", "costs", "worth"},
     }
 }
-MODULES_IN_ROOT = 10
+MODULES_IN_ROOT = 11
 # Attributes that torch defines, on any object, and the names of objects that torch defines.
 TORCHS = {*dir(nn.Linear(1, 1)), "grad", "data"}
-TORCHS_OBJECTS = {"ctx", "optimizer", "scaler"}
-CORE = {"ops", "buffers", "arguments", "capture", "ranks", "window", "accumulator"}
+TORCHS_OBJECTS = {"ctx", "func", "optimizer", "scaler"}
+CORE = {"ops", "buffers", "arguments", "capture", "ranks", "window", "engine", "accumulator"}
 DOCSTRING_LINES = 4  # a summary and three more
 
 

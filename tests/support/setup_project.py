@@ -26,6 +26,7 @@ class Project:
             shutil.copy(ROOT / name, self.root)
         (self.toolkit / "lib" / "libcudart_static.a").touch()
         self.script("ninja", ": > build/native/_native.so")
+        self.compiler = shutil.which(os.environ.get("CXX", "c++")) or "c++"
 
     def script(self, name: str, body: str) -> None:
         """Put a shell script on PATH."""
@@ -47,12 +48,11 @@ class Project:
 
     def setup(self, *command: str, **knobs: str) -> subprocess.CompletedProcess[str]:
         """Run setup.py with this PATH and these knobs and no others."""
-        compiler = shutil.which(os.environ.get("CXX", "c++")) or "c++"
         environment = {key: value for key, value in os.environ.items() if not re.match("ACCUMKERNELS_|CUDA_", key)}
         return subprocess.run(
             [sys.executable, "-W", "ignore", "setup.py", "-q", *command],
             cwd=self.root,
-            env={**environment, "PATH": str(self.bin), "CXX": compiler, **knobs},
+            env={**environment, "PATH": str(self.bin), "CXX": self.compiler, **knobs},
             capture_output=True,
             text=True,
         )

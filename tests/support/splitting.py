@@ -8,11 +8,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accumkernels.splitting.memory import CountedMemory
+
 ERRORS = (
     lambda: torch.OutOfMemoryError("planted"),
     lambda: MemoryError("planted"),
     lambda: RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
 )
+
+
+def room(nbytes):
+    """A `memory_limit` that leaves so many bytes beside what is alive now."""
+    return f"{CountedMemory(torch.device('cpu'), None).alive() + nbytes} B"
 
 
 class Planted(TorchDispatchMode):
@@ -35,13 +42,13 @@ class Planted(TorchDispatchMode):
 
     def watch(self, acc):
         """Raise nothing between micro-batches."""
-        accumulate = acc._runner.accumulate
+        accumulate = acc.engine.runner.accumulate
 
-        def counted(micro_batch):
-            accumulate(micro_batch)
+        def counted(*args):
+            accumulate(*args)
             self.size = 0
 
-        acc._runner.accumulate = counted
+        acc.engine.runner.accumulate = counted
 
     def tick(self):
         """Count one op, or call of the user's."""

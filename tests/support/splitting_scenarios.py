@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
-from accumkernels.splitting.live_bytes import LiveBytes
+from accumkernels.splitting.memory import LiveBytes
 from tests.support.fsdp2_scenarios import data, net, shard
 from tests.support.models import batch, grads_of, mlp, relative_error
 from tests.support.ranks import message

@@ -8,7 +8,6 @@ import sys
 import threading
 import traceback
 import unittest.mock
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from accumkernels.ranks import own_group
-from accumkernels.window import shared_loss
+from accumkernels.ranks import group as own_group
+from accumkernels.window.loss_weighting import SharedLoss
 
 
 class _PerThread:
@@ -38,6 +37,9 @@ class _PerThread:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._mine())
 
+    def __len__(self) -> int:
+        return len(self._mine())
+
     def __contains__(self, key: object) -> bool:
         return key in self._mine()
 
@@ -55,7 +57,7 @@ def _apart() -> Iterator[None]:
         unittest.mock.patch.object(own_group, "_groups", _PerThread(dict)),
         unittest.mock.patch.object(own_group, "_users", _PerThread(dict)),
         unittest.mock.patch.object(own_group, "_timeout", lambda group, device: None),  # such a group has none
-        unittest.mock.patch.object(shared_loss, "_all", _PerThread(weakref.WeakSet)),
+        unittest.mock.patch.object(SharedLoss, "alive", _PerThread(list)),
         unittest.mock.patch.object(gc, "get_objects", list),  # would hold tuples that another thread is still making
     ):
         yield

@@ -10,13 +10,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support import ranks
-from tests.support.accelerate_scenarios import accelerate_loop, accelerator
-from tests.support.lightning_scenarios import lightning_loop
 from tests.support.models import mlp
 from tests.support.ranks import message
-from tests.support.trainer_data import STEPS, Items, environment, item, items, parameters, sgd
-from tests.support.transformers_scenarios import Regressor, transformers_trainer
+from tests.support.trainer_data import STEPS, environment, item, items, parameters, sgd
+from tests.support.trainer_loops import TRAINERS, Accelerate, Lightning, accelerator
 
 
 @contextlib.contextmanager
@@ -74,48 +71,22 @@ SMALL = {"release": "backward", "bucket_bytes": 256}  # of which the model's gra
 
 def sent_in_backward(rank, size):
     """What each trainer sends while backward runs, by itself, and where it may not; and what comes out of it."""
-    from lightning.pytorch.strategies import DDPStrategy
-
     environment(rank, size)
+    loops = {name: lambda t=trainer: t.run(rank, size, options=SMALL) for name, trainer in TRAINERS.items()}
+    loops["without"] = lambda: Accelerate.run(rank, size, options={"release": "microbatch"})
+    loops["static graph"] = lambda: Lightning.run(rank, size, options=SMALL, **Lightning.ddp(static_graph=True))
     found = {}
-    numbers = list(range((STEPS + 2) * size - 1))
-
-    def transformers_loop():
-        trainer = transformers_trainer(size, ranks.shared, Regressor(), Items(numbers, ("x", "y")))
-        trainer.accelerator._accumulator_options = SMALL
-        trainer.train()
-        return parameters(trainer.model), [], None
-
-    static = DDPStrategy(process_group_backend="gloo", static_graph=True)
-    loops = {
-        "accelerate": lambda: accelerate_loop(rank, size, options=SMALL),
-        "lightning": lambda: lightning_loop(rank, size, options=SMALL),
-        "transformers": transformers_loop,
-        "without": lambda: accelerate_loop(rank, size, options={"release": "microbatch"}),
-        "static graph": lambda: lightning_loop(rank, size, strategy=static, options=SMALL),
-    }
     for name, loop in loops.items():
         with chunks_sent() as sent:
-            found[name] = *loop(), sent
+            found[name] = loop().values, sent
     return found
 
 
 def accelerate_ends_otherwise(rank, size):
     """The last rank leaves out the backward of the micro-batch that ends the window, after others of its own."""
     environment(rank, size)
-    one = accelerator(options=SMALL)
-    model = mlp()
-    model, optimizer = one.prepare(model, sgd(model.parameters()))
-    for i in items(size)[0][rank::size]:
-        x, y = item(i)
-        with one.accumulate(model):
-            if rank + 1 < size or not one.sync_gradients:
-                one.backward(mse_loss(model(x), y), weight=len(x))
-            optimizer.step()
-            optimizer.zero_grad()
-    values = parameters(model)
-    one.free_memory()
-    return values
+    left_out = {(STEPS - 1) * size + size - 1}
+    return Accelerate.run(rank, size, numbers=items(size)[0], options=SMALL, without=left_out).values
 
 
 class CalledTwice(nn.Module):

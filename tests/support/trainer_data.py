@@ -60,23 +60,24 @@ class Items(torch.utils.data.Dataset):
         numbers: Of the micro-batches, in their order.
         keys: Names of the inputs and the targets, if they are to be a dict.
         bad: Numbers of those whose targets, and so their losses, are infinite.
+        make: Makes of a number a micro-batch.
     """
 
-    def __init__(self, numbers, keys=None, bad=()):
-        self.numbers, self.keys, self.bad = numbers, keys, bad
+    def __init__(self, numbers, keys=None, bad=(), make=item):
+        self.numbers, self.keys, self.bad, self.make = numbers, keys, bad, make
 
     def __len__(self):
         return len(self.numbers)
 
     def __getitem__(self, index):
-        x, y = item(self.numbers[index])
+        x, y = self.make(self.numbers[index])
         pair = x, y + torch.inf if self.numbers[index] in self.bad else y
         return pair if self.keys is None else dict(zip(self.keys, pair, strict=True))
 
 
-def loader(numbers):
+def loader(numbers, make=item):
     """One micro-batch at a time."""
-    return torch.utils.data.DataLoader(Items(numbers), batch_size=1, collate_fn=lambda one: one[0])
+    return torch.utils.data.DataLoader(Items(numbers, make=make), batch_size=1, collate_fn=lambda one: one[0])
 
 
 def sgd(params):

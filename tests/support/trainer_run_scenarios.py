@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import mse_loss
 
 from tests.support import ranks
-from tests.support.accelerate_scenarios import accelerator, ends
-from tests.support.lightning_scenarios import lightning_module, lightning_trainer, sharded
 from tests.support.models import mlp
-from tests.support.trainer_data import LR, STEPS, Items, environment, item, items, loader, parameters
-from tests.support.transformers_scenarios import Regressor, transformers_trainer
+from tests.support.trainer_data import LR, STEPS, environment, items, parameters
+from tests.support.trainer_loops import Accelerate, Lightning, Transformers, of_all
 
 MOMENTUM = 0.9
 
@@ -23,118 +20,76 @@ def with_momentum(params):
 # ---- the last rank raises in the last micro-batch of a window, when sums may be on their way already
 
 
-def _raise(rank, size, index):
-    if rank == size - 1 and index == STEPS - 1:
-        raise ArithmeticError("a batch of this rank is bad")
+def _raises(rank, size):
+    """A hook before forwards."""
+    forwards = iter(range(100))
+
+    def before(at):
+        if next(forwards) == STEPS - 1 and rank == size - 1:
+            raise LookupError("a batch of this rank is bad")
+
+    return {"before": before, "uneven": False}
 
 
 def accelerate_raises(rank, size):
     """In the user's own loop."""
     environment(rank, size)
-    one = accelerator()
-    model = mlp()
-    model, optimizer = one.prepare(model, with_momentum(model.parameters()))
-    for index, i in enumerate(items(size, rank)):
-        x, y = item(i)
-        with one.accumulate(model):
-            _raise(rank, size, index)
-            one.backward(mse_loss(model(x), y), weight=len(x))
-            optimizer.step()
-            optimizer.zero_grad()
+    Accelerate.run(rank, size, **_raises(rank, size))
 
 
 def lightning_raises(rank, size):
     """In `training_step`."""
-    from accumkernels.integrations.lightning import FusedAccumulation
-
     environment(rank, size)
-    trainer = lightning_trainer(rank, size, FusedAccumulation(release="backward", bucket_bytes=256))
-    module = lightning_module(before=lambda index: _raise(rank, size, index))
-    trainer.fit(module, loader(items(size, rank, uneven=False)))
+    Lightning.run(rank, size, options={"release": "backward", "bucket_bytes": 256}, **_raises(rank, size))
 
 
 def transformers_raises(rank, size):
-    """In `compute_loss`, once it is trained with: what the adapter asks of the loss before may fail."""
+    """In `compute_loss`."""
     environment(rank, size)
-    trainer = transformers_trainer(size, ranks.shared, Regressor(), Items(list(range((STEPS + 2) * size)), ("x", "y")))
-    calls, original = iter(range(100)), trainer.compute_loss
-
-    def compute_loss(*args, **kwargs):
-        if torch.is_grad_enabled():
-            _raise(rank, size, next(calls))
-        return original(*args, **kwargs)
-
-    trainer.compute_loss = compute_loss
-    trainer.train()
+    Transformers.run(rank, size, **_raises(rank, size))
 
 
 # ---- windows that a rank leaves out
 
 
 def accelerate_without_micro_batches(rank, size):
-    """The last rank runs no backward in the second window; then no rank does, with a schedule beside; parameters."""
+    """The last rank runs no backward in the second of three windows; then no rank does, with a schedule beside."""
     environment(rank, size)
-    one = accelerator()
-    model = mlp()
-    optimizer = with_momentum(model.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model, optimizer, schedule = one.prepare(model, optimizer, schedule)
-    rates = []
-    numbers = items(size, rank, uneven=False)
-    for index in range(STEPS + 4):
-        # The last batch is a window of its own, without a backward on any rank.
-        with ends(one, index in (STEPS + 1, STEPS + 3)), one.accumulate(model):
-            if index < STEPS or (index < STEPS + 2 and rank + 1 < size):
-                x, y = item(numbers[index])
-                one.backward(mse_loss(model(x), y), weight=len(x))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        if one.sync_gradients:
-            rates.append(optimizer.param_groups[0]["lr"])
-            skipped = optimizer.step_was_skipped
-    values = parameters(model)
-    one.free_memory()
-    return values, rates, skipped
+    first, second, third = (set(range(k * STEPS * size, (k + 1) * STEPS * size)) for k in range(3))
+    without = third | {i for i in second if i % size == size - 1}
+    numbers = sorted(first | second | third)
+    return Accelerate.run(rank, size, numbers=numbers, without=without, optimizer=with_momentum, schedule=True)
 
 
 # ---- saved and resumed
 
 
-def one_window(one, model, optimizer, numbers):
-    """A window of an Accelerator with more steps than that."""
-    for index, i in enumerate(numbers):
-        x, y = item(i)
-        with ends(one, index + 1 == len(numbers)), one.accumulate(model):
-            one.backward(mse_loss(model(x).float(), y), weight=len(x))
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def accelerate_run(folder, numbers, seed=0, load=None, **keywords):
+def accelerate_run(folder, numbers, rank=0, size=1, seed=0, load=None, **keywords):
     """A window from a checkpoint or from the beginning; saved afterwards where there is a folder. The parameters."""
-    one = accelerator(steps=100, **keywords)
-    model = mlp(seed=seed)
-    model, optimizer = one.prepare(model, with_momentum(model.parameters()))
-    if not keywords.get("fsdp2"):
-        one.register_for_checkpointing(one.accumulator)
-    if load is not None:
-        one.load_state(str(load))
-    one_window(one, model, optimizer, numbers)
-    if folder is not None:
-        one.save_state(str(folder))
-        one.wait_for_everyone()
-    values = parameters(model)
-    one.free_memory()
-    return values
+
+    def begin(at):
+        if not keywords.get("sharded"):
+            at.owner.register_for_checkpointing(at.owner.accumulator)
+        if load is not None:
+            at.owner.load_state(str(load))
+
+    def end(at):
+        if folder is not None:
+            at.owner.save_state(str(folder))
+            at.owner.wait_for_everyone()
+
+    return Accelerate.run(
+        rank, size, steps=100, numbers=numbers, model=lambda: mlp(seed=seed), optimizer=with_momentum, begin=begin,
+        end=end, **keywords,
+    ).values  # fmt: skip
 
 
 def accelerate_resumed(rank, size):
     """The second window, from what one process has saved after the first; and the first, saved for one process."""
     environment(rank, size)
-    first, second = (window[rank::size] for window in items(2))
-    found = accelerate_run(None, second, seed=1, load=ranks.shared / "of-one")
-    accelerate_run(ranks.shared / "of-two", first)
+    first, second = items(2)
+    found = accelerate_run(None, second, rank, size, seed=1, load=ranks.shared / "of-one")
+    accelerate_run(ranks.shared / "of-two", first, rank, size)
     return found
 
 
@@ -147,39 +102,40 @@ SAVED_BY = 2  # whose windows the others' are, too
 def accelerate_fsdp2_saved(rank, size):
     """After the first window, by torch.distributed.checkpoint: `save_state`."""
     environment(rank, size)
+    first = items(size, uneven=False)[0]
     for precision in ("fp32", "fp16"):
-        first = items(size, uneven=False)[0][rank::size]
-        accelerate_run(ranks.shared / f"accelerate-{precision}", first, fsdp2=True, precision=precision)
+        folder = ranks.shared / f"accelerate-{precision}"
+        accelerate_run(folder, first, rank, size, sharded=True, precision=precision)
 
 
 def accelerate_fsdp2_resumed(rank, size):
     """The second window, after `load_state`; in fp16 with the scaler's state."""
     environment(rank, size)
-    second = items(SAVED_BY, uneven=False)[1][rank::size]
+    second = items(SAVED_BY, uneven=False)[1]
     return {
         precision: accelerate_run(
-            None, second, seed=1, load=ranks.shared / f"accelerate-{precision}", fsdp2=True, precision=precision
+            None, second, rank, size, seed=1, load=ranks.shared / f"accelerate-{precision}", sharded=True,
+            precision=precision,
         )
         for precision in ("fp32", "fp16")
-    }
+    }  # fmt: skip
 
 
 def _lightning_epochs(rank, size, epochs, precision):
-    """Each a window over the first window's data."""
-    from accumkernels.integrations.lightning import FusedAccumulation
+    """Each a window over the first window's data; the checkpoint is saved after the first."""
+    import lightning.pytorch as pl
 
     path = str(ranks.shared / f"lightning-{precision}")
-    callback = FusedAccumulation(weight=lambda data: len(data[0]))
-    both = sharded(size)
-    trainer = lightning_trainer(
-        rank, size, callback, precision, strategy=both.pop("strategy"), max_epochs=epochs, steps=100
-    )
-    module = lightning_module(optimizer=with_momentum, **both)
-    if epochs == 1:
-        module.on_train_end = lambda: trainer.save_checkpoint(path)
-    numbers = items(SAVED_BY, uneven=False)[0][rank::size]
-    trainer.fit(module, loader(numbers), ckpt_path=path if epochs > 1 else None)
-    return parameters(module)
+
+    class Saves(pl.Callback):
+        def on_train_end(self, trainer, module):
+            if epochs == 1:
+                trainer.save_checkpoint(path)
+
+    return Lightning.run(
+        rank, size, Saves(), numbers=items(SAVED_BY, uneven=False)[0], precision=precision, sharded=True,
+        optimizer=with_momentum, epochs=epochs, steps=100, path=path if epochs > 1 else None,
+    ).values  # fmt: skip
 
 
 def lightning_fsdp2_saved(rank, size):
@@ -196,19 +152,12 @@ def lightning_fsdp2_resumed(rank, size):
 
 
 def _transformers_run(size, precision, resumed, **keywords):
-    data = Items([i for window in items(SAVED_BY, uneven=False) for i in window], ("x", "y"))
     folder = ranks.shared / f"transformers-{precision}"
-    trainer = transformers_trainer(
-        size,
-        folder,
-        Regressor(),
-        data,
-        precision=precision,
-        fsdp2=True,
-        optimizer=with_momentum,
-        gradient_accumulation_steps=STEPS * SAVED_BY // size,  # so that windows are the same
-        **keywords,
-    )
+    steps = STEPS * SAVED_BY // size  # so that windows are the same
+    trainer = Transformers.made(
+        size, numbers=of_all(SAVED_BY, False), folder=folder, precision=precision, sharded=True,
+        optimizer=with_momentum, steps=steps, **keywords,
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if resumed else None)
     return parameters(trainer.model)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -206,3 +208,34 @@ def test_one_chunk_of_activations_is_alive():
     of_chunks, peak = peak, 0
     acc.backward_coupled([(x, y)], encode, model.loss)
     assert 0 < of_chunks <= peak / 2  # parameters that are saved do not shrink
+
+
+@pytest.mark.parametrize("overflow", ["window", "microbatch"])
+def test_a_loss_with_parameters_of_the_encoders(overflow):
+    """Under autocast its 16-bit gradient and the chunks' are one gradient: added as in stock, and measured as one."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6, bias=False)
+    twin = copy.deepcopy(model)
+
+    def encode(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    def loss(encodings, weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (encodings @ weight).float().square().mean()
+
+    acc = ak.FusedAccumulator(model, release="microbatch", overflow=overflow, noise_scale=True)
+    batches = [torch.randn(4, 6), torch.randn(4, 6)]
+    for x in batches:
+        acc.backward_coupled(x.split(2), encode, lambda e: loss(e, model.weight))
+        with torch.autocast("cpu", torch.bfloat16):
+            encodings = twin(x).detach().requires_grad_()
+        loss(encodings, twin.weight).backward()
+        for part, grad in zip(x.split(2), encodings.grad.split(2), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                encoded = twin(part)
+            encoded.backward(grad)
+    acc.step(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert relative_error([model.weight], [twin.weight - twin.weight.grad / 2]) < 1e-6  # fp32, in another order
+    assert acc.noise_scale().windows == 1

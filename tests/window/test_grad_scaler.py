@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.capture.inbox import MicroBatch
 from accumkernels.window.grad_scaler import LossScaler
 from tests.support.frozen import Adapted
 from tests.support.models import batch, mlp
@@ -143,7 +144,7 @@ def test_overflow_in_one_element_skips(where):
             optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
             before = [p.detach().clone() for p in model.parameters()]
             acc.backward(mse_loss(model(x), y))
-            acc._scaler.scaler.scale(mse_loss(model(x), y)).backward()
+            acc.engine.scaler.scaler.scale(mse_loss(model(x), y)).backward()
             target.grad.view(-1)[0 if where == "first" else -1] = float("inf" if bad % 2 else "nan")
             acc.accumulate()
             acc.backward(mse_loss(model(x), y))
@@ -205,8 +206,8 @@ def test_fused_sgd_keeps_a_clean_momentum_when_its_first_step_is_skipped():
             else:
                 acc.finalize(optimizer)
                 assert all(p.grad is None for p in model.parameters())
-                acc._scaler.scaler.step(optimizer)
-                acc._scaler.scaler.update()
+                acc.engine.scaler.scaler.step(optimizer)
+                acc.engine.scaler.scaler.update()
                 acc.zero_()
             assert acc.step_was_skipped
             assert not any("momentum_buffer" in state for state in optimizer.state.values())
@@ -364,17 +365,10 @@ def test_a_window_known_to_be_good_is_stepped_as_without_a_scaler(scaled):
 def test_what_a_trainer_divides_by_may_change():
     """From one micro-batch to the next, as another number or inside a tensor."""
     scaler = LossScaler(None)
-    assert scaler.loss_scale() is None
     tensor = torch.tensor(8.0)
-    for divided_by, expected in ((2, 0.5), (4, 0.25), (4, 0.25), (tensor, 0.125), (1, None), (2, 0.5)):
-        scaler.make_up_for(divided_by)
-        found = scaler.loss_scale()
+    for divided_by, expected in ((2, 0.5), (4, 0.25), (tensor, 0.125), (None, None), (2, 0.5)):
+        found = scaler.loss_scale(MicroBatch(1.0, 1, divided_by=divided_by))
         assert (found if found is None else found.item()) == expected
-        assert scaler.loss_scale() is found  # it is asked for every bucket
-    scaler.make_up_for(tensor)
-    tensor.fill_(16)
-    scaler.make_up_for(tensor)
-    assert scaler.loss_scale().item() == 1 / 16
 
 
 def test_a_scaler_that_steps_by_itself_skips_an_overflow():

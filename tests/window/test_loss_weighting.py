@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from accumkernels.capture.captures import MicroBatch
-from accumkernels.ranks import weight_unit
+from accumkernels.capture.inbox import MicroBatch
+from accumkernels.ranks import base
 from accumkernels.window import loss_weighting as module
 from accumkernels.window.loss_weighting import LossWeighting, grad_weight, together
 
@@ -78,7 +78,7 @@ def test_zero_keeps_the_unit(proposed, on_device):
 def test_zero_proposes_nothing(proposed, known_to_others, monkeypatch):
     """A first weight of 0 says nothing of how large weights are; gradients of others' losses have theirs."""
     units = [8.0 if known_to_others else None]
-    for place in (module, weight_unit):
+    for place in (module, base):
         monkeypatch.setattr(place, "agreed_unit", lambda key: units[-1] if key == KEY else None)
     weighting = LossWeighting(KEY)
     _, grad, micro_batch = weighed(weighting, 0.0, torch.float64)
@@ -142,7 +142,9 @@ def told(caplog):
     """What the warnings so far name; forgets them."""
     texts = [record.getMessage() for record in caplog.records]
     caplog.clear()
-    assert all(text.startswith("backward(weight): on several ranks a part of the weight") for text in texts)
+    assert all(
+        text.startswith("accumkernels: backward(weight): on several ranks a part of the weight") for text in texts
+    )
     return [text.partition(" has ")[2].partition(":")[0] for text in texts]
 
 

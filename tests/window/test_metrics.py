@@ -119,6 +119,7 @@ def test_is_a_snapshot():
     assert {name: float(value) for name, value in before.items()} == now
 
 
+@pytest.mark.native
 def test_ranges_in_a_profile():
     """What is ours has our name, in either form; the ops are below it."""
     model, acc, optimizer = setup()

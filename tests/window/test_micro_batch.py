@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
-from accumkernels.window import micro_batch
+from accumkernels.window import state
 from tests.support.models import TwoHeads, batch, big_batch_grads, grads_of, mlp, relative_error
 
 BACKENDS = ["native", "reference", "triton"]
@@ -109,7 +109,7 @@ def test_an_exception_after_backward(first, release, monkeypatch):
         def fail(*args, **kwargs):
             raise torch.OutOfMemoryError("no memory left")
 
-        patch.setattr(acc._store if first else acc._runner._sums, "allocate" if first else "add", fail)
+        patch.setattr(acc._store if first else acc.engine.runner._sums, "allocate" if first else "add", fail)
         with pytest.raises(torch.OutOfMemoryError):
             acc.backward(mse_loss(model(x), y))
     assert all(p.grad is None for p in model.parameters())
@@ -118,6 +118,35 @@ def test_an_exception_after_backward(first, release, monkeypatch):
     acc.backward(mse_loss(model(x[3:]), y[3:]))
     acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
     assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory left"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_memory_runs_out_inside_an_op(error, monkeypatch):
+    """Plain torch has counted the weight and added some by then: the window is broken, and never counts it twice."""
+    model = mlp()
+    x, y = batch(6)
+    acc = ak.FusedAccumulator(model, backend="reference")
+    calls = []
+
+    def fails(tensor):
+        calls.append(tensor)
+        if len(calls) == 3:
+            raise error
+        return tensor.isfinite().all()
+
+    mse_loss(model(x), y).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr("accumkernels.ops.reference._all_finite", fails)
+        with pytest.raises(type(error)):
+            acc.accumulate(6.0)
+    with pytest.raises(RuntimeError, match="this window is broken"):
+        acc.accumulate(6.0)
+    acc.zero_()
+    acc.backward(mse_loss(model(x), y), 6.0)
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert acc.weight == 6 and relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6
 
 
 @pytest.mark.parametrize("overflow", ["window", "microbatch", "raise"])
@@ -138,7 +167,7 @@ def test_gradients_in_another_memory_order(backend, overflow):
 def test_whether_backward_crosses_ranks_is_asked_in_each_window(monkeypatch):
     """torch.distributed may be started after the accumulator was built, and is not asked in every micro-batch."""
     asked = []
-    monkeypatch.setattr(micro_batch, "backward_may_cross_ranks", lambda: bool(asked.append(None)))
+    monkeypatch.setattr(state, "backward_may_cross_ranks", lambda: bool(asked.append(None)))
     model = mlp()
     acc = ak.FusedAccumulator(model)
     optimizer = torch.optim.SGD(acc.parameters(), lr=0.0)

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumkernels as ak
-from accumkernels.window.sums import _over
+from accumkernels.window.micro_batch import _over
 from tests.support.models import batch, mlp
 
 BACKENDS = ["native", "reference", "triton"]

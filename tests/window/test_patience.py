@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import accumkernels as ak
-from accumkernels.window import patience
+from accumkernels.window import misuse
 from tests.support.models import batch, mlp
 
 MANY = 40  # instead of 1000
@@ -19,8 +19,8 @@ MANY = 40  # instead of 1000
 @pytest.fixture(autouse=True)
 def few_suffice(monkeypatch, caplog):
     """Short windows count as long, and accumulators of other tests do not count."""
-    monkeypatch.setattr(patience, "MANY", MANY)
-    monkeypatch.setattr(patience, "_never_ended", set())
+    monkeypatch.setattr(misuse, "MANY", MANY)
+    monkeypatch.setattr(misuse, "_never_ended", set())
     for name in ("last_exc", "last_value"):
         monkeypatch.delattr(sys, name, raising=False)
     caplog.set_level(logging.WARNING, logger="accumkernels")
@@ -44,7 +44,7 @@ class Half:
 def said_at_exit(caplog):
     """What is logged when the process ends."""
     caplog.clear()
-    patience._warn_at_exit()
+    misuse._warn_at_exit()
     return [record.getMessage() for record in caplog.records]
 
 
@@ -79,7 +79,7 @@ def test_a_window_far_longer_than_any_before(caplog):
 @pytest.mark.parametrize("dropped", [False, True])
 def test_the_process_ends_without_any_step(caplog, dropped):
     """Also after the accumulator is gone, and where every window was dropped; one micro-batch less says nothing."""
-    for count, words in ((patience.FEW - 1, 0), (patience.FEW, 1)):
+    for count, words in ((misuse.FEW - 1, 0), (misuse.FEW, 1)):
         loop = Half()
         for _ in range(count):
             loop.accumulate(1)
@@ -107,9 +107,9 @@ def saved(loop):
 def read(loop):
     """A probe of gradients."""
     loop.acc.main_grad(loop.model[0].weight)
-    loop.accumulate(patience.FEW)
+    loop.accumulate(misuse.FEW)
     loop.acc.zero_()
-    loop.accumulate(patience.FEW)
+    loop.accumulate(misuse.FEW)
 
 
 def read_flat(loop):
@@ -120,7 +120,7 @@ def read_flat(loop):
 def read_and_dropped(loop):
     """As with Fisher information, in short windows."""
     loop.acc.zero_()
-    for _ in range(patience.FEW):
+    for _ in range(misuse.FEW):
         loop.accumulate(1)
         loop.acc.main_grad(loop.model[0].weight)
         loop.acc.zero_()
@@ -134,7 +134,7 @@ def removed(loop):
 def loaded(loop):
     """A run that goes on from elsewhere, and is cut off."""
     loop.acc.load_state_dict(loop.acc.state_dict())
-    loop.accumulate(patience.FEW)
+    loop.accumulate(misuse.FEW)
 
 
 def probed(loop):
@@ -157,7 +157,7 @@ ENDS = [stepped, finalized, saved, read, read_flat, read_and_dropped, removed, l
 def test_ends_that_say_nothing(caplog, end):
     """See the functions."""
     loop = Half()
-    loop.accumulate(patience.FEW)
+    loop.accumulate(misuse.FEW)
     end(loop)
     assert said_at_exit(caplog) == []
 

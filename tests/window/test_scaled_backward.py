@@ -64,6 +64,7 @@ def test_gradients_have_the_bits_of_torchs_own(dtype, scale):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dim() else a.item() == b.item()
 
 
+@pytest.mark.native
 def test_a_small_window_runs_none_of_torchs_extra_ops():
     """No product for the scale."""
     model = mlp()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
-from accumkernels.planning.fit.batch_size import largest_that_fits
+from accumkernels.planning.batch_size import largest_that_fits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -283,6 +283,20 @@ def test_loader():
         fit(Device(None), make_loader=make_loader, make_batch=torch.zeros)
 
 
+def test_needs_no_shapes_beside_make_batch():
+    """Nor a number of samples: 65,536 are the most, or max_batch_size."""
+    model = nn.Linear(3, 2)
+
+    def make_batch(n):
+        return torch.randn(n, 3), torch.randn(n, 2)
+
+    found = ak.find_batch_size(model, "cpu", make_batch=make_batch, max_batch_size=8, num_iterations=2)
+    assert (found, found.reason) == (8, "max")
+    found = ak.find_batch_size(model, "cpu", make_batch=make_batch, num_iterations=2)
+    assert (found, found.reason) == (2**16, "max")
+
+
+@pytest.mark.native
 def test_memory_limit():
     """On the CPU a budget takes the place of out of memory; the peak of what fits is within it, margin and all."""
     model = nn.Linear(1000, 10)
@@ -300,7 +314,7 @@ def test_memory_limit():
     smaller = run(memory_limit=2_000_000, margin=0.25)
     assert smaller.peak_bytes <= 1_500_000 < run(memory_limit=1_510_000).peak_bytes + 20_000
     assert smaller < found
-    sgd = {"optimizer_fn": lambda params: torch.optim.SGD(params, lr=0.1), "memory_limit": 500_000}
+    sgd = {"optimizer_fn": lambda params: torch.optim.SGD(params, lr=0.1), "memory_limit": "500000 B"}
     fewer = run(**sgd) - run(**sgd, accumulate=2)  # the flat buffer is there beside the gradients
     assert fewer == pytest.approx(40_040 / 4040, abs=2)
     assert run(margin=0.5) == 4096  # of this machine's memory
@@ -352,14 +366,23 @@ def test_is_an_int():
     assert ak.BatchSize(3).fastest == 3
 
 
+def test_a_batch_maker_is_enough():
+    """With make_batch no shapes are needed, and no limit of samples where a limit of memory is known."""
+    made = {"num_iterations": 2, "make_batch": lambda n: (torch.ones(n, 2), torch.ones(n, 2))}
+    found = ak.find_batch_size(Device(5), "cpu", memory_limit=2**30, **made)
+    assert (int(found), found.reason, [trial.size for trial in found.tried]) == (4, "oom", [1, 2, 4, 8])
+    assert int(ak.find_batch_size(Device(None), "cpu", max_batch_size=3, **made)) == 2
+    assert int(ak.find_batch_size(Device(5), "cpu", **made)) == 4
+
+
 def test_log(caplog):
     """One line for each trial."""
     caplog.set_level(logging.INFO, "accumkernels")
     found = fit(Device(3), 8)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == len(found.tried) == 3
-    assert messages[0].startswith("batch size 1 fits: peak ")
-    assert messages[2] == "batch size 4 does not fit: CUDA out of memory. Tried to allocate 4 bytes"
+    assert messages[0].startswith("accumkernels: batch size 1 fits: peak ")
+    assert messages[2] == "accumkernels: batch size 4 does not fit: CUDA out of memory. Tried to allocate 4 bytes"
 
 
 def test_progress_bar(capsys):
@@ -383,7 +406,8 @@ def test_progress_bar(capsys):
         ({"amp_dtype": "bf16"}, TypeError, "amp_dtype must be a torch.dtype or None, got 'bf16'"),
         ({"loss_fn": 3}, TypeError, "loss_fn must be callable, got 3"),
         ({"optimizer_fn": "Adam"}, TypeError, "optimizer_fn must be callable, got 'Adam'"),
-        ({"memory_limit": 0}, ValueError, "memory_limit must be at least 1, got 0"),
+        ({"memory_limit": 0}, ValueError, "memory_limit must be positive, got 0"),
+        ({"memory_limit": 8}, ValueError, "memory_limit=8 is less than a mebibyte: add the unit that is meant"),
         ({"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0"),
         ({"device": "gpu"}, ValueError, "device must name a device, got 'gpu'"),
         *(

@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import accumkernels as ak
 from accumkernels.demo.model import GPT
-from accumkernels.planning.batches import training_loss
-from accumkernels.planning.memory.report import draw_memory
-from accumkernels.splitting.live_bytes import LiveBytes, format_bytes
+from accumkernels.planning.memory import draw_memory
+from accumkernels.planning.training import training_loss
+from accumkernels.splitting.memory import LiveBytes, format_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,7 +151,8 @@ def test_slope(fake):
     assert not at[16].fits(at[16].total - 1)
     assert at[16].fits(at[16].predict(64), 64)
     assert not at[16].fits(at[16].predict(64) - 1, 64)
-    with pytest.raises(ValueError, match="nbytes must be at least 1, got 0"):
+    assert at[16].fits("1 TiB") and not at[16].fits("1 B")
+    with pytest.raises(ValueError, match="nbytes must be positive, got 0"):
         at[16].fits(0)
 
 
@@ -261,6 +262,7 @@ def test_picture(tmp_path):
         ({"device": "cuda"}, ValueError, "the model is on cpu: a report for cuda needs fake=True"),
         ({"model": nn.Linear(2, 2)}, ValueError, "optimizer owns none of the model's trainable parameters"),
         ({"model": nn.Identity()}, ValueError, "model has no trainable parameter"),
+        ({"model": nn.LazyLinear(2)}, ValueError, "parameter 'weight' is lazy: run the model once first"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -275,6 +277,26 @@ def test_wrong_arguments(change, error, match):
     }
     with pytest.raises(error, match=match):
         ak.memory_report(**{**arguments, **change}, loss_fn=nn.functional.cross_entropy)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_distributed_data_parallel():
+    """The module inside is measured, which communicates nothing."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    options = {"make_batch": lambda n: (torch.randn(n, 4), torch.randn(n, 3)), "batch_size": 4}
+    expected = [ak.memory_report(model, optimizer, **options, fake=fake) for fake in (False, True)]
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped.register_forward_pre_hook(lambda *_: pytest.fail("the wrapper ran"))
+    assert [ak.memory_report(wrapped, optimizer, **options, fake=fake) for fake in (False, True)] == expected
 
 
 class TestLiveBytes:
@@ -326,3 +348,18 @@ class TestLiveBytes:
 def test_format_bytes(nbytes, text):
     """For people."""
     assert format_bytes(nbytes) == text
+
+
+def test_a_prediction_needs_no_library(monkeypatch):
+    """Fakes have no kernels, so it is the same where plain torch would add, in memory of its own."""
+    from accumkernels.ops import native
+
+    def predicted():
+        model = CASES["conv"][0]()
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"loss_fn": nn.functional.cross_entropy, "accumulate": 2, "fake": True}
+        return ak.memory_report(model, optimizer, images, 4, **options)
+
+    expected = predicted()
+    monkeypatch.setattr(native, "unavailable", lambda device: "_native.so is missing")
+    assert predicted() == expected

@@ -3,11 +3,9 @@
 import math
 
 import pytest
-import torch
 
 import accumkernels as ak
-from accumkernels.planning.schedule import FollowNoiseScale, Milestones
-from tests.support.models import batch, mlp
+from accumkernels.planning.schedule import Milestones
 
 
 def test_rules():
@@ -89,77 +87,3 @@ def test_wrong_milestones(sizes, error, match):
     """Named with their value."""
     with pytest.raises(error, match=match):
         Milestones(sizes)
-
-
-class Measured:
-    """In an accumulator's place: noise scales that the test sets, and how often they were read."""
-
-    def __init__(self):
-        self.value, self.read = math.nan, 0
-
-    def noise_scale(self):
-        """The number that is set."""
-        self.read += 1
-        return self.value
-
-
-def test_follow_noise_scale():
-    """Read every so many steps; grows by the factor at most, never shrinks, never beyond the maximum."""
-    acc = Measured()
-    schedule = FollowNoiseScale(acc, 16, 100, every=10, growth=2.0)
-    sizes = []
-    for step, value in [
-        (0, 1e9),
-        (9, 1e9),
-        (10, math.nan),
-        (20, -5.0),
-        (30, 20.7),
-        (40, 1e9),
-        (50, 3.0),
-        (60, 1e9),
-        (70, 1e9),
-    ]:
-        acc.value = value
-        sizes.append(schedule(step))
-    assert sizes == [16, 16, 16, 16, 20, 40, 40, 80, 100]
-    assert acc.read == 7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"maximum": 8}, "maximum must be at least batch_size 16, got 8"),
-        ({"growth": 1}, "growth must be larger than 1, got 1"),
-        ({"every": 0}, "every must be at least 1, got 0"),
-    ],
-)
-def test_follow_wrong(arguments, match):
-    """Named with their value."""
-    with pytest.raises(ValueError, match=match):
-        FollowNoiseScale(Measured(), 16, **{"maximum": 100, **arguments})
-
-
-def test_follow_a_real_accumulator():
-    """Noise that is made larger between readings makes the windows longer."""
-    model = mlp()
-    x, y = batch(64)
-    acc = ak.FusedAccumulator(model, noise_scale=2)
-    optimizer = torch.optim.SGD(acc.parameters(), lr=0.0)
-    plan = ak.plan(8, 4)
-    schedule = FollowNoiseScale(acc, 8, 32, every=4)
-    lengths = []
-    generator = torch.Generator().manual_seed(0)
-
-    def loader():
-        while True:
-            index = torch.randint(64, (4,), generator=generator)
-            yield x[index], y[index] + 30 * torch.randn(4, 3, generator=generator)
-
-    for _, window in zip(range(12), plan.windows(loader(), schedule), strict=False):
-        for inputs, targets in window:
-            acc.backward(torch.nn.functional.mse_loss(model(inputs), targets), weight=len(inputs))
-        acc.step(optimizer)
-        lengths.append(len(window))
-    assert lengths[0] == 2
-    assert lengths[-1] > 2
-    assert max(lengths) <= 8

@@ -77,11 +77,13 @@ def test_split_trees():
     assert [len(piece) for piece in made.split(x)] == [4, 3, 3]
     assert made.split(x)[1].data_ptr() == x[4:].data_ptr()
     nested = {"pair": Pair(x, [y]), "names": [str(i) for i in range(10)], "scale": torch.tensor(2.0), "flag": None}
+    nested["row"] = torch.ones(1, 3)
     pieces = made.split(nested)
     assert torch.equal(torch.cat([piece["pair"].x for piece in pieces]), x)
     assert torch.equal(torch.cat([piece["pair"].y[0] for piece in pieces]), y)
     assert [piece["names"] for piece in pieces] == [list("0123"), list("456"), list("789")]
     assert all(piece["scale"] is nested["scale"] and piece["flag"] is None for piece in pieces)
+    assert all(piece["row"] is nested["row"] for piece in pieces)
     for kind in (OrderedDict, UserDict):
         assert type(made.split(kind(a=x))[0]) is kind
 
@@ -99,9 +101,10 @@ def test_split_partial():
         (torch.zeros(11), "batch has 11 samples; this plan splits batches of 1 to 10"),
         (torch.zeros(0), "batch has 0 samples"),
         ({"a": torch.zeros(10), "b": (torch.zeros(9),)}, r"batch\['b'\]\[0\] has 9 samples .* batch\['a'\] has 10"),
+        ({"a": torch.zeros(10), "b": ["text"] * 9}, r"batch\['b'\] has 9 items, batch\['a'\] has 10 samples"),
         ([1, 2], "no tensor with a dimension"),
     ],
-    ids=["large", "empty", "unequal", "none"],
+    ids=["large", "empty", "unequal", "unequal list", "none"],
 )
 def test_split_wrong(wrong, match):
     """Named by its place in the batch."""

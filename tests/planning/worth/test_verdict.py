@@ -12,6 +12,7 @@ from torch import nn
 
 import accumkernels as ak
 from accumkernels.planning.costs import StepCosts, measure_step_costs
+from accumkernels.planning.trial import Trial
 
 
 class Clock:
@@ -231,7 +232,7 @@ def test_not_measured(arguments, missing):
 def test_bytes_of_what_does_not_fit():
     """A size that ran out of memory is the reason for micro-batches at all."""
     tried = [(8, True, 2**20, 10.0), (16, False, 3 * 2**20, 0.0)]
-    size = ak.BatchSize(8, [ak.planning.fit.trial.Trial(*trial) for trial in tried], "oom")
+    size = ak.BatchSize(8, [Trial(*trial) for trial in tried], "oom")
     assert "at most 8 samples (a micro-batch of 16 ran out of memory at 3.0 MiB)" in ak.plan(64, size).why
     measured = ak.plan(16, size, optimizer_seconds=0.4)
     assert measured.verdict == "K = 2 for the batch 16"
