@@ -5,8 +5,8 @@
 A byte-level GPT (GPT-2 124M for `gpt2`) is trained by stock accumulation and by FusedAccumulator with its defaults, on
 windows of four micro-batches of one sample. They take turns, and a window's time is held against that of the window
 before or after it: the median of these ratios, above 1 where FusedAccumulator is faster, and their quartiles. Rows that
-the file has are not measured again, so that a long run may be cut. `--options` also measures other choices of
-`release` and fusion, which is how the defaults were found.
+the file has are not measured again, so that a long run may be cut. `--options` also measures `cache_casts` and
+other choices of `release` and fusion, which is how the defaults were found.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ FEWEST = 5  # pairs of windows
 DEFAULTS = "defaults"
 OPTIONS: dict[str, dict[str, object]] = {
     DEFAULTS: {},
+    "cache_casts": {"cache_casts": True},
     "microbatch": {"release": "microbatch"},
     "buckets": {"fuse_weight_gradients": False},
     "fused": {"fuse_weight_gradients": True},

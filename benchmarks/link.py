@@ -60,7 +60,7 @@ def _windows(
 ) -> dict[tuple[int, str], list[float]]:
     """Seconds of each method's windows, in turns."""
     for window in built.values():
-        for count in (2, 2, 2):  # both reducers learn the order of gradients in the first
+        for count in (2, 2, 2):  # DistributedDataParallel learns the order of gradients in the first
             window(count)
             device.wait()
     seconds: dict[tuple[int, str], list[float]] = {(count, name): [] for count in counts for name in built}

@@ -5,8 +5,12 @@
 Of a file of benchmarks.kernels: `NAME-accumulate.png` and `NAME-window.png` with a bar per method, `NAME-size.png` with
 GB/s against size and the limit, where the file has several sizes of equal tensors. Of one of benchmarks.training:
 `NAME.png`, tokens per second and peak memory. Of one of benchmarks.demo: `NAME.png`, tokens per second and gradient
-error, which is README's. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window. Of benchmarks.ranks
---simulate: `NAME.png`, the modelled time on the link and the host's, against the number of ranks.
+error. Of a timeline of benchmarks.memory: `NAME.png`, memory over a window. Of benchmarks.ranks --simulate: `NAME.png`,
+the modelled time on the link and the host's, against the number of ranks. Of benchmarks.fits: `NAME-light.png` and
+`NAME-dark.png`, memory by kind beside a card's limit, which are README's.
+
+FusedAccumulator, stock torch and the limit have each a colour of their own in every picture, which the demo and the
+notebook share.
 """
 
 from __future__ import annotations
@@ -27,8 +31,17 @@ Rows = list[dict[str, str]]
 
 # Okabe and Ito's colours, told apart with any colour vision.
 OURS_COLOUR, LIMIT_COLOUR, PEER_COLOUR = "#D55E00", "#999999", "#0072B2"
-STACK = ("#0072B2", "#CC79A7", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#999999")
-LINES = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STACK = ("#999999", "#F0E442", "#BBBBBB", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")  # kinds of memory
+LINES = ("#009E73", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # the second is DistributedDataParallel's
+PANELS = ("stock accumulation", "FusedAccumulator, defaults", 'FusedAccumulator, release="microbatch"')  # of a timeline
+# What a step holds: (columns of benchmarks.fits, colour).
+HELD = {
+    "weights, gradients, Adam's state": (("parameters_GB", "gradients_GB", "optimizer_GB"), "#999999"),
+    "fp32 sums": (("accumulators_GB",), "#009E73"),
+    "activations": (("activations_GB",), "#56B4E9"),
+    "temporaries": (("workspace_GB",), "#CC79A7"),
+}
+INK = {"light": "#1f2328", "dark": "#e6edf3"}  # of text, on GitHub's page
 
 
 def _colour(method: str) -> str:
@@ -107,38 +120,65 @@ def windows(rows: Rows, path: Path) -> Path | None:
 
 
 def sizes(rows: Rows, path: Path) -> Path | None:
-    """GB/s against the number of elements, with the fastest limit; a panel per dtype, gradients cold."""
+    """GB/s against the number of elements: the limit, ours, and whoever is best beside it; gradients cold."""
     rows = [r for r in rows if (r["table"], r["shapes"], r["gradients"]) == ("accumulate", "uniform", "cold")]
     dtypes = _distinct(rows, "dtype")
     if not rows:
         return None
-    figure = Figure(figsize=(max(10.0, 7.5 * len(dtypes)), 4.5), dpi=110, layout="constrained")
-    figure.suptitle(f"16 equal tensors, gradients cold; {_machine(rows[0])}", fontsize=9)
+    figure = Figure(figsize=(max(6.4, 4.2 * len(dtypes)), 3.4), dpi=110, layout="constrained")
+    figure.suptitle(f"16 equal tensors, gradients cold; {_machine(rows[0])}", fontsize=7)
     for index, (dtype,) in enumerate(dtypes):
         axes = figure.add_subplot(1, len(dtypes), index + 1)
+        best: dict[str, dict[int, float]] = {LIMIT_COLOUR: {}, PEER_COLOUR: {}, OURS_COLOUR: {}}
         of_dtype = [row for row in rows if row["dtype"] == dtype and row["GB_per_s"]]
-        limit: dict[int, float] = {}
-        lines: dict[str, list[tuple[int, float]]] = {}
         for row in of_dtype:
             elements, rate = int(row["elements"]), float(row["GB_per_s"])
-            if row["method"].startswith("limit:"):
-                limit[elements] = max(limit.get(elements, 0.0), rate)
-            else:
-                lines.setdefault(row["method"], []).append((elements, rate))
-        if limit:
-            axes.plot(list(limit), list(limit.values()), color=LIMIT_COLOUR, linewidth=4, label="limit (fastest loop)")
-        for number, (method, points) in enumerate(lines.items()):
-            ours = _colour(method) == OURS_COLOUR
-            colour, style = (OURS_COLOUR, "-") if ours else (LINES[number % len(LINES)], "--" if number % 2 else ":")
-            axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, label=method)
+            line = best[_colour(row["method"])]
+            line[elements] = max(line.get(elements, 0.0), rate)
+        peers = {row["method"] for row in of_dtype if _colour(row["method"]) == PEER_COLOUR}
+        names = ("limit: fastest loop over memory", f"best of {len(peers)} other ways, at each size", "accumkernels")
+        for (colour, points), name in zip(best.items(), names, strict=True):
+            if points:
+                width = 4 if colour == LIMIT_COLOUR else 1.5
+                axes.plot(list(points), list(points.values()), color=colour, linewidth=width, marker="o", label=name)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_title(dtype, fontsize=9)
-        axes.set_xlabel("elements")
-        axes.set_ylabel("GB/s")
+        axes.set_xlabel("elements", fontsize=8)
+        axes.set_ylabel("GB/s", fontsize=8)
+        axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=7)
     figure.savefig(path, format="png")
+    return path
+
+
+def fits(rows: Rows, path: Path, theme: str) -> Path:
+    """A bar per way to see a batch, by kind of memory, with the card's limit; for a light or a dark page."""
+    ink, limit = INK[theme], float(rows[0]["limit_GB"])
+    figure = Figure(figsize=(8, 0.62 * len(rows) + 1.0), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(rows)
+    for name, (columns, colour) in HELD.items():
+        widths = [sum(float(row[column]) for column in columns) for row in rows]
+        axes.barh(range(len(rows)), widths, left=left, color=colour, label=name, height=0.62)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.axvline(limit, color=ink, linestyle="--", linewidth=1.5)
+    axes.annotate(f" {limit:.0f} GB card", (limit, -0.6), color=ink, fontsize=9, va="center")
+    for place, row in enumerate(rows):
+        total = float(row["total_GB"])
+        text = f" {total:.1f} GB" + (": out of memory" if total > limit else "")
+        axes.annotate(text, (total, place), va="center", fontsize=10, fontweight="bold", color=ink)
+    axes.set_yticks(range(len(rows)), [row["way"].replace(", ", "\n") for row in rows], fontsize=10)
+    axes.set_ylim(len(rows) - 0.55, -0.85)
+    axes.set_xlim(0, 1.32 * max(left))
+    axes.set_xticks([])
+    axes.tick_params(colors=ink, length=0)
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_color(OURS_COLOUR if "accumkernels" in row["way"] else ink)
+    axes.spines[:].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(HELD), fontsize=8, frameon=False, labelcolor=ink)
+    figure.savefig(path, format="png", transparent=True)
     return path
 
 
@@ -160,34 +200,31 @@ def training(rows: Rows, path: Path) -> Path | None:
 
 
 def timeline(rows: Rows, path: Path, machine: str) -> Path:
-    """A panel per method, all of one model and dtype on the same scale; models and dtypes below each other.
+    """Three panels on the same scale: stock, ours by default, and ours with whole micro-batches; of the last model.
 
     Args:
         rows: As written, every cell a string.
         path: Of the PNG.
         machine: What to say about where it was measured.
     """
-    cases = list(dict.fromkeys((row["model"], row["dtype"]) for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    columns = 3
-    lines = -(-len(methods) // columns)
-    figure = Figure(figsize=(5 * columns, 2.6 * lines * len(cases)), dpi=100, layout="constrained")
-    figure.suptitle(f"Bytes of tensors alive over one window, op by op; {machine}", fontsize=9)
-    for number, case in enumerate(cases):
-        of_case = [row for row in rows if (row["model"], row["dtype"]) == case]
-        top = max(sum(float(row[kind]) for kind in KINDS) for row in of_case)
-        for index, method in enumerate(methods):
-            points = [row for row in of_case if row["method"] == method]
-            axes = figure.add_subplot(lines * len(cases), columns, number * lines * columns + index + 1)
-            heights = [[float(row[kind]) for row in points] for kind in KINDS]
-            axes.stackplot(range(len(points)), heights, colors=STACK, labels=KINDS)
-            peak = max(sum(float(row[kind]) for kind in KINDS) for row in points)
-            axes.set_title(f"{case[0]}, {case[1]}: {method} (peak {peak:,.0f} MB)", fontsize=7)
-            axes.set_ylim(0, top * 1.05)
-            axes.set_ylabel("MB", fontsize=7)
-            axes.tick_params(labelsize=6, labelbottom=False)
-            if number == index == 0:
-                axes.legend(loc="lower right", fontsize=6)
+    model, dtype = rows[-1]["model"], rows[-1]["dtype"]
+    rows = _matching(rows, ("model", "dtype"), (model, dtype))
+    names = [name for (name,) in _distinct(rows, "method") if name in PANELS]
+    figure = Figure(figsize=(8, 2.8), dpi=110, layout="constrained")
+    figure.suptitle(f"{model}, {dtype}: bytes of tensors alive over one window, op by op\n{machine}", fontsize=7)
+    top = 1.05 * max(sum(float(row[kind]) for kind in KINDS) for row in rows if row["method"] in names)
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=True):
+        points = _matching(rows, ["method"], [name])
+        heights = [[float(row[kind]) for row in points] for kind in KINDS]
+        axes.stackplot(range(len(points)), heights, colors=STACK, labels=KINDS)
+        peak = max(map(sum, zip(*heights, strict=True)))
+        axes.set_title(f"{name}\npeak {peak:,.1f} MB", fontsize=7)
+        axes.set_ylim(0, top)
+        axes.tick_params(labelsize=6, labelbottom=False)
+    panels[0].set_ylabel("MB", fontsize=7)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), fontsize=6, frameon=False)
     figure.savefig(path, format="png")
     return path
 
@@ -204,16 +241,18 @@ def demo(rows: Rows, out: Path) -> Path:
         rate, error = statistics.median(rates), max(float(row["error_full_percent"]) for row in runs)
         colour = LIMIT_COLOUR if name == names[0] else _colour(name)
         axes.barh(place, rate, color=colour, height=0.7)
-        text = f" {rate:,.0f} tokens/s\n gradient error {error:.2g} %"
+        peak = statistics.median(float(row["peak_MB"]) for row in runs)
+        text = f" {rate:,.0f} tokens/s, {peak:,.0f} MB\n gradient error {error:.2g} %"
         axes.annotate(text, (rate, place), va="center", fontsize=11, fontweight="bold", color="#222222")
     axes.set_yticks(range(len(names)), [labels.get(name, name) for name in names], fontsize=12)
     axes.invert_yaxis()
-    axes.margins(x=0.35)
+    axes.margins(x=0.45)
     axes.set_xlim(left=0)
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     first = rows[0]
-    what = f"GPT of {int(first['parameters']) / 1e6:.0f} M parameters, windows of 8 short samples, {first['autocast']}"
+    size = f"GPT of {int(first['parameters']) / 1e6:.0f} M parameters"
+    what = f"{size}, windows of 64 lines, 8 at a time, {first['autocast']}"
     where = f"{first['threads']} threads of {first['device']}, torch {first['torch']}"
     axes.set_title(f"{what}\n{where}", fontsize=8, color="#555555")
     figure.savefig(out)
@@ -267,6 +306,8 @@ def draw(csv: Path, out: Path) -> list[Path]:
         drawn: list[Path | None] = [timeline(rows, out / f"{csv.stem}.png", _machine(rows[0]))]
     elif rows and "error_full_percent" in rows[0]:
         drawn = [demo(rows, out / f"{csv.stem}.png")]
+    elif rows and "limit_GB" in rows[0]:
+        drawn = [fits(rows, out / f"{csv.stem}-{theme}.png", theme) for theme in INK]
     elif rows and "link_ms_1e9" in rows[0]:
         drawn = [simulated(rows, out / f"{csv.stem}.png")]
     elif rows and "tokens_per_second" in rows[0]:

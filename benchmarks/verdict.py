@@ -1,14 +1,13 @@
-"""What `ak.plan` says of six trainings, held against the trainings themselves.
+"""What `ak.plan` says of five trainings, held against the trainings themselves.
 
-    python -m benchmarks.verdict [--cases 1,6] [--csv FILE]
+    python -m benchmarks.verdict [--cases 1,5] [--csv FILE]
 
 For each case the costs of a step are measured (`planning.costs.measure_step_costs`), and the plan predicts the time of
-a sample for every number of micro-batches K. Then loops as users write them are timed with K = 1 (stock training; over
-ranks DistributedDataParallel), powers of two, and the verdict's K, in turns. The fastest run of each micro-batch and of
-each update counts, as in the measurement of the costs, so that what else a machine does hardly matters. A verdict is
-right where, by the times of the loops, no K that was timed reaches a loss in more than 10 % less time: 5 % is what
-`plan` does not deem worth it, and 5 % is left to the measurement. Everything runs on the CPU, in a process for each
-rank, with one thread.
+a sample for every number of micro-batches K. Then loops as users write them are timed with K = 1 (stock training),
+powers of two, and the verdict's K, in turns. The fastest run of each micro-batch and of each update counts, as in the
+measurement of the costs, so that what else a machine does hardly matters. A verdict is right where, by the times of the
+loops, no K that was timed reaches a loss in more than 10 % less time: 5 % is what `plan` does not deem worth it, and
+5 % is left to the measurement. Everything runs on the CPU, each training in a process of its own, with one thread.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ import argparse
 import gc
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +37,7 @@ from .harness.results import Row, groups, write_csv, write_json
 from .methods.verdict import CASES, Case, loop
 
 COLUMNS = (
-    *("case", "parameters", "micro_batch", "target", "ranks", "noise_scale", "micro_batches", "us_per_sample"),
+    *("case", "parameters", "micro_batch", "target", "noise_scale", "micro_batches", "us_per_sample"),
     *("us_per_sample_predicted", "error", "time_to_loss", "verdict", "why", "right", "device", "threads"),
     *("instruction_set", "torch", "python", "commit", "date"),
 )
@@ -59,7 +56,7 @@ class Measured(NamedTuple):
 
 
 def measure(case: Case, duration: float) -> Measured:
-    """Measure costs for `duration` seconds, predict, and train, all in turns; every rank calls this."""
+    """Measure costs for `duration` seconds, predict, and train, all in turns."""
     found: list[StepCosts] = []
     parts: dict[int, list[float]] = {}
     for _ in range(TURNS):
@@ -74,19 +71,12 @@ def measure(case: Case, duration: float) -> Measured:
         found.append(costs)
         # Of several measurements the fastest was the least disturbed.
         best = min(found, key=lambda costs: sum(costs.window_seconds(steps, case.micro_batch) for steps in (1, 4)))
-        plan = ak.plan(
-            case.target, case.micro_batch, world_size=case.ranks, noise_scale=case.noise_scale, **best._asdict()
-        )
+        plan = ak.plan(case.target, case.micro_batch, noise_scale=case.noise_scale, **best._asdict())
         powers = {2**power for power in range(plan.accumulation_steps.bit_length())}
         _train(case, sorted(powers | {plan.accumulation_steps, plan.best_steps}), LOOPS * duration / TURNS, parts)
 
-    # What a window takes undisturbed is the sum of its parts; with several ranks, on the slowest.
-    seconds = {}
-    for steps in sorted(parts):
-        window = torch.tensor(sum(parts[steps]), dtype=torch.float64)
-        if case.ranks > 1:
-            torch.distributed.all_reduce(window, torch.distributed.ReduceOp.MAX)
-        seconds[steps] = window.item() / (steps * case.micro_batch * case.ranks)
+    # What a window takes undisturbed is the sum of its parts.
+    seconds = {steps: sum(parts[steps]) / (steps * case.micro_batch) for steps in sorted(parts)}
     return Measured(plan, seconds, sum(param.numel() for param in case.model().parameters()))
 
 
@@ -94,11 +84,9 @@ def _train(case: Case, counts: list[int], duration: float, parts: dict[int, list
     """Train with each number of micro-batches in turn, and keep the least seconds of each part."""
     timer = Timer(torch.device("cpu"))
     end = time.monotonic() + duration
-    while _all(time.monotonic() < end, case):
+    while time.monotonic() < end:
         for steps in counts:
             step = loop(case, steps)  # alone in memory and in the caches, as in training
-            if case.ranks > 1:
-                torch.distributed.barrier()
             for _ in range(STEPS):
                 seconds = [timer(part) for part in step]
                 parts[steps] = list(map(min, parts.get(steps, seconds), seconds))
@@ -106,39 +94,17 @@ def _train(case: Case, counts: list[int], duration: float, parts: dict[int, list
             gc.collect()
 
 
-def _all(go_on: bool, case: Case) -> bool:
-    """Whether every rank goes on."""
-    if case.ranks == 1:
-        return go_on
-    said = torch.tensor(int(go_on))
-    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN)
-    return bool(said)
-
-
-def _rank(rank: int, name: str, port: int, path: str, duration: float) -> None:
-    """A process of its own; rank 0 writes what was measured."""
+def _process(_: int, name: str, path: str, duration: float) -> None:
+    """A process of its own, which writes what was measured."""
     torch.set_num_threads(1)
-    case = CASES[name]
-    if case.ranks > 1:
-        torch.distributed.init_process_group(
-            "gloo", f"tcp://127.0.0.1:{port}", timedelta(minutes=10), world_size=case.ranks, rank=rank
-        )
-    measured = measure(case, duration)
-    if rank == 0:
-        Path(path).write_bytes(pickle.dumps(measured))
-    if case.ranks > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    Path(path).write_bytes(pickle.dumps(measure(CASES[name], duration)))
 
 
 def spawn(name: str, duration: float) -> Measured:
-    """Measure a case in processes of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Measure a case in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measured")
-        mp.spawn(_rank, (name, port, str(path), duration), nprocs=CASES[name].ranks)
+        mp.spawn(_process, (name, str(path), duration))
         return pickle.loads(path.read_bytes())
 
 
@@ -146,7 +112,7 @@ def rows(name: str, case: Case, measured: Measured, about: Row) -> list[Row]:
     """A row per K."""
     plan = measured.plan
     needed = {
-        steps: 1 + (steps * case.micro_batch * case.ranks / case.noise_scale if case.noise_scale else 0.0)
+        steps: 1 + (steps * case.micro_batch / case.noise_scale if case.noise_scale else 0.0)
         for steps in measured.seconds
     }
     to_loss = {steps: seconds * needed[steps] for steps, seconds in measured.seconds.items()}
@@ -157,7 +123,7 @@ def rows(name: str, case: Case, measured: Measured, about: Row) -> list[Row]:
         row: Row = {
             **about,
             **{"case": name, "parameters": measured.parameters, "micro_batch": case.micro_batch},
-            **{"target": case.target, "ranks": case.ranks, "noise_scale": case.noise_scale, "micro_batches": steps},
+            **{"target": case.target, "noise_scale": case.noise_scale, "micro_batches": steps},
             "us_per_sample": float(f"{1e6 * seconds:.4g}"),
             "us_per_sample_predicted": float(f"{1e6 * predicted:.4g}"),
             "error": float(f"{predicted / seconds - 1:.3f}"),
@@ -185,7 +151,7 @@ def show(console: Console, found: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit status 1 where a verdict is wrong or a time is predicted more than 15 % off."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", default="1,2,3,4,5,6", help=f"by number: {', '.join(CASES)}")
+    parser.add_argument("--cases", default="1,2,3,4,5", help=f"by number: {', '.join(CASES)}")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds for costs; loops take 3 times that")
     parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")

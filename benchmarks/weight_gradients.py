@@ -42,7 +42,7 @@ def ways(dtype: torch.dtype, device: torch.device) -> dict[str, products.Gemm]:
         own = device.type == "cpu" and native.multiplies(dtype)
         return {"addmm": products.same_dtype} | ({"accumkernels": products.native} if own else {})
     if device.type == "cuda":
-        return {"addmm(out_dtype=float32)": products.cuda}
+        return {"addmm(out_dtype=float32)": products.widening}
     found = {"addmm of widened operands": products.widened}
     if products.mkl_gemm(dtype) is not None:
         found["MKL"] = products.mkl

@@ -165,7 +165,7 @@ class ByHand(Method):
             return torch.ones(1)
 
         with ak.FusedAccumulator(small) as acc:
-            acc.backward_batch(texts, lambda one: small(one).sum(), collate=collate, **Budget.options)
+            acc.backward_batch(texts, lambda one: (small(one).sum(), 1), collate=collate, **Budget.options)
 
     def accumulate(self, texts: list[bytes]) -> None:
         """In the same order."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
-from accumkernels.ranks import chunks
+from accumkernels.ranks import sender
 
 from .trainers import as_launched
 
@@ -31,7 +31,7 @@ LAYERS, ELEMENTS = 32, 2**16
 BYTES = LAYERS * ELEMENTS * 4
 SHRINK = 32  # of chunks and buckets
 BUCKET_BYTES = 16 * 2**20 // SHRINK  # the default on a GPU, and on a CPU where the largest gradient has 8 MiB
-CHUNK_BYTES = chunks.CHUNK_BYTES // SHRINK
+CHUNK_BYTES = sender.CHUNK_BYTES // SHRINK
 FORWARD, BACKWARD = 0.002, 0.004  # seconds in a layer
 
 Window = Callable[[int], None]  # of so many micro-batches
@@ -174,7 +174,7 @@ def chunks_over(link: Link) -> Iterator[None]:
 
     with (
         mock.patch.object(dist, "all_reduce", over_the_link),
-        mock.patch.object(chunks, "CHUNK_BYTES", CHUNK_BYTES),
+        mock.patch.object(sender, "CHUNK_BYTES", CHUNK_BYTES),
     ):
         yield
 

@@ -170,6 +170,7 @@ METHODS = (
         Fused,
         {"release": "backward", "fuse_weight_gradients": False},
     ),
+    Method('FusedAccumulator, release="backward", 64 MiB', Fused, {"release": "backward", "bucket_bytes": 64 * 2**20}),
     Method("FusedAccumulator, fused weight gradients", Fused, {"fuse_weight_gradients": True}),
     Method("FusedAccumulator, masters", Fused, {"release": "microbatch", "master_weights": True}),
     Method('FusedAccumulator, masters, release="backward"', Fused, {"master_weights": True, "release": "backward"}),

@@ -1,4 +1,4 @@
-"""The six trainings whose verdict is checked, and the loops that really train them with K micro-batches per step."""
+"""The five trainings whose verdict is checked, and the loops that really train them with K micro-batches per step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import accumkernels as ak
@@ -24,7 +23,6 @@ class Case(NamedTuple):
     optimizer: Callable[[Any], Optimizer]
     micro_batch: int
     target: int
-    ranks: int = 1
     noise_scale: float | None = None
 
 
@@ -80,7 +78,6 @@ CASES = {
     "bag of words, 32 samples, AdamW": Case(
         lambda: Classifier(nn.EmbeddingBag(4_000, 64), nn.Linear(64, 10)), _words, _adam, 32, 256
     ),
-    "MLP, 32 samples, SGD, 2 ranks": Case(lambda: _mlp(512), _labelled(512), _sgd, 32, 512, ranks=2),
 }
 
 
@@ -93,17 +90,15 @@ def loop(case: Case, steps: int) -> list[Callable[[], object]]:
     torch.manual_seed(0)
     model = case.model()
     if steps == 1:
-        trained = DistributedDataParallel(model) if case.ranks > 1 else model
-        optimizer = case.optimizer(trained.parameters())
+        optimizer = case.optimizer(model.parameters())
 
         def update() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        return [lambda: trained(**case.batch(case.micro_batch)).backward(), update]
+        return [lambda: model(**case.batch(case.micro_batch)).backward(), update]
 
-    group = torch.distributed.group.WORLD if case.ranks > 1 else None
-    acc = ak.FusedAccumulator(model, process_group=group)
+    acc = ak.FusedAccumulator(model)
     windowed = case.optimizer(acc.parameters())
 
     return [lambda: acc.backward(model(**case.batch(case.micro_batch)))] * steps + [lambda: acc.step(windowed)]
