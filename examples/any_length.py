@@ -24,7 +24,7 @@ from torch import Tensor
 import accumkernels as ak
 from accumkernels.demo.data import TRAINING_FILES, Batch, read_samples
 from accumkernels.demo.model import GPT
-from accumkernels.splitting.live_bytes import LiveBytes, format_bytes
+from accumkernels.splitting.memory import LiveBytes, format_bytes
 
 LONGEST = 1024  # bytes of a sample
 WINDOW = 64  # samples

@@ -39,13 +39,16 @@ def train(
     samples = read_samples(TRAINING_FILES)
     accumulator = ak.FusedAccumulator(model, process_group=process_group, release="backward")
     optimizer = torch.optim.SGD(accumulator.parameters(), lr=0.1, momentum=0.9)
-    for window in range(windows):
-        for rank in ranks:
-            for step in range(MICRO_BATCHES):
-                batch = micro_batch(samples, (window * size + rank) * MICRO_BATCHES + step, device)
-                last = rank == ranks[-1] and step == MICRO_BATCHES - 1
-                loss = model(batch.inputs, batch.targets)  # the mean over tokens
-                accumulator.backward(loss, weight=batch.tokens, last=last)
+    loader = (
+        micro_batch(samples, (window * size + rank) * MICRO_BATCHES + step, device)
+        for window in range(windows)
+        for rank in ranks
+        for step in range(MICRO_BATCHES)
+    )
+    for window in accumulator.windows(loader, len(ranks) * MICRO_BATCHES):
+        for batch in window:
+            loss = model(batch.inputs, batch.targets)  # the mean over tokens
+            accumulator.backward(loss, weight=batch.tokens)
         accumulator.step(optimizer, max_norm=1.0)
     values = [p.detach().clone() for p in accumulator.parameters()]
     accumulator.remove()

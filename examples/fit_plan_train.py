@@ -20,7 +20,7 @@ from torch import nn
 import accumkernels as ak
 from accumkernels.demo.data import IGNORE, TRAINING_FILES, Batch, read_samples
 from accumkernels.demo.model import GPT
-from accumkernels.splitting.live_bytes import LiveBytes, format_bytes
+from accumkernels.splitting.memory import LiveBytes, format_bytes
 
 DEVICE = torch.device("cpu")
 LEARNING_RATE = 1e-3
@@ -96,8 +96,6 @@ def main(argv: list[str] | None = None) -> int:
     size = ak.find_batch_size(
         model,
         DEVICE,
-        None,
-        None,
         dataset_size=target,
         make_batch=make_batch,
         optimizer_fn=torch.optim.AdamW,

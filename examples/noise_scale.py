@@ -5,8 +5,7 @@
 `FusedAccumulator(noise_scale=...)` measures the norms of the micro-batches' gradients and of their sum in the pass
 that adds them. The noise scale follows from these norms. Up to it, a batch k times as large takes nearly k times fewer
 steps; far beyond it, a larger batch only costs more (McCandlish et al. 2018, arXiv:1812.06162). It is small at the
-beginning, where all samples pull the same way, so training may start with a smaller batch than it ends with
-(`planning.schedule.FollowNoiseScale`).
+beginning, where all samples pull the same way, so training may start with a smaller batch than it ends with.
 """
 
 from __future__ import annotations

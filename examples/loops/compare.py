@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from accumkernels.splitting.live_bytes import LiveBytes, format_bytes
+from accumkernels.splitting.memory import LiveBytes, format_bytes
 
 Loop = Callable[[], Iterator[float]]
 

@@ -38,14 +38,14 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
 
 
-def windows() -> Iterator[list[tuple[Tensor, Tensor]]]:
+def loader() -> Iterator[tuple[Tensor, Tensor]]:
     """Arithmetic sequences modulo the vocabulary, with a stride for each sample."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(WINDOWS):
         starts = torch.randint(VOCABULARY, (STEPS, BATCH, 1), generator=generator)
         strides = torch.randint(1, 8, (STEPS, BATCH, 1), generator=generator)
         tokens = ((starts + strides * torch.arange(LENGTH + 1)) % VOCABULARY).to(DEVICE)
-        yield [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+        yield from ((rows[:, :-1], rows[:, 1:]) for rows in tokens)
 
 
 def compiled(ddp: nn.Module) -> nn.Module:
@@ -66,18 +66,19 @@ def stock() -> Iterator[float]:
     model = compiled(ddp)
     optimizer = torch.optim.AdamW(groups(ddp), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, WINDOWS)
-    for window in windows():
-        total = 0.0
-        for index, (x, y) in enumerate(window):
-            with ddp.no_sync() if index < len(window) - 1 else contextlib.nullcontext():
-                loss = model(x, y) / len(window)
-                loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        yield total
+    total = 0.0
+    for index, (x, y) in enumerate(loader(), 1):
+        with ddp.no_sync() if index % STEPS else contextlib.nullcontext():
+            loss = model(x, y) / STEPS
+            loss.backward()
+        total += loss.item()
+        if index % STEPS == 0:
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            yield total
+            total = 0.0
 
 
 def swapped() -> Iterator[float]:
@@ -87,12 +88,12 @@ def swapped() -> Iterator[float]:
     acc = ak.FusedAccumulator(ddp)
     optimizer = torch.optim.AdamW(groups(ddp), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, WINDOWS)
-    for window in windows():
+    for window in acc.windows(loader(), STEPS):
         total = 0.0
         for x, y in window:
             loss = model(x, y)
             acc.backward(loss)
-            total += loss.item() / len(window)
+            total += loss.item() / STEPS
         acc.step(optimizer, max_norm=1.0)
         scheduler.step()
         yield total

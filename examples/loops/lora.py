@@ -37,12 +37,12 @@ def make() -> nn.Module:
     return nn.Sequential(*layers).to(DEVICE)
 
 
-def windows() -> Iterator[list[tuple[Tensor, Tensor]]]:
+def loader() -> Iterator[tuple[Tensor, Tensor]]:
     """The task is to reverse the input."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(WINDOWS):
         inputs = torch.randn(STEPS, BATCH, WIDTH, generator=generator).to(DEVICE)
-        yield [(x, x.flip(-1).tanh()) for x in inputs]
+        yield from ((x, x.flip(-1).tanh()) for x in inputs)
 
 
 def stock() -> Iterator[float]:
@@ -50,16 +50,17 @@ def stock() -> Iterator[float]:
     model = make()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    for window in windows():
-        total = 0.0
-        for x, y in window:
-            loss = nn.functional.mse_loss(model(x), y)
-            (loss / len(window)).backward()
-            total += loss.item() / len(window)
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield total
+    total = 0.0
+    for index, (x, y) in enumerate(loader(), 1):
+        loss = nn.functional.mse_loss(model(x), y)
+        (loss / STEPS).backward()
+        total += loss.item() / STEPS
+        if index % STEPS == 0:
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield total
+            total = 0.0
 
 
 def swapped() -> Iterator[float]:
@@ -68,12 +69,12 @@ def swapped() -> Iterator[float]:
     trained = [p for p in model.parameters() if p.requires_grad]
     acc = ak.FusedAccumulator(model)
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    for window in windows():
+    for window in acc.windows(loader(), STEPS):
         total = 0.0
         for x, y in window:
             loss = nn.functional.mse_loss(model(x), y)
             acc.backward(loss)
-            total += loss.item() / len(window)
+            total += loss.item() / STEPS
         acc.step(optimizer, max_norm=1.0)
         yield total
 

@@ -27,31 +27,32 @@ def make() -> tuple[nn.Module, list[nn.Parameter], list[nn.Parameter]]:
     return model, matrices, [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
 
 
-def windows() -> Iterator[list[tuple[Tensor, Tensor]]]:
+def loader() -> Iterator[tuple[Tensor, Tensor]]:
     """The task is the product of two inputs."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(WINDOWS):
         inputs = torch.randn(STEPS, BATCH, WIDTH, generator=generator).to(DEVICE)
-        yield [(x, x[:, :1] * x[:, 1:2]) for x in inputs]
+        yield from ((x, x[:, :1] * x[:, 1:2]) for x in inputs)
 
 
 def stock() -> Iterator[float]:
     """The usual loop."""
     model, matrices, rest = make()
     muon, adamw = torch.optim.Muon(matrices, lr=2e-4), torch.optim.AdamW(rest, lr=1e-3)
-    for window in windows():
-        total = 0.0
-        for x, y in window:
-            loss = nn.functional.mse_loss(model(x), y)
-            (loss / len(window)).backward()
-            total += loss.item() / len(window)
-        torch.nn.utils.clip_grad_norm_(matrices, 1.0)
-        torch.nn.utils.clip_grad_norm_(rest, 0.5)
-        muon.step()
-        adamw.step()
-        muon.zero_grad()
-        adamw.zero_grad()
-        yield total
+    total = 0.0
+    for index, (x, y) in enumerate(loader(), 1):
+        loss = nn.functional.mse_loss(model(x), y)
+        (loss / STEPS).backward()
+        total += loss.item() / STEPS
+        if index % STEPS == 0:
+            torch.nn.utils.clip_grad_norm_(matrices, 1.0)
+            torch.nn.utils.clip_grad_norm_(rest, 0.5)
+            muon.step()
+            adamw.step()
+            muon.zero_grad()
+            adamw.zero_grad()
+            yield total
+            total = 0.0
 
 
 def swapped() -> Iterator[float]:
@@ -59,12 +60,12 @@ def swapped() -> Iterator[float]:
     model, matrices, rest = make()
     acc = ak.FusedAccumulator(model)
     muon, adamw = torch.optim.Muon(matrices, lr=2e-4), torch.optim.AdamW(rest, lr=1e-3)
-    for window in windows():
+    for window in acc.windows(loader(), STEPS):
         total = 0.0
         for x, y in window:
             loss = nn.functional.mse_loss(model(x), y)
             acc.backward(loss)
-            total += loss.item() / len(window)
+            total += loss.item() / STEPS
         acc.step(muon, adamw, max_norm=[(matrices, 1.0), (rest, 0.5)])
         yield total
 
