@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -265,6 +266,7 @@ class ChunkSender(Sender):
     def __init__(self, group: Group, early: bool) -> None:
         self._group = group
         self._early = early
+        self._lock = threading.Lock()  # a backward over several devices completes segments in a thread for each
         self.follow(())
         self.open_window()
 
@@ -334,8 +336,10 @@ class ChunkSender(Sender):
                 which several may have written to one chunk, and for the next one to write to them wait for it.
         """
         window = self._window
-        window.complete.update((buffer, index) for index in segments)
-        if self._group.own:
+        with self._lock:  # or two threads would send the same chunk
+            window.complete.update((buffer, index) for index in segments)
+            if not self._group.own:
+                return
             while window.count < self._agreed and self._chunks[window.count].places <= window.complete:
                 for chunk in (self._chunks[window.count], *(chunk for chunk, *_ in window.flying)):
                     if chunk.buffer.queues:

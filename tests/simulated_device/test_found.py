@@ -315,8 +315,17 @@ class Link:
         self.comm_dtype = comm_dtype
         self.streams = [torch.Stream(device) for device in sim.DEVICES]
         self.count = 0
+        self.sends = threading.Lock()
 
     def send(self, piece, dtype):
+        assert self.sends.acquire(blocking=False), "two threads send at once"
+        try:
+            return self.send_alone(piece, dtype)
+        finally:
+            self.sends.release()
+
+    def send_alone(self, piece, dtype):
+        threading.Event().wait(1e-3)  # let another device's thread run
         sent, stream = piece.to(dtype), self.streams[piece.device.index]
         stream.wait_stream(torch.accelerator.current_stream(piece.device))
         with stream:
