@@ -9,8 +9,11 @@ trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_cl
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ _READERS = (
     "configure_gradient_clipping",
     "optimizer_step",
 )
+_OTHERS = ("torch", "lightning", "pytorch_lightning", "accumkernels")  # whose code skips no gradient of the user's
 _COMMUNICATE = ("reduce", "all_gather")  # methods of strategies that training_step may call
 
 
@@ -189,6 +193,8 @@ class FusedAccumulation(pl.Callback):
         for owner, base in hooked if self._windows else ():
             if type(owner).on_after_backward is not base.on_after_backward or "on_after_backward" in vars(owner):
                 self._say_taken(f"{type(owner).__name__}.on_after_backward()")
+        if self._manual and self._windows and not self._leaves and (reader := _reader_of_grad(pl_module)):
+            self._say_taken(f"{reader}(), which reads .grad,")
 
     def _say_taken(self, who: str) -> None:
         """Say once that gradients are not where FGM, textual inversion and their like look for them."""
@@ -529,3 +535,46 @@ class _Drop:
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._window.close()
+
+
+def _reader_of_grad(module: pl.LightningModule) -> str | None:
+    """The name of a function that `training_step` may call and that reads a tensor's `.grad`; torch's are left out.
+
+    Code that skips a `.grad` of None says nothing when it runs, so its names are all there is to see.
+    """
+    seen: set[CodeType] = set()
+    own = type(module).__mro__  # some methods of these are called, and found by their names
+    children = dict(module.named_children())
+    waiting = [*_functions_of(type(module).training_step)]
+    while waiting:
+        function = waiting.pop()
+        codes = [function.__code__]
+        for code in codes:
+            if code in seen:
+                continue
+            seen.add(code)
+            for read in dis.get_instructions(code):
+                if read.opname == "LOAD_ATTR" and read.argrepr == "grad":  # not the method of `torch.autograd`
+                    return function.__qualname__
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            for name in code.co_names:
+                waiting += _functions_of(inspect.getattr_static(module, name, None))
+                waiting += _functions_of(children.get(name))
+                found = function.__globals__.get(name)
+                inside = [vars(found).get(other) for other in code.co_names] if isinstance(found, ModuleType) else ()
+                for value in (found, *inside):
+                    waiting += () if any(value is kind for kind in own) else _functions_of(value)
+    return None
+
+
+def _functions_of(value: Any) -> Iterator[FunctionType]:
+    """A function, or those of a class or of an object's class, unless they are torch's, Lightning's or ours."""
+    if isinstance(value, FunctionType | staticmethod | classmethod):
+        members = [value]
+    else:
+        kinds = (value if isinstance(value, type) else type(value)).__mro__
+        members = [member for kind in kinds for member in vars(kind).values()]
+    for member in members:
+        function = inspect.unwrap(member) if isinstance(member, FunctionType) else getattr(member, "__func__", None)
+        if isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in _OTHERS:
+            yield function

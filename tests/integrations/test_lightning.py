@@ -321,6 +321,79 @@ def test_fgm(manual, caplog):
     assert manual or found.getMessage().startswith("accumkernels: AdversarialHook.on_after_backward() finds")
 
 
+def attack(model):
+    """FGM that passes by a gradient of None."""
+    for p in model.parameters():
+        (lambda p: None if p.grad is None else p.data.add_(p.grad))(p)
+
+
+class Attack:
+    """The same in a class."""
+
+    def run(self, model):
+        attack(model)
+
+
+class Passing(Manual):
+    """Manual optimization; what is derived may look at `.grad` after a backward."""
+
+    def __init__(self):
+        super().__init__(usual=False)
+        self.attack = type("Derived", (Attack,), {})()
+
+    def training_step(self, data, index):
+        self.manual_backward(Regression.training_step(self, data, index))
+        self.optimizers().step()
+
+
+class InFunction(Passing):
+    """In a function of the file."""
+
+    def training_step(self, data, index):
+        super().training_step(data, index)
+        attack(self.net)
+
+
+class InMember(Passing):
+    """In the base of an attribute's class, and what that calls."""
+
+    def training_step(self, data, index):
+        super().training_step(data, index)
+        self.attack.run(self.net)
+
+
+class InMethod(Passing):
+    """In a method of its own."""
+
+    def training_step(self, data, index):
+        super().training_step(data, index)
+        self.norm()
+
+    def norm(self):
+        return sum(p.grad.norm() for p in self.parameters() if p.grad is not None)
+
+
+class Penalty(Passing):
+    """Asks torch for a gradient, not a tensor."""
+
+    def training_step(self, data, index):
+        super().training_step(data, index)
+        x = data[0].requires_grad_()
+        torch.autograd.grad(self.net(x).sum(), x)
+
+
+@pytest.mark.parametrize("kind", [InFunction, InMember, InMethod, Penalty, Passing])
+def test_code_that_skips_missing_gradients(kind, caplog):
+    """It runs, and says nothing: where it would find none is said once, at the start, naming the function."""
+    fit(kind(), 2 * SIZE, FusedAccumulation(release="microbatch"), steps=1)
+    assert caplog.records == []
+    fit(kind(), 2 * SIZE, FusedAccumulation(), steps=1)
+    names = {InFunction: "attack", InMember: "attack", InMethod: "InMethod.norm"}
+    assert [r.getMessage().partition(" finds")[0] for r in caplog.records] == [
+        f"accumkernels: {names[k]}(), which reads .grad," for k in (kind,) if k in names
+    ]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_textual_inversion(precision):
     """Gradients edited after each backward, in any precision; `.grad` is gone when the batch has ended."""
