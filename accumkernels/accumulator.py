@@ -513,9 +513,10 @@ class FusedAccumulator:
                 no dimension, or one row or item) goes into every micro-batch. With `collate`, a list of samples.
             loss_fn: Called with a part of the batch, which is the place to move it to the device; returns its mean
                 loss, `(loss, weight)`, or `(loss, weight, extra)`: see `weight` (None: as if not returned) and `extras`
-                of the report. If neither says what a part of a list with `collate` weighs, the first split of each kind
-                of samples finds out whether the loss is a mean over samples: `loss_fn` is called on a few
-                samples, in eval mode, without gradients, and random state and buffers are kept.
+                of the report. If neither says what a part weighs, the first split of each kind of samples, of a list
+                with `collate` or of rows with unequal numbers of labels (not -100) or of ones in a mask, finds out
+                whether the loss is a mean over samples: `loss_fn` is called on a few samples, in eval mode, without
+                gradients, and random state and buffers are kept.
             micro_batch: The most samples of a micro-batch. "auto" (default): as many as have shown to fit, beginning
                 with the whole batch. Sizes grow again when measured peaks of memory say that they fit.
             cost: What a sample takes of the memory: a function of one sample, or one number per sample, in any unit,
@@ -536,7 +537,7 @@ class FusedAccumulator:
 
         Raises:
             TypeError, ValueError: An argument is wrong, tensors or lists of the batch differ in their number of
-                samples, or the loss of a list is no mean over samples and comes without a weight.
+                samples, or the loss is found to be no mean over samples and comes without a weight.
             torch.OutOfMemoryError: `memory_limit` is below what is alive, or one sample does not fit; the message has
                 the bytes and the cost, and says so if the try broke the window, which `zero_()` then drops.
             RuntimeError: As `accumulate`; or memory ran out where it had not before, after gradients had been added,

@@ -257,9 +257,7 @@ class Engine:
         packer = Packer(costs, padded=samples.padded, most=split.most, multiple_of=split.multiple_of)
         budget = math.inf if split.budget is None and split.most is not None else split.budget
         before = self.window.loss.sums()
-        unweighted = None
-        if split.collate is not None and agree is None:
-            unweighted = functools.partial(self.sample_mean.check, loss_fn, samples, costs)
+        unweighted = None if agree else functools.partial(self.sample_mean.check, loss_fn, samples, costs)
         parts = _Parts(self, call, unweighted, agree, divided_by, is_last, inspect_loss)
         ran = self.batches.run(samples, packer, budget, parts, self.drawing(batch))
         if self.options.overflow == "microbatch":

@@ -91,6 +91,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 # ---- A batch as samples: counts them, asks what each costs, and takes some of them as a micro-batch
 
+_IGNORED = -100  # torch's `ignore_index` of losses that average
 Cost = Callable[[Any], float] | Iterable[float] | Tensor | None
 
 
@@ -111,6 +112,9 @@ class Samples(Protocol):
 
     def default_costs(self) -> list[float]:
         """What each sample costs if nobody says."""
+
+    def items(self) -> list[float] | None:
+        """How many items of each sample a loss may average; None: as many as it costs."""
 
     def part(self, indices: Sequence[int]) -> Any:
         """Some samples as a micro-batch."""
@@ -178,6 +182,23 @@ class TreeSamples:
         """See `Samples`."""
         return [1.0] * len(self)
 
+    def items(self) -> list[float] | None:
+        """See `Samples`: in each row, the labels that are not -100, or what a mask of zeros and ones keeps.
+
+        The first tensor whose rows differ tells; all rows count 1 where none does.
+        """
+        for _, leaf in tree_leaves(self._batch, is_leaf=self._is_list):
+            if not isinstance(leaf, Tensor) or leaf.dim() < 2 or len(leaf) != self._count or leaf.is_floating_point():
+                continue
+            kept = leaf.flatten(1) != _IGNORED
+            if bool(kept.all()):  # no labels
+                is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
+                kept = leaf.flatten(1) != 0 if is_mask else kept
+            counts: list[float] = kept.sum(1).tolist()
+            if len(set(counts)) > 1:
+                return counts
+        return [1.0] * len(self)
+
     def part(self, indices: Sequence[int]) -> Any:
         """See `Samples`; views, if they are in a row. Containers are new: a loss may take its labels out of them."""
         start, stop = indices[0], indices[-1] + 1
@@ -228,6 +249,10 @@ class ListSamples:
     def default_costs(self) -> list[float]:
         """See `Samples`: the length of a sample, or of the first value of a mapping that has one."""
         return [_length(sample) for sample in self._batch]
+
+    def items(self) -> list[float] | None:
+        """See `Samples`."""
+        return None
 
     def part(self, indices: Sequence[int]) -> Any:
         """See `Samples`; dicts are copied, since `collate` may take labels out of them."""

@@ -1,4 +1,4 @@
-"""A list of samples whose loss is no mean over samples and has no weight is an error, at its first split."""
+"""A batch whose loss is no mean over samples and has no weight is an error, at its first split."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_random_numbers_are_kept():
 
 
 def test_asks_once_for_each_kind():
-    """Of samples, and of losses; not where nothing is split, a weight is given or samples are a tree of tensors."""
+    """Of samples, and of losses; not where nothing is split, or a weight is given."""
     model, calls = Text(0.0), []
     acc = ak.FusedAccumulator(model)
 
@@ -212,12 +212,64 @@ def test_asks_once_for_each_kind():
     lists = [text.tolist() for text in texts()]
     assert asked(texts(), first, budget=10**6) == 0
     assert asked(texts(), first, budget=80, weight=lambda part: len(part["ids"])) == 0
+    assert asked(padded(texts()), first, collate=None, micro_batch=2) == 4
     assert asked(padded(texts()), first, collate=None, micro_batch=2) == 0
     assert asked(texts(), first, budget=80) == 4
     assert asked(texts(), functools.partial(first), budget=80) == 0
     assert asked(texts(), second, budget=80) == 4
     assert asked(lists, second, collate=lambda s: padded(list(map(torch.tensor, s))), budget=80) == 4
     assert asked(lists[::-1], second, collate=lambda s: padded(list(map(torch.tensor, s))), budget=80) == 0
+
+
+def marked(labels, **masks):
+    """A batch that is padded already, from the labels that count."""
+    ids = torch.arange(labels.numel()).reshape(labels.shape) % WORDS
+    return {"ids": ids, "labels": torch.where(labels, ids, -100), **masks}
+
+
+REAL = torch.arange(10) < torch.tensor([10, 9, 9, 2, 3, 10])[:, None]
+TREES = {
+    "labels of -100": marked(REAL),
+    "a mask of zeros and ones": {"ids": marked(REAL)["ids"], "mask": REAL.long()},
+    "a mask of truths": {"ids": marked(REAL)["ids"], "mask": REAL},
+    "in a part all alike": marked(torch.cat([torch.ones(4, 10, dtype=torch.bool), REAL])),
+}
+
+
+@pytest.mark.parametrize("batch", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("right", [True, False])
+def test_trees(batch, right):
+    """Rows that are padded already: a mean over tokens is refused, one over samples is right."""
+    model = Text(0.0)
+    acc = ak.FusedAccumulator(model)
+
+    def loss(part, model=model):
+        labels = part["labels"] if "labels" in part else torch.where(part["mask"].bool(), part["ids"], -100)
+        return (samples_mean if right else tokens)(model, {"ids": part["ids"], "labels": labels})
+
+    if not right:
+        with pytest.raises(ValueError, match="the loss is not a mean over samples"):
+            acc.backward_batch(batch, loss, micro_batch=2)
+        assert acc.micro_batches == 0
+        return
+    acc.backward_batch(batch, loss, micro_batch=2)
+    acc.finalize()
+    grads = [g for g in truth(model, lambda twin: loss(batch, twin))[1] if g is not None]
+    assert relative_error([g for g in grads_of(acc) if g is not None], grads) < SINGLE
+
+
+@pytest.mark.parametrize("count", [10, 4])
+def test_trees_of_rows_that_weigh_alike(count):
+    """Nothing is asked of rows without a mark, or with as many labels each, whatever mean the loss is."""
+    model, calls = Text(0.0), []
+    acc = ak.FusedAccumulator(model)
+
+    def loss(part):
+        calls.append(1)
+        return tokens(model, part)
+
+    report = acc.backward_batch(marked(torch.arange(10).expand(6, 10) < count), loss, micro_batch=2)
+    assert len(calls) == len(report.sizes) == 3
 
 
 def test_cuts_what_is_collated():
