@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import pickle
@@ -48,6 +49,7 @@ def _start(_: int, size: int, port: int, folder: str, scenarios: Sequence[Scenar
     torch.set_num_threads(1)
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # trainers and torch collect often, and need not look at all modules each time
     mp.start_processes(_rank, (size, port, folder, scenarios), nprocs=size, start_method="fork")
 
 
