@@ -1,5 +1,6 @@
 """What must happen before any test module is imported."""
 
+import gc
 import os
 import signal
 import sysconfig
@@ -86,6 +87,17 @@ def pytest_collection_modifyitems(config, items):
     # Files that start processes have few tests and take long: workers that get them last would leave the other idle.
     starting = {item.path for item in items if item.get_closest_marker("starts")}
     items.sort(key=lambda item: item.path not in starting)
+
+
+def pytest_collection_finish():
+    """Trainers, and errors of memory, have garbage collected, which would look at all of torch and of transformers."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    """What is left is collected when the process ends; libraries report it as leaked otherwise."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,7 +22,7 @@ from tests.splitting.test_samples import Encoding, Pair
 from tests.support.models import batch, grads_of, mlp, relative_error
 from tests.support.splitting import ERRORS, Planted, room, truth
 
-pytestmark = pytest.mark.usefixtures("one_thread", "little_to_collect")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = 1e-12  # of float64
 SINGLE = 2e-6  # of float32, in which sums are

@@ -17,7 +17,7 @@ from accumkernels.splitting.packing import BARRED, Learned
 from tests.support.models import batch, grads_of, mlp, relative_error
 from tests.support.splitting import Lengths, room, truth
 
-pytestmark = pytest.mark.usefixtures("one_thread", "little_to_collect")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- the rules

@@ -12,7 +12,7 @@ from accumkernels.splitting.memory import CountedMemory, LiveBytes
 from tests.support.models import batch, grads_of, relative_error
 from tests.support.splitting import room, truth
 
-pytestmark = pytest.mark.usefixtures("one_thread", "little_to_collect")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SINGLE = 2e-6  # of float32, in which sums are
 PARAMETERS = 4 * (5 * 800 + 800 + 800 * 3 + 3)  # bytes; as many are gradients and sums, and twice as many AdamW's state

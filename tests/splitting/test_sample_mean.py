@@ -15,7 +15,7 @@ import accumkernels as ak
 from tests.support.models import grads_of, relative_error
 from tests.support.splitting import truth
 
-pytestmark = pytest.mark.usefixtures("one_thread", "little_to_collect")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SINGLE = 2e-6  # of float32, in which sums are
 WORDS = 32
