@@ -12,7 +12,7 @@ import contextlib
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -44,6 +44,7 @@ _READERS = (
     "optimizer_step",
 )
 _OTHERS = ("torch", "lightning", "pytorch_lightning", "accumkernels")  # whose code skips no gradient of the user's
+_CALLED = {"__init__", "__call__", "forward"}  # where an object's name is all that code says
 _COMMUNICATE = ("reduce", "all_gather")  # methods of strategies that training_step may call
 
 
@@ -542,39 +543,40 @@ def _reader_of_grad(module: pl.LightningModule) -> str | None:
 
     Code that skips a `.grad` of None says nothing when it runs, so its names are all there is to see.
     """
-    seen: set[CodeType] = set()
-    own = type(module).__mro__  # some methods of these are called, and found by their names
+    seen: set[FunctionType] = set()
     children = dict(module.named_children())
-    waiting = [*_functions_of(type(module).training_step)]
+    waiting = [*_functions_of(module, {"training_step"})]
     while waiting:
         function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
         codes = [function.__code__]
         for code in codes:
-            if code in seen:
-                continue
-            seen.add(code)
-            for read in dis.get_instructions(code):
-                if read.opname == "LOAD_ATTR" and read.argrepr == "grad":  # not the method of `torch.autograd`
-                    return function.__qualname__
+            instructions = [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_")]
+            if any(i.argrepr == "grad" and i.opname == "LOAD_ATTR" for i in instructions):  # not torch.autograd's
+                return function.__qualname__
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-            for name in code.co_names:
-                waiting += _functions_of(inspect.getattr_static(module, name, None))
-                waiting += _functions_of(children.get(name))
-                found = function.__globals__.get(name)
-                inside = [vars(found).get(other) for other in code.co_names] if isinstance(found, ModuleType) else ()
-                for value in (found, *inside):
-                    waiting += () if any(value is kind for kind in own) else _functions_of(value)
+            attributes = {i.argval for i in instructions if "ATTR" in i.opname or "METHOD" in i.opname} - {"__init__"}
+            found = [function.__globals__.get(i.argval) for i in instructions if i.opname == "LOAD_GLOBAL"]
+            found += [vars(value).get(name) for value in found if isinstance(value, ModuleType) for name in attributes]
+            found += [vars(module).get(name, children.get(name)) for name in attributes]
+            waiting += _functions_of(module, attributes)
+            for value in found:
+                if all(value is not kind for kind in type(module).__mro__):  # whose methods are found already
+                    waiting += _functions_of(value, attributes | _CALLED)
     return None
 
 
-def _functions_of(value: Any) -> Iterator[FunctionType]:
-    """A function, or those of a class or of an object's class, unless they are torch's, Lightning's or ours."""
-    if isinstance(value, FunctionType | staticmethod | classmethod):
-        members = [value]
-    else:
+def _functions_of(value: Any, names: Set[str]) -> Iterator[FunctionType]:
+    """A function, or those of a class or object that have one of these names; none of torch's, Lightning's or ours."""
+    members = [value]
+    if not isinstance(value, FunctionType):
         kinds = (value if isinstance(value, type) else type(value)).__mro__
-        members = [member for kind in kinds for member in vars(kind).values()]
+        members = [vars(kind)[name] for kind in kinds for name in names if name in vars(kind)]
     for member in members:
-        function = inspect.unwrap(member) if isinstance(member, FunctionType) else getattr(member, "__func__", None)
-        if isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in _OTHERS:
-            yield function
+        function = getattr(member, "__func__", None) if isinstance(member, staticmethod | classmethod) else member
+        if isinstance(function, FunctionType):
+            function = inspect.unwrap(function)
+            if str(function.__module__).partition(".")[0] not in _OTHERS:
+                yield function
