@@ -23,7 +23,7 @@ from .ranks.base import backward_may_cross_ranks
 from .ranks.pipeline import refuse_late_stages
 from .splitting.batches import Cost
 from .splitting.run import BatchReport
-from .window.checkpoint import check, load, save, saved_by_dcp, share
+from .window.checkpoint import saved_by_dcp
 from .window.coupled import CoupledLoss
 from .window.end import read_parts, select
 from .window.noise_scale import NoiseScale
@@ -273,8 +273,8 @@ class FusedAccumulator:
 
         With DTensors, ranks agree when the window ends; until then it is this rank's own value.
         """
-        if self.engine.window.verdict is not None:
-            return self.engine.window.verdict.found_inf.clone()
+        if self.engine.window.outcome is not None:
+            return self.engine.window.outcome.verdict.found_inf.clone()
         if not self._ranks.sender.begun:
             self.engine.flush()
             self._store.check_sums(self.micro_batches, self.engine.options.overflow is not None)
@@ -395,7 +395,7 @@ class FusedAccumulator:
             if engine.misuse.items is not None:
                 engine.misuse.note_items(loss, sys._getframe(2))  # above `opaque`
         else:  # a wrong one is an error before backward runs
-            weight = as_scalar(weight, "weight", self._store.compute_devices[0])
+            weight = as_scalar(weight, "weight", self._store.layout.devices[0])
         engine.backward(loss, engine.micro_batch(weight, last=last), **kwargs)
 
     @opaque
@@ -422,7 +422,7 @@ class FusedAccumulator:
             self._looked_for_stages = True
             refuse_late_stages(self._store.named, self._ranks)
         last = self._check_last(last)
-        scalar = as_scalar(weight, "weight", self._store.compute_devices[0])
+        scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
         if loss is not None and expect(loss, Tensor, "loss", "a tensor").numel() != 1:
             raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}")
         given = isinstance(scalar, Tensor) or scalar != 1
@@ -478,7 +478,7 @@ class FusedAccumulator:
         self.engine.check_accumulating("backward_coupled()")
         last = self._check_last(last)
         check_independent(self.engine.module, "backward_coupled()")
-        scalar = as_scalar(weight, "weight", self._store.compute_devices[0])
+        scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
         coupled = CoupledLoss(chunks, encode, loss_fn)
         return self.engine.backward_coupled(
             coupled, self.engine.micro_batch(scalar, last=last), self.engine.misuse.inspect_loss
@@ -744,7 +744,7 @@ class FusedAccumulator:
             TypeError, ValueError: `max_norm` or `norm_type` is invalid.
             RuntimeError: `finalize` was not called before; or the norm is not finite, with `error_if_nonfinite`.
         """
-        limit = as_scalar(max_norm, "max_norm", self._store.device, allow_inf=True)
+        limit = as_scalar(max_norm, "max_norm", self._store.layout.device, allow_inf=True)
         try:
             order = float(norm_type)
         except (TypeError, ValueError):
@@ -846,15 +846,15 @@ class FusedAccumulator:
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
             )
-        if self.engine.window.unsynced:
+        if unsynced := self.engine.window.unsynced:
             _log.warning(
                 "zero_(): FSDP2 still keeps the gradients of %d micro-batches (set_requires_gradient_sync(False)) and "
                 "will add them to those of its next reduction",
-                self.engine.window.unsynced,
+                unsynced.number,
             )
         if self.engine.window.phase is Phase.FINALIZED and not self.engine.window.clipped:
             self.engine.window.note_clipping()  # said once
-            self._ranks.end_without_clipping(self._store.device)
+            self._ranks.end_without_clipping(self._store.layout.device)
         if self.engine.window.phase is Phase.FINALIZED:
             self._in_last = None
         self.engine.drop()
@@ -898,8 +898,8 @@ class FusedAccumulator:
                 "state_dict() with gradients of a backward that was not counted "
                 f"(release={self.engine.options.resolved_release!r}): call acc.accumulate() before, or acc.zero_()"
             )
-        if self.engine.window.unsynced:
-            self._refuse_unsynced("state_dict()")
+        if unsynced := self.engine.window.unsynced:
+            self._refuse_unsynced("state_dict()", unsynced.number)
         if reduced:
             self.engine.make_room()  # as another rank may have
         elif (
@@ -913,18 +913,7 @@ class FusedAccumulator:
                 "it keeps one rank's values, and each rank has sums of its own. Save a state of all ranks, "
                 '{"acc": acc.state_dict(reduced=True)}, or save between windows (AK26)'
             )
-        self.engine.flush()
-        self._store.check_sums(self.micro_batches, self.engine.options.overflow is not None)
-        self.engine.patience.silence()
-        saved = save(self._store, self._ranks, self.engine.window, self.engine.runner.serial, reduced=reduced)
-        joined = saved["sums"].values() if reduced and self._ranks.reduces_sums else None
-        saved |= {
-            **self.engine.ending.state_dict(),
-            "noise_scale": self.engine.noise.state_dict(self._store.device, joined),
-        }
-        if self.engine.batches.learned.batches and not (self._store.sharded or (reduced and self._ranks.reduces_sums)):
-            saved["batches"] = self.engine.batches.learned.state()
-        return saved
+        return self.engine.state_dict(reduced)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -941,23 +930,11 @@ class FusedAccumulator:
                 shape. Nothing is changed then.
         """
         expect(state_dict, Mapping, "state_dict", "a dict")
-        self._store.check_drift()
-        self.engine.make_room()
-        state = share(self._ranks, check(self._store, self._ranks, state_dict))
+        state = self.engine.checked(state_dict)
         self.engine.window.note_clipping()  # or other ranks would have to load now, too
         self.zero_()
-        self.engine.runner.prepare_window()
-        load(self._store, state)
-        self.engine.window.load_state_dict(state["window"])
-        self.engine.go_on_from(self.engine.window.number)
-        self.engine.patience.silence()  # the run that saved it is over, too, and may have ended windows
+        self.engine.load_state_dict(state)
         self._iterated = False
-        self.engine.runner.resume(state["serial"])
-        self.engine.ending.load_state_dict(state)
-        self.engine.window.loss.resume(state["loss"])
-        self.engine.noise.load_state_dict(state["noise_scale"], self._store.device)
-        if "batches" in state:
-            self.engine.batches.learned.load(state["batches"])
 
     def remove(self) -> None:
         """Release the parameters, so that another accumulator may take them. Leaving `with` does this too."""
@@ -990,8 +967,8 @@ class FusedAccumulator:
         self.engine.flush()
         if self.engine.silence is not None:
             self.engine.silence.check_end(caller)
-        if self.engine.window.unsynced:
-            self._refuse_unsynced(caller)
+        if unsynced := self.engine.window.unsynced:
+            self._refuse_unsynced(caller, unsynced.number)
         nothing = isinstance(ignore, tuple) and not ignore
         self.engine.ending.steps.check(
             caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store)
@@ -1003,9 +980,9 @@ class FusedAccumulator:
             )
         self.engine.misuse.inspect_end(caller, divisor)
 
-    def _refuse_unsynced(self, caller: str) -> None:
+    def _refuse_unsynced(self, caller: str, number: int) -> NoReturn:
         raise RuntimeError(
-            f"{caller}: the last {self.engine.window.unsynced} micro-batches left no gradient, FSDP2 keeps them: call "
+            f"{caller}: the last {number} micro-batches left no gradient, FSDP2 keeps them: call "
             "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
         )
 

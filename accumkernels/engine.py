@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .splitting.memory import memory_of
 from .splitting.packing import Packer
 from .splitting.run import BatchReport, BatchRunner, LossAndWeight, adding_nothing
 from .splitting.sample_mean import SampleMean
+from .window.checkpoint import check, load, save, share
 from .window.coupled import CoupledLoss
 from .window.end import End, Part
 from .window.grad_scaler import LossScaler
@@ -113,7 +114,7 @@ class Engine:
         self.ending = End(self.store, self.ranks, self.scaler, options.overflow, self.noise)
         self.misuse = MisuseDetector(self.store, self.ranks, self.scaler, self.runner.is_uncounted, self.runner.flush)
         self.patience = Patience(self)
-        self.batches = BatchRunner(memory_of(self.store.compute_devices[0], options.memory_limit))
+        self.batches = BatchRunner(memory_of(self.store.layout.devices[0], options.memory_limit))
         self.sample_mean = SampleMean()
         self.ended = 0
         self._open()
@@ -168,7 +169,7 @@ class Engine:
     # ---- open
 
     def _open(self) -> None:
-        self.window = Window(self.ended, WindowLoss(self.store.compute_devices[0]))
+        self.window = Window(self.ended, WindowLoss(self.store.layout.devices[0]))
         if self.noise.on or self.noise.measuring:
             self.noise.open_window()
         if self.ranks.reduces_sums:
@@ -249,7 +250,7 @@ class Engine:
         """
         self.check_accumulating("backward_batch()")
         agree = self._agreement(split.is_automatic, splits_together)
-        device = self.store.compute_devices[0]
+        device = self.store.layout.devices[0]
         check = functools.partial(as_scalar, name="weight", device=device)
         call = LossAndWeight(loss_fn, split.weight, check, agree is not None)
         samples = samples_of(batch, split.collate)
@@ -289,7 +290,7 @@ class Engine:
                 "accumkernels.memory_report of the model before fully_shard says how many samples fit"
             )
 
-        return functools.partial(self.ranks.largest, device=self.store.device)
+        return functools.partial(self.ranks.largest, device=self.store.layout.device)
 
     def discard(self) -> None:
         """Drop the gradients of the current micro-batch; this breaks the window if some were added."""
@@ -327,7 +328,7 @@ class Engine:
         """
         window, ending = self.window, self.ending
         if window.micro_batches == 0 and not self.ranks.ends_together:
-            norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self.store.device))
+            norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self.store.layout.device))
             ending.skip_empty()
             self.ended = window.number + 1
         else:
@@ -368,8 +369,8 @@ class Engine:
             self.runner.offload.open_window()
         self.store.drop_grads()
         self.store.open_window()
-        if window.idle:
-            self.give_back(window.idle)
+        if window.outcome is not None and window.outcome.idle:
+            self.give_back(window.outcome.idle)
             self.store.allocate()
         self._open()
 
@@ -392,6 +393,44 @@ class Engine:
         if self.silence is not None:
             self.silence.remove()
         self.store.release_claim()
+
+    # ---- checkpoints
+
+    def state_dict(self, reduced: bool) -> dict[str, Any]:
+        """See `FusedAccumulator.state_dict`, which has checked that the window can be saved."""
+        self.flush()
+        self.store.check_sums(self.window.micro_batches, self.options.overflow is not None)
+        self.patience.silence()
+        saved = save(self.store, self.ranks, self.window, self.runner.serial, reduced=reduced)
+        reduced = reduced and self.ranks.reduces_sums
+        joined = saved["sums"].values() if reduced else None
+        saved |= {
+            **self.ending.state_dict(),
+            "noise_scale": self.noise.state_dict(self.store.layout.device, joined),
+        }
+        if self.batches.learned.batches and not (self.store.sharded or reduced):
+            saved["batches"] = self.batches.learned.state()
+        return saved
+
+    def checked(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state that fits, as it is to be loaded; see `FusedAccumulator.load_state_dict`."""
+        self.store.check_drift()
+        self.make_room()
+        return share(self.ranks, check(self.store, self.ranks, state_dict))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checked state, in an empty window."""
+        self.runner.prepare_window()
+        load(self.store, state)
+        self.window.load_state_dict(state["window"])
+        self.go_on_from(self.window.number)
+        self.patience.silence()  # the run that saved it is over, too, and may have ended windows
+        self.runner.resume(state["serial"])
+        self.ending.load_state_dict(state)
+        self.window.loss.resume(state["loss"])
+        self.noise.load_state_dict(state["noise_scale"], self.store.layout.device)
+        if "batches" in state:
+            self.batches.learned.load(state["batches"])
 
 
 class _Parts:
@@ -440,7 +479,7 @@ class _Parts:
         return True, tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found.extra)
 
     def _add(self, loss: Tensor, weight: float, last: bool) -> None:
-        engine, kind = self._engine, self._engine.store.compute_devices[0].type
+        engine, kind = self._engine, self._engine.store.layout.devices[0].type
         self._see_loss(loss)
         micro_batch = engine.micro_batch(weight, last=last and self._is_last(), divided_by=self._divided_by)
         with contextlib.ExitStack() as stack:

@@ -320,12 +320,12 @@ def test_no_reference_cycles_with_the_scaler():
     try:
         acc.backward(mse_loss(model(x), y))
         acc.finalize(optimizer)
-        judged = weakref.ref(acc.engine.window.verdict.exact)
+        judged = weakref.ref(acc.engine.window.outcome.verdict.exact)
         scaler.step(optimizer)
         scaler.update()
         acc.zero_()
         acc.engine.ending._skipped = False
-        acc.engine.ending.metrics._judged = None
+        acc.engine.ending.metrics._last = None
         assert judged() is None
     finally:
         gc.enable()

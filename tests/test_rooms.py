@@ -160,7 +160,7 @@ def test_private_names_of_own_classes_and_of_torch_are_no_fault(plant):
 WRITTEN = [  # module, what is added to it, whose attribute is assigned
     ("window/end.py", "def f(window):\n    window.phase = None", "phase", "window/state.py"),
     ("window/misuse.py", "def f(it):\n    it._window.found_nothing += 1", "found_nothing", "window/state.py"),
-    ("window/loss.py", "def f(end):\n    end.store.device = None", "device", "buffers/flat.py"),
+    ("window/loss.py", "def f(end):\n    end.store.layout.device = None", "device", "buffers/flat.py"),
     ("window/verdict.py", "def f(buffer):\n    buffer.touched[0] = 1", "touched", "buffers/flat.py"),
     ("ranks/group.py", "def f(store):\n    del store.masters", "masters", "buffers/store.py"),
     ("accumulator.py", "def f(runner):\n    runner.serial, _ = 0, 1", "serial", "window/micro_batch.py"),

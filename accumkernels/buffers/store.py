@@ -80,24 +80,41 @@ class _AsBuilt:
         return same
 
 
+class Layout(NamedTuple):
+    """What follows from the buffers of a store: what is planned for one layout may not fit the next.
+
+    Attributes:
+        places: Where gradients are summed, by id of the parameter and of its master.
+        device: The first that has sums, where weights are counted and results are returned.
+        devices: Those that forward and backward run on. The first has losses, and weights until they are added.
+        queues: The devices of parameters whose work is queued on streams.
+        rounds: Whether any `.grad` has a narrower dtype than its sum.
+        result_dtype: The dtype of norms: fp32, or fp64 if any parameter is fp64.
+        as_built: What parameters were; None if one is a DTensor.
+    """
+
+    places: dict[int, tuple[FlatBuffer, Segment]]
+    device: torch.device
+    devices: list[torch.device]
+    queues: tuple[torch.device, ...]
+    rounds: bool
+    result_dtype: torch.dtype
+    as_built: _AsBuilt | None
+
+
 class Store:
     """Flat buffers and device states: of parameters that are trainable, and of frozen ones that gave nothing back yet.
 
     Attributes:
         named: All parameters, in the order given, frozen ones too.
         buffers: The flat buffers; always the same list.
-        layout: How often they were laid out: what is planned for one layout may not fit the next.
+        layout: What follows from them.
         masters: fp32 masters of 16-bit parameters (with slots, of all on devices), or None.
         slots: Where gradients and weights pass through host memory, if that has the sums; None: sums are on the devices
             of their parameters.
         states: For each device, the fp64 state tensor that the kernels update (`ops.schema.State`).
-        queues: The devices of parameters whose work is queued on streams.
         has_claim: Whether the parameters belong to this store, until `release_claim`.
         sharded: Whether any parameter is a DTensor, of which a rank accumulates its local shard.
-        rounds: Whether any `.grad` has a narrower dtype than its sum.
-        device: The first device that has sums, where weights are counted and results are returned.
-        compute_devices: Those that forward and backward run on. The first has losses, and weights until they are added.
-        result_dtype: The dtype of norms: fp32, or fp64 if any parameter is fp64.
     """
 
     def __init__(
@@ -106,23 +123,19 @@ class Store:
         self.named = named
         self.slots = slots
         self.buffers: list[FlatBuffer] = []
-        self.layout = 0
         self.states: dict[torch.device, Tensor] = {}
-        self.queues: tuple[torch.device, ...] = ()
         self.sharded = any(is_dtensor(entry.param) for entry in named)
-        self.rounds = False
-        self.compute_devices = sorted(devices_of(named), key=_is_cpu) if slots is not None else devices_of(named)
         self._sums_on = None if slots is None else torch.device("cpu")
-        self.device = self._sums_on or self.compute_devices[0]
         self.has_claim = False
-        self.result_dtype = torch.float32
         self._backend = backend
         self._ids = {id(entry.param) for entry in named}
-        self._places: dict[int, tuple[FlatBuffer, Segment]] = {}
-        self._as_built: _AsBuilt | None = None
-        ops.select(backend, self.device)  # a wrong backend is an error at once, also with all frozen
+        self.masters: Masters | None = None
+        devices = devices_of(named) if slots is None else sorted(devices_of(named), key=_is_cpu)
+        self.layout = Layout({}, self._sums_on or devices[0], devices, (), False, torch.float32, None)
+        ops.select(backend, self.layout.device)  # a wrong backend is an error at once, also with all frozen
         self._claim()
-        self.masters = Masters(named, slots) if master_weights or slots is not None else None
+        if master_weights or slots is not None:
+            self.masters = Masters(named, slots)
         self.grow(self.unplaced())
 
     def _claim(self) -> None:
@@ -138,7 +151,7 @@ class Store:
 
     def claims(self, param: Tensor) -> bool:
         """Whether the parameter, or the master, belongs to this store."""
-        return id(param) in self._ids or id(param) in self._places
+        return id(param) in self._ids or id(param) in self.layout.places
 
     def release_claim(self) -> None:
         """Let another accumulator take the parameters."""
@@ -167,11 +180,11 @@ class Store:
 
     def place(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
         """Where the gradient of a parameter or master is summed; None if it is frozen, or not ours."""
-        return self._places.get(id(param))
+        return self.layout.places.get(id(param))
 
     def unplaced(self) -> list[NamedParameter]:
         """Parameters that require a gradient and have no segment: those that were unfrozen since the last `grow`."""
-        return [e for e in self.named if e.param.requires_grad and id(e.param) not in self._places]
+        return [e for e in self.named if e.param.requires_grad and id(e.param) not in self.layout.places]
 
     def grow(self, fresh: list[NamedParameter]) -> list[FlatBuffer]:
         """Lay out parameters in new buffers, and return these.
@@ -198,7 +211,7 @@ class Store:
         self.buffers += buffers
         for buffer in buffers:
             _log.debug("%s", buffer)
-        self._see_layout()
+        self.layout = self._lay_out()
         return buffers
 
     def idle(self, touched: bytes, least: float = 0.5) -> bytes:
@@ -223,7 +236,7 @@ class Store:
         freed = sum(size for size, is_idle in zip(sizes, idle, strict=True) if is_idle)
         # The first device counts weights, and needs a buffer for that while others have one.
         left = [buffer.device for buffer, gone in self._by_buffer(idle) if 0 in gone]
-        if 1 not in idle or freed < least * sum(sizes) or (left and left[0] != self.device):
+        if 1 not in idle or freed < least * sum(sizes) or (left and left[0] != self.layout.device):
             return b""
         return idle
 
@@ -246,7 +259,7 @@ class Store:
                 with torch.inference_mode(False), torch.no_grad():
                     buffers.append(buffer.without(gone))
         self.buffers[:] = buffers
-        self._see_layout()
+        self.layout = self._lay_out()
         _log.debug("frozen parameters gave back %d segments: %s", sum(map(bool, idle)), self)
 
     def _by_buffer(self, values: Sequence[int]) -> Iterator[tuple[FlatBuffer, Sequence[int]]]:
@@ -257,23 +270,25 @@ class Store:
             yield buffer, values[start:end]
             start = end
 
-    def _see_layout(self) -> None:
-        """Take note of what follows from the buffers."""
-        self.layout += 1
-        self._places.clear()
+    def _lay_out(self) -> Layout:
+        """Find what follows from the buffers; devices stay as they were if there are none."""
+        places: dict[int, tuple[FlatBuffer, Segment]] = {}
         for buffer in self.buffers:
             for segment in buffer.segments:
-                self._places[id(segment.param)] = self._places[id(self.target(segment.param))] = (buffer, segment)
-        if self.buffers:
-            self.device = self.buffers[0].device
-            found = dict.fromkeys(buffer.grad_device for buffer in self.buffers)
-            self.compute_devices = sorted(found, key=_is_cpu) if self.slots is not None else list(found)
-        self.queues = tuple(dict.fromkeys(buffer.grad_device for buffer in self.buffers if buffer.queues))
-        wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
-        self.result_dtype = torch.float64 if wide else torch.float32
-        self.rounds = self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments)
+                places[id(segment.param)] = places[id(self.target(segment.param))] = (buffer, segment)
+        found = list(dict.fromkeys(buffer.grad_device for buffer in self.buffers)) or self.layout.devices
+        segments = [segment for buffer in self.buffers for segment in buffer.segments]
         sharded = any(buffer.sharded for buffer in self.buffers)
-        self._as_built = None if sharded else _AsBuilt(self.named, [s for b in self.buffers for s in b.segments])
+        wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
+        return Layout(
+            places=places,
+            device=self.buffers[0].device if self.buffers else self.layout.device,
+            devices=found if self.slots is None else sorted(found, key=_is_cpu),
+            queues=tuple(dict.fromkeys(buffer.grad_device for buffer in self.buffers if buffer.queues)),
+            rounds=self.masters is None and any(s.dtype != b.dtype for b in self.buffers for s in b.segments),
+            result_dtype=torch.float64 if wide else torch.float32,
+            as_built=None if sharded else _AsBuilt(self.named, segments),
+        )
 
     def check_drift(self) -> None:
         """Refuse parameters that have changed since construction.
@@ -281,7 +296,7 @@ class Store:
         Raises:
             RuntimeError: Names the parameter and its change of dtype, device, shape or identity.
         """
-        if self._as_built is not None and self._as_built.holds():
+        if self.layout.as_built is not None and self.layout.as_built.holds():
             return
         for entry in self.named:
             place = self.place(entry.param)
@@ -305,10 +320,10 @@ class Store:
         Only the first device counts weights; overflow may be found on any.
         """
         if not self.states:
-            return torch.zeros(len(State), dtype=torch.float64, device=self.device)
-        state = self.states[self.device]
+            return torch.zeros(len(State), dtype=torch.float64, device=self.layout.device)
+        state = self.states[self.layout.device]
         if len(self.states) > 1:
-            of_any = worst(self.states.values(), self.device)
+            of_any = worst(self.states.values(), self.layout.device)
             state = state.clone()
             for flag in (State.FOUND_INF, State.POISONED):
                 state[flag] = of_any[flag]
@@ -359,7 +374,7 @@ class Store:
             touched: For each segment, in the order of buffers, whether it holds a sum; None to leave that as it is.
         """
         if self.states:
-            self.states[self.device].copy_(state)
+            self.states[self.layout.device].copy_(state)
         if touched is None:
             return
         for buffer, of_buffer in self._by_buffer(touched):

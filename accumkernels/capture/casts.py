@@ -35,9 +35,28 @@ class _Nesting(threading.local):
 
 
 class _Level:
-    """One level of nesting that a thread holds."""
+    """One level of nesting that a thread holds.
 
-    released = False
+    Args:
+        versions: Those of the parameters when it began.
+
+    Attributes:
+        released: Whether the thread may leave it.
+    """
+
+    def __init__(self, versions: list[int]) -> None:
+        self.versions = versions
+        self.released = False
+        self._hook: Any = None
+        if _MIXES_GRAPHS:
+            self._hook = torch.nn.modules.module.register_module_forward_hook(_clear_without_graph)
+
+    def release(self) -> None:
+        """Drop all casts."""
+        self.released = True
+        torch.clear_autocast_cache()
+        if self._hook is not None:
+            self._hook.remove()
 
 
 _nesting = _Nesting()
@@ -57,8 +76,6 @@ class CastCache(Follower):
     def __init__(self, store: Store, owner: object) -> None:
         self._store = store
         self._level: _Level | None = None
-        self._versions: list[int] = []
-        self._hook: Any = None
         weakref.finalize(owner, self.release).atexit = False
         follow(self)
 
@@ -66,12 +83,9 @@ class CastCache(Follower):
         """Keep casts that are cached from now on."""
         _nesting.leave()
         if self._level is None:
-            self._level = _Level()
+            self._level = _Level([entry.param._version for entry in self._store.named])
             _nesting.levels.append(self._level)
             torch.autocast_increment_nesting()
-            self._versions = [entry.param._version for entry in self._store.named]
-            if _MIXES_GRAPHS:
-                self._hook = torch.nn.modules.module.register_module_forward_hook(_clear_without_graph)
 
     def check(self) -> None:
         """Refuse weights that have changed since casts were first kept.
@@ -81,7 +95,7 @@ class CastCache(Follower):
         """
         if self._level is None:
             return
-        for entry, version in zip(self._store.named, self._versions, strict=True):
+        for entry, version in zip(self._store.named, self._level.versions, strict=True):
             if entry.param._version != version:
                 self.release()
                 raise RuntimeError(
@@ -95,11 +109,7 @@ class CastCache(Follower):
         """Drop all casts, and keep no more."""
         level, self._level = self._level, None
         if level is not None:
-            level.released = True
-            torch.clear_autocast_cache()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+            level.release()
         _nesting.leave()
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:

@@ -92,12 +92,12 @@ class Captures:
         if bucket_bytes is None:
             segments = (s for buffer in store.buffers for s in buffer.segments)
             largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
-            bucket_bytes = default_bucket_bytes(store.compute_devices[0], largest)
+            bucket_bytes = default_bucket_bytes(store.layout.devices[0], largest)
         self.inbox = Inbox(store, bucket_bytes, add if release == "backward" else None, Handles(owner))
         self._policy: FusionPolicy | None = None
         self.follow(store.buffers)
         if not whole:
-            cheap = store.device.type == "cpu" and sums_fit_in_cache(sum(b.tensor.nbytes for b in store.buffers))
+            cheap = store.layout.device.type == "cpu" and sums_fit_in_cache(sum(b.tensor.nbytes for b in store.buffers))
             wanted = fuse_weight_gradients if store.slots is None else False  # products go where the sums are
             self._policy = fusion_policy(scaled, wanted, overflow, self.inbox.listens, cheap)
             self.add_early = self.add_early or self._policy.fuses
@@ -142,8 +142,8 @@ class Captures:
             What the engine has to run, its `inputs`; empty if that is everything.
         """
         inputs: tuple[GradientEdge, ...] = ()
-        if self._store.queues:
-            self.inbox.order.take_all(self._store.queues)
+        if self._store.layout.queues:
+            self.inbox.order.take_all(self._store.layout.queues)
         if self.graph is not None:
             inputs = self.graph.plan(roots, micro_batch, sink, excludes)
         if self.inbox.listens:

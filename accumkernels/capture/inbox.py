@@ -375,8 +375,8 @@ class Inbox:
         """Return what is left to add, in this order; keep it until `done`, so that a failed op loses nothing."""
         if self._streams.seen:
             self._streams.join()
-        if self._store.queues:  # what is left is added on the caller's streams
-            self.order.take_all(self._store.queues)
+        if self._store.layout.queues:  # what is left is added on the caller's streams
+            self.order.take_all(self._store.layout.queues)
         items: list[_Item] = []
         for pending in self._pending.values():
             items += pending.items
@@ -423,7 +423,7 @@ class Inbox:
     def drop(self) -> bool:
         """Drop the current micro-batch, and every `.grad`; return whether some of it may be in the sums."""
         broken = self.added or self.running
-        for device in self._store.queues:
+        for device in self._store.layout.queues:
             _wait_for_thread(device)
             self.order.take(device)  # autograd joins its streams with the caller's only where nothing is raised
         self.done()

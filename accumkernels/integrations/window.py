@@ -301,7 +301,7 @@ class TrainerWindow:
         if weight is None or self.sums:
             weight = 1.0
         else:
-            weight = as_scalar(weight, "weight", self.engine.store.device)
+            weight = as_scalar(weight, "weight", self.engine.store.layout.device)
         return self.engine.micro_batch(weight, last=last, divided_by=self.made_up_for)
 
     def run(
@@ -403,7 +403,7 @@ class TrainerWindow:
     def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
         """Clip in `step_as_agreed`, which fills in the norm returned here; no code looks at `.grad` before."""
         store = self.engine.store
-        self._promised = max_norm, torch.zeros((), dtype=store.result_dtype, device=store.device)
+        self._promised = max_norm, torch.zeros((), dtype=store.layout.result_dtype, device=store.layout.device)
         return self._promised[1]
 
     def step_as_agreed(self, result: Any = None, **kwargs: Any) -> None:
@@ -456,8 +456,8 @@ class TrainerWindow:
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
             args = (once(self.optimizer, result),) if self._needs_closure else ()
             if self._scaler is not None:
-                verdict = self.engine.window.verdict
-                assert verdict is not None
+                assert self.engine.window.outcome is not None
+                verdict = self.engine.window.outcome.verdict
                 # Another optimizer's update has forgotten that its gradients are unscaled.
                 self.engine.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
                 self._scaler.step(self.optimizer, *args, **kwargs)
@@ -486,7 +486,7 @@ class TrainerWindow:
             self.close()
         done = self.accumulator.micro_batches
         if self.several_ranks:  # and any of them may be inside a window
-            (done,) = self.engine.ranks.largest([done], self.engine.store.device)
+            (done,) = self.engine.ranks.largest([done], self.engine.store.layout.device)
         return self.accumulator.state_dict(reduced=self.several_ranks and done > 0)
 
     @contextlib.contextmanager

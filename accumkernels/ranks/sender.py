@@ -16,7 +16,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ from .group import Group
 _IDLE = 2.0**-32  # what a segment that a rank could give back adds to its count: exact in fp64, and never a whole one
 
 Fields = dict[str, Sequence[float] | float]
+
+
+class _Known(NamedTuple):
+    """What this rank, and any rank, touched in the last window; and whether the next vector has counts."""
+
+    own: bytes = b""
+    any: bytes = b""
+    counts: bool = True
 
 
 class Touched:
@@ -46,13 +54,11 @@ class Touched:
 
     def follow(self) -> None:
         """Begin with a layout of which nothing is known."""
-        self._counts = True  # whether the next vector has counts
-        self._own = b""  # touched by this rank in the last window
-        self._any = b""  # touched by any rank in the last window
+        self._last = _Known()
 
     def knows(self, own: bytes) -> bool:
         """Whether this rank knows the union without asking: it has touched everything, as before."""
-        return not self._counts and own == self._any and 0 not in own
+        return not self._last.counts and own == self._last.any and 0 not in own
 
     def fields(self, own: bytes, idle: bytes = b"") -> Fields:
         """Return the fields of the next vector.
@@ -61,11 +67,12 @@ class Touched:
             own: For each segment, in the order of buffers, 1 if this rank has touched it.
             idle: The same, 1 if this rank could give it back; empty for none.
         """
-        if self._counts:
+        last = self._last
+        if last.counts:
             return self._counted(own, idle)
-        whole = own == self._any
-        beyond = not whole and (len(own) != len(self._any) or bool(_bits(own) & ~_bits(self._any)))
-        return {"whole": whole, "beyond": beyond, "changed": own != self._own}
+        whole = own == last.any
+        beyond = not whole and (len(own) != len(last.any) or bool(_bits(own) & ~_bits(last.any)))
+        return {"whole": whole, "beyond": beyond, "changed": own != last.own}
 
     def agree(
         self,
@@ -85,17 +92,17 @@ class Touched:
         Returns:
             What any rank has touched, as `own`, and what all ranks could give back, as `idle`.
         """
-        settled = not self._counts and not found["beyond"][0] and (found["whole"][0] or not found["changed"][0])
+        last = self._last
+        settled = not last.counts and not found["beyond"][0] and (found["whole"][0] or not found["changed"][0])
         if settled:
-            self._own = own
-            return self._any, b""
-        if not self._counts:
+            self._last = last._replace(own=own)
+            return last.any, b""
+        if not last.counts:
             found = sum_(self._counted(own, idle))
         count = len(own)
         touched = bytes(number >= 1 for number in found["touched"][:count])
         idle = bytes(number == self._size * _IDLE for number in found["touched"][:count])
-        self._counts = touched != self._any
-        self._own, self._any = own, touched
+        self._last = _Known(own, touched, counts=touched != last.any)
         return touched, idle
 
     def _counted(self, own: bytes, idle: bytes) -> Fields:
@@ -275,7 +282,6 @@ class ChunkSender(Sender):
         self._buffers = buffers
         self._chunks: list[Chunk] = []
         self._chunked = 0  # number of buffers that have chunks
-        self._last: set[Place] = set()  # each chunk's segment that comes last
         self._list_chunks()
         self._agreed = len(self._chunks)  # number of first chunks that all ranks are known to have
 
@@ -348,9 +354,9 @@ class ChunkSender(Sender):
 
     @property
     def awaited(self) -> Set[Place]:
-        """Segments whose gradients other ranks wait for."""
+        """Segments whose gradients other ranks wait for: the last of each chunk."""
         self._list_chunks()
-        return self._last if self._group.own else frozenset()
+        return {(chunk.buffer, chunk.segments[-1]) for chunk in self._chunks if chunk.segments and self._group.own}
 
     # ---- at the end of a window
 
@@ -411,9 +417,7 @@ class ChunkSender(Sender):
         """
         if self._chunked < len(self._buffers):
             for buffer in reversed(self._buffers[self._chunked :]):  # the last device has the last layers
-                chunks = cut(buffer, self._group.comm_dtype)
-                self._chunks += chunks
-                self._last |= {(buffer, chunk.segments[-1]) for chunk in chunks if chunk.segments}
+                self._chunks += cut(buffer, self._group.comm_dtype)
             self._chunked = len(self._buffers)
 
     def _send(self) -> None:

@@ -84,7 +84,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
     if of_all:
         placed = sum(len(buffer.segments) for buffer in store.buffers)
         counts = of_window["micro_batches"], of_window["dropped"], serial
-        fewest, most, done, dropped, serial = ranks.alike(placed, store.device, *counts)
+        fewest, most, done, dropped, serial = ranks.alike(placed, store.layout.device, *counts)
         if fewest != most:
             raise RuntimeError(
                 f"parameters were unfrozen on some ranks only: by rank, from {fewest} to {most} are accumulated"
@@ -332,9 +332,9 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
         buffer.flags.copy_(torch.tensor(tags, dtype=torch.int32))
     if store.states:
         saved_state: Tensor = state["state"]
-        store.states[store.device].copy_(saved_state)
+        store.states[store.layout.device].copy_(saved_state)
         for device, tensor in store.states.items():
-            if device != store.device:
+            if device != store.layout.device:
                 tensor[State.FOUND_INF] = saved_state[State.FOUND_INF].item()
     if store.masters is not None:
         store.masters.refresh()  # a state leaves out those that have no more bits than their parameters

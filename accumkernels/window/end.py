@@ -22,7 +22,7 @@ from ..ranks.base import Ended, GlobalStats, LocalStats, Ranks
 from .grad_scaler import LossScaler
 from .noise_scale import NoiseMeter
 from .optimizers import OptimizerSteps, owned
-from .state import Phase, Window
+from .state import Outcome, Phase, Window
 from .verdict import Metrics, Verdict, WindowGrads, clip_coefficient
 
 
@@ -46,7 +46,7 @@ class End:
     def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
         self.last_norm: Tensor | None = None
         self.reached = False
-        self.metrics = Metrics(store.device)
+        self.metrics = Metrics(store.layout.device)
         self.steps = OptimizerSteps(store, scaler)
         self._skipped: bool | Tensor = False  # whether the last step was skipped; on the device until somebody reads it
         self._captured = False  # whether `_skipped` belongs to a CUDA graph and changes with every replay
@@ -76,20 +76,20 @@ class End:
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
         """Check the user's divisor; returns fp64 0-d on the first device, None for the sum of weights."""
         if window.phase is Phase.AVERAGED:
-            return torch.ones((), dtype=torch.float64, device=self._store.device)
+            return torch.ones((), dtype=torch.float64, device=self._store.layout.device)
         if given is None:
             return None
-        scalar = as_scalar(given, "divisor", self._store.device, allow_zero=False)
+        scalar = as_scalar(given, "divisor", self._store.layout.device, allow_zero=False)
         if isinstance(scalar, Tensor):
             window.divide_on_device()
             return scalar
-        return torch.full((), scalar, dtype=torch.float64, device=self._store.device)
+        return torch.full((), scalar, dtype=torch.float64, device=self._store.layout.device)
 
     def limit(self, max_norm: float | Tensor | None) -> Tensor | None:
         """Check the user's clipping norm; returns fp64 0-d on the first device, cached for a number."""
         if max_norm is None:
             return None
-        device = self._store.device
+        device = self._store.layout.device
         if type(max_norm) is not float or self._limit is None or self._limit[0] != (max_norm, device):
             scalar = as_scalar(max_norm, "max_norm", device, allow_inf=True)
             if isinstance(scalar, Tensor):
@@ -112,11 +112,11 @@ class End:
 
     def norm(self, norm_type: float) -> Tensor:
         """Compute the norm of the undivided sums, fp64 0-d."""
-        return self._ranks.norm_to_clip(self._store.buffers, norm_type, self._store.device)
+        return self._ranks.norm_to_clip(self._store.buffers, norm_type, self._store.layout.device)
 
     def result(self, norm: Tensor) -> Tensor:
         """Convert a norm to what the user gets."""
-        self.last_norm = norm.to(self._store.result_dtype)
+        self.last_norm = norm.to(self._store.layout.result_dtype)
         self.metrics.record_norm(self.last_norm)
         return self.last_norm
 
@@ -124,7 +124,7 @@ class End:
         """Convert the norms of parts to what the user gets; the last norm becomes their total norm."""
         if norms:
             self.result(torch.linalg.vector_norm(torch.stack(list(norms))))
-        return [norm.to(self._store.result_dtype) for norm in norms]
+        return [norm.to(self._store.layout.result_dtype) for norm in norms]
 
     def step(
         self,
@@ -138,7 +138,7 @@ class End:
         folding = self.steps.plan.folding()  # these get the undivided sums; the others get averages
         # Divide the window while it is reduced if every sum must be divided. A clipped window is divided once, by
         # divisor and coefficient together; but a rounded mean may overflow whether it is clipped or not.
-        averages = not folding and (max_norm is None or self._store.rounds)
+        averages = not folding and (max_norm is None or self._store.layout.rounds)
         verdict, ended = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm, parts=parts)
         judged = verdict  # judges the undivided sums, whatever rounding does to them
         grads = WindowGrads(self._store)
@@ -167,12 +167,14 @@ class End:
             raise
         if self._scaler.scaler is not None:
             self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
-        found = verdict.exact if self._store.result_dtype == torch.float64 else verdict.single
+        found = verdict.exact if self._store.layout.result_dtype == torch.float64 else verdict.single
         return norms if parts else [found[Judged.NORM]]
 
     def _measure(self, parts: Sequence[Part], verdict: Verdict, ended: Ended) -> tuple[list[Tensor], list[Tensor]]:
         """Compute the norm of each part's average, and its clipping coefficient."""
-        norms = [self._ranks.total_norm(self._store.buffers, 2.0, self._store.device, part.ids) for part in parts]
+        norms = [
+            self._ranks.total_norm(self._store.buffers, 2.0, self._store.layout.device, part.ids) for part in parts
+        ]
         if not ended.divided:
             norms = [norm / verdict.divisor for norm in norms]
         return norms, [clip_coefficient(norm, part.max_norm) for norm, part in zip(norms, parts, strict=True)]
@@ -194,7 +196,7 @@ class End:
         """
         store, checks = self._store, self._overflow is not None
         state = store.state()
-        squares = self._noise.sums(store.device) if self._noise.measuring else None
+        squares = self._noise.sums(store.layout.device) if self._noise.measuring else None
         touched = store.touched_bytes()
         self._captured = is_capturing(state.device)
         self._graphs = self._graphs or self._captured
@@ -219,7 +221,7 @@ class End:
         look = Inspection(
             store,
             window,
-            norm=functools.partial(self._ranks.total_norm, store.buffers, 2.0, store.device),
+            norm=functools.partial(self._ranks.total_norm, store.buffers, 2.0, store.layout.device),
             check=functools.partial(store.check_sums, window.micro_batches, checks),
             checks=checks,
             measures=max_norm is not None or squares is not None or (checks and not divides),
@@ -249,12 +251,12 @@ class End:
         """Divide all but `sums` (ids of tensors) by `divisor`, set `.grad`, and give the scaler the verdict."""
         if divisor is not None:
             grads.divide(divisor, but=sums)
-        if self._store.rounds:
+        if self._store.layout.rounds:
             overflow = grads.round()
             if self._overflow is not None:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
-        window.finalize(verdict, grads, ended.stats.idle)
+        window.finalize(Outcome(verdict, grads, ended.stats.idle))
         self._skipped = skip
         self.metrics.end_window(window.micro_batches, verdict.exact, window.loss.sums)
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
@@ -281,7 +283,7 @@ class End:
         self._skipped, self._captured = state["step_was_skipped"], False
         norm = state["last_norm"]
         if norm is not None:
-            norm = torch.tensor(norm, dtype=self._store.result_dtype, device=self._store.device)
+            norm = torch.tensor(norm, dtype=self._store.layout.result_dtype, device=self._store.layout.device)
         self.last_norm = norm
 
 
@@ -317,7 +319,7 @@ def read_parts(max_norm: Sequence[Any], store: Store) -> list[Part]:
             if id(named.param) in taken & ids:
                 raise ValueError(f"{name}: {named.name!r} is in an entry before it; a gradient is clipped once")
         taken |= ids
-        parts.append(Part(ids, as_scalar(entry[1], name, store.device, allow_inf=True)))
+        parts.append(Part(ids, as_scalar(entry[1], name, store.layout.device, allow_inf=True)))
     return parts
 
 
@@ -403,7 +405,7 @@ class Inspection:
 
         If nothing was measured, the dividing pass gives what matters: inf where a quotient is not finite, else 0.
         """
-        device = self.store.device
+        device = self.store.layout.device
         parts = (move(seen, device) for seen in self._seen.values())
         total = sum(parts, torch.zeros(1, dtype=torch.float64, device=device))[0]
         return total if self.measures else torch.where(total > 0, torch.inf, 0.0).double()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,23 @@ from ..ranks.base import AwaitedUnit, agree_on_unit, agreed_unit
 _grad_of = operator.attrgetter("param.grad")
 
 
+@dataclass
+class _Left:
+    """Gradients of a loss whose backward another accumulator has run.
+
+    Attributes:
+        by: The first parameter of that accumulator.
+        grads: They and their versions, by id of the parameter; a loop may drop them meanwhile.
+        taken: Whether captures hold some of them.
+        weighted: Whether the loss had a weight in it.
+    """
+
+    by: str
+    grads: dict[int, tuple[TensorWeakRef, int]] = field(default_factory=dict)
+    taken: bool = False
+    weighted: bool = False
+
+
 class SharedLoss:
     """Notices, for one accumulator, gradients of a loss whose backward another has run.
 
@@ -35,7 +53,7 @@ class SharedLoss:
 
     Attributes:
         alive: Of all accumulators, held weakly; with a single one nothing is compared.
-        found: The first parameter of the accumulator that left such gradients here; empty if none did.
+        found: What another accumulator has left here; None if none has left anything.
     """
 
     alive: ClassVar[list[weakref.ref[SharedLoss]]] = []
@@ -43,11 +61,7 @@ class SharedLoss:
     def __init__(self, store: Store, uncounted: Callable[[], bool]) -> None:
         self._store = store
         self._uncounted = uncounted
-        self.found = ""
-        # Gradients of the other's backward and their versions, by id of the parameter; a loop may drop them meanwhile.
-        self._grads: dict[int, tuple[TensorWeakRef, int]] = {}
-        self._taken = False  # whether captures hold some of them
-        self._weighted = False  # whether the loss had a weight in it
+        self.found: _Left | None = None
         self._said = False
         SharedLoss.alive.append(weakref.ref(self, SharedLoss.alive.remove))
 
@@ -55,6 +69,10 @@ class SharedLoss:
         """Notice nothing any more."""
         SharedLoss.alive[:] = [ref for ref in SharedLoss.alive if ref() is not self]
         self.forget()
+
+    def forget(self) -> None:
+        """Forget gradients that were dropped or counted."""
+        self.found = None
 
     def run(self, backward: Callable[[], None], micro_batch: MicroBatch) -> None:
         """Run a backward of this accumulator, and note what it leaves at every other."""
@@ -74,13 +92,18 @@ class SharedLoss:
     def compare(self, before: tuple[dict[int, tuple[Tensor, int]], bool], run_by: str, weighted: bool) -> None:
         """Note what a backward that the accumulator of `run_by` ran has left here; its loss may be weighted."""
         grads, uncounted = self.left()
+        left = {}
         for key, (grad, version) in grads.items():
             had, had_version = before[0].get(key, (None, -1))
             if had is not grad or had_version != version:
-                self._grads[key], self.found = (TensorWeakRef(grad), version), run_by
-        if uncounted and not before[1]:
-            self._taken, self.found = True, run_by
-        self._weighted = self._weighted or (weighted and bool(self.found))
+                left[key] = TensorWeakRef(grad), version
+        taken = uncounted and not before[1]
+        if left or taken:
+            found = self.found = self.found or _Left(run_by)
+            found.by, found.taken = run_by, found.taken or taken
+            found.grads.update(left)
+        if self.found is not None:
+            self.found.weighted = self.found.weighted or weighted
 
     def check(self, adds: bool) -> None:
         """Refuse gradients of another accumulator's loss before they are counted here.
@@ -92,16 +115,19 @@ class SharedLoss:
         Raises:
             RuntimeError: names a parameter of each accumulator; of a loss without a weight, once.
         """
-        ours = next((e.name for e in self._store.named if self._is_left(e.param)), None)
-        if ours is None and self._taken:
+        found = self.found
+        if found is None:
+            return
+        ours = next((e.name for e in self._store.named if _is_left(found, e.param)), None)
+        if ours is None and found.taken:
             ours = self._store.named[0].name
         if ours is None:  # the gradients were dropped, like a discriminator's in the generator's turn
             self.forget()
             return
-        if self._weighted:
+        if found.weighted:
             raise RuntimeError(
                 f"the gradient of {ours!r} is of a loss that acc.backward() of another accumulator, that of "
-                f"{self.found!r}, has multiplied by its weight: over several ranks two accumulators cannot share a "
+                f"{found.by!r}, has multiplied by its weight: over several ranks two accumulators cannot share a "
                 "weighted loss. Build one accumulator over the parameters of both, and call acc.step(a, b) with both "
                 "optimizers. Gradients that are not meant to be used go by optimizer.zero_grad() or acc.discard()"
                 " (AK29)"
@@ -110,22 +136,18 @@ class SharedLoss:
             self._said = True
             raise RuntimeError(
                 f"backward(): {ours!r} has a gradient of another loss, which acc.backward() of another accumulator, "
-                f"that of {self.found!r}, has left here, as a generator's loss does in a discriminator; this backward "
+                f"that of {found.by!r}, has left here, as a generator's loss does in a discriminator; this backward "
                 "would add to it. Keep these parameters out of that loss, module.requires_grad_(False), or drop what "
                 "it has left by acc.discard() before this backward. If both losses are meant, pass their sum to one "
                 "accumulator over the parameters of both. This is said once"
             )
 
-    def _is_left(self, param: Tensor) -> bool:
-        """Whether a parameter's `.grad` is what another accumulator's backward has left: of a plain loss, unchanged."""
-        ref, version = self._grads.get(id(param), (None, 0))
-        grad = param.grad
-        return ref is not None and grad is not None and ref() is grad and (self._weighted or grad._version == version)
 
-    def forget(self) -> None:
-        """Forget gradients that were dropped or counted."""
-        self.found, self._taken, self._weighted = "", False, False
-        self._grads.clear()
+def _is_left(found: _Left, param: Tensor) -> bool:
+    """Whether a parameter's `.grad` is what another accumulator's backward has left: of a plain loss, unchanged."""
+    ref, version = found.grads.get(id(param), (None, 0))
+    grad = param.grad
+    return ref is not None and grad is not None and ref() is grad and (found.weighted or grad._version == version)
 
 
 # ---- Splits a micro-batch's weight into a part that multiplies its loss before backward and a part for its gradients

@@ -82,7 +82,7 @@ class MicroBatchRunner:
         """Let go of what belonged to the window before."""
         if self.casts is not None:
             self.casts.release()
-        if self._shared_loss.found:
+        if self._shared_loss.found is not None:
             self._shared_loss.forget()
         self.captures.inbox.done()
         self.captures.inbox.set_listening(True)
@@ -173,7 +173,7 @@ class MicroBatchRunner:
                 f"backward(weight={weight}): an earlier backward of this micro-batch was added with weight 1; call "
                 "acc.accumulate() after it, or acc.discard()"
             )
-        if self._shared_loss.found:
+        if self._shared_loss.found is not None:
             self._shared_loss.check(adds=True)
         micro_batch = micro_batch._replace(loss=loss, ran_backward=True)
         if window.crosses_ranks:
@@ -280,7 +280,7 @@ class MicroBatchRunner:
             raise RuntimeError("accumulate(): no parameter requires a gradient")
         if self._scaler.scaler is not None:
             self._scaler.check_not_unscaled(lambda o: any(self._store.place(p) is not None for p in owned((o,))))
-        if self._shared_loss.found:
+        if self._shared_loss.found is not None:
             self._shared_loss.check(adds=False)
 
         # Collect: the inbox keeps the gradients until the ops have added them.
@@ -298,7 +298,7 @@ class MicroBatchRunner:
         drops = None
         if self._overflow in ("microbatch", "raise"):
             drops = self._sums.find_overflow(buckets, micro_batch)
-        dropped = None if drops is None else drops[self._store.device]
+        dropped = None if drops is None else drops[self._store.layout.device]
         if self._overflow == "raise" and dropped.item() != 0:  # type: ignore[union-attr]
             inbox.drop()
             self.serial = micro_batch.tag
@@ -327,7 +327,7 @@ class MicroBatchRunner:
 
     def _count(self, window: Window, micro_batch: MicroBatch, weight: float | Tensor) -> None:
         self.captures.inbox.done()
-        if self._shared_loss.found:
+        if self._shared_loss.found is not None:
             self._shared_loss.forget()
         self.serial = micro_batch.tag
         window.count(weight, micro_batch.ran_backward)
@@ -517,7 +517,7 @@ class Sums:
             for bucket in buckets:
                 bucket.wait()
             drops = self.find_overflow([bucket.parts for bucket in buckets], micro_batch)
-            dropped.copy_(drops[self._store.device])
+            dropped.copy_(drops[self._store.layout.device])
             if raises and dropped:
                 return
         for bucket in buckets:
@@ -542,7 +542,7 @@ class Sums:
                 segments, grads = found.get(buffer, _NOTHING)
                 weight_tensor = move(weight, buffer.device) if isinstance(weight, Tensor) else None
                 buffer.check_finite(segments, grads, drops[buffer.device], tag=tag, weight_tensor=weight_tensor)
-        bad = self._ranks.worst(list(drops.values()), self._store.device)
+        bad = self._ranks.worst(list(drops.values()), self._store.layout.device)
         return {device: move(bad, device) for device in drops}
 
     def overflow_error(self, micro_batch: MicroBatch, number: int) -> FloatingPointError:

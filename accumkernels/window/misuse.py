@@ -36,6 +36,7 @@ class _Seen:
 
     Attributes:
         window: The window.
+        after_drop: Whether zero_() dropped the one before, with micro-batches in it.
         divisors: What each of the losses was divided by that acc.backward got; None where that is not known.
         stepped: Ids of the optimizers that were stepped.
         leftovers: Whether gradients were there before its first backward, and before no other so far.
@@ -43,6 +44,7 @@ class _Seen:
     """
 
     window: Window
+    after_drop: bool = False
     divisors: list[float | None] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
     leftovers: bool = False
@@ -78,23 +80,19 @@ class MisuseDetector(Follower):
         self._scaler = scaler
         self._uncounted = uncounted
         self._flush = flush
-        self._looks_for_leftovers = True
-        self._warned: set[str] = set()
-        self._looked_for_scalers = False
-        self._looked_for_unscaling = False
+        self._once: set[str] = set()  # what was said, or looked for, and is not again
         self._own_backwards = 0  # windows that ran a loop's own backward and were stepped without a scaler
         self._drops = 0  # windows that zero_() dropped since the last step that needed none
         self._seen = _Seen(Window())
         self.items = ItemComparison()
-        self._dropped_last = False  # whether the window before it was one of these
         follow(self)
 
     def open_window(self, window: Window) -> None:
         """See a new window, which replaces the last one, ended or dropped."""
         last = self._seen.window
-        self._dropped_last = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
-        self._drops += self._dropped_last
-        self._seen = _Seen(window)
+        dropped = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
+        self._drops += dropped
+        self._seen = _Seen(window, dropped)
 
     # ---- a loss
 
@@ -139,7 +137,7 @@ class MisuseDetector(Follower):
         Args:
             first: Whether it is the first backward of its window; an earlier first one may have failed.
         """
-        if not self._looks_for_leftovers:
+        if "leftovers" in self._once:
             return
         grads = [p.grad for buffer in self._store.buffers for p in buffer.params if p.grad is not None]
         self._seen.leftovers = self._seen.leftovers and not first
@@ -147,21 +145,21 @@ class MisuseDetector(Follower):
             return
         self._seen.leftovers = first
         if not first or not (self._uncounted() or any(map(_is_something, grads))):
-            self._looks_for_leftovers = False  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
+            self._once.add("leftovers")  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
 
     def _check_not_scaled(self, factor: Tensor) -> None:
         scaler = self._scaler.scaler
-        reads = not self._looked_for_scalers
+        reads = "scalers" not in self._once
         if scaler is not None and _is_scale_of(scaler, factor, reads):
             raise RuntimeError(
                 "backward(): this loss was scaled already, and would be scaled twice: pass the plain loss, "
                 "acc.backward(loss), not acc.backward(scaler.scale(loss))"
             )
-        if self._looked_for_scalers or factor.dim() != 0 or factor.dtype is not torch.float32:
+        if not reads or factor.dim() != 0 or factor.dtype is not torch.float32:
             return
-        self._looked_for_scalers = True
+        self._once.add("scalers")
         if any(_is_scale_of(other, factor, reads) for other in _scalers()):
-            self._looked_for_scalers = False
+            self._once.remove("scalers")
             raise RuntimeError(
                 "backward(): a GradScaler that the accumulator was not built with has scaled this loss: build it with "
                 "FusedAccumulator(..., scaler=scaler), and pass the plain loss, acc.backward(loss)"
@@ -190,12 +188,12 @@ class MisuseDetector(Follower):
             self._warn_of_unequal(self.items)
         if self._drops:
             self._warn_of_drops()
-        if self._looks_for_leftovers and self._seen.leftovers:
-            self._looks_for_leftovers = False
-            _log.warning(
+        if self._seen.leftovers:
+            self._warn(
+                "leftovers",
                 "gradients of another loss were there before this window's first acc.backward, which has added them: "
                 "keep the parameters out of that loss, module.requires_grad_(False), or drop its gradients by "
-                "acc.zero_() before the window. If they are meant, pass the sum of the losses to acc.backward (AK39)"
+                "acc.zero_() before the window. If they are meant, pass the sum of the losses to acc.backward (AK39)",
             )
         if caller == "step()" and window.micro_batches > len(self._seen.divisors) and self._scaler.scaler is None:
             self._own_backwards += 1
@@ -228,14 +226,14 @@ class MisuseDetector(Follower):
             )
 
     def _warn_of_drops(self) -> None:
-        if self._drops > 1 and (self._dropped_last or self._seen.window.micro_batches == 0):
+        if self._drops > 1 and (self._seen.after_drop or self._seen.window.micro_batches == 0):
             self._warn(
                 "drops",
                 "zero_() has dropped %d windows with micro-batches that no step has used: step() opens the next "
                 "window itself; delete zero_() before backward and before step()",
                 self._drops,
             )
-        if not self._dropped_last:
+        if not self._seen.after_drop:
             self._drops = 0
 
     def _warn_of_scaler(self) -> None:
@@ -251,8 +249,8 @@ class MisuseDetector(Follower):
                 return
 
     def _warn(self, what: str, message: str, *values: Any) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
+        if what not in self._once:
+            self._once.add(what)
             _log.warning(message, *values)
 
     # ---- calls of others
@@ -264,7 +262,7 @@ class MisuseDetector(Follower):
                 self._check_closed(optimizer)
         elif id(optimizer) not in self._seen.stepped and self._seen.window.exposed:
             self._check_handed_out(optimizer)
-            unknown = self._seen.window.clipped and self._scaler.scaler is None and not self._looked_for_unscaling
+            unknown = self._seen.window.clipped and self._scaler.scaler is None and "unscaling" not in self._once
             if unknown and self._holds(owned((optimizer,))):  # another accumulator's optimizer may have a scale
                 self._check_not_unscaled_late(optimizer)
 
@@ -307,7 +305,7 @@ class MisuseDetector(Follower):
                 "scaler.step(optimizer) unscales gradients after acc.clip_grad_norm_() has clipped them: build the "
                 "accumulator with the scaler, FusedAccumulator(..., scaler=scaler)"
             )
-        self._looked_for_unscaling = True
+        self._once.add("unscaling")
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping if the accumulator holds every gradient."""

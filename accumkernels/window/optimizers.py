@@ -224,7 +224,7 @@ class StepPlan:
         return (
             len(found) == len(self._owned)
             and all(map(is_, found, self._owned))
-            and self._store.layout == self._layout
+            and self._store.layout is self._layout
             and self._store.touched_bytes() == self._touched
             and ignored == self._ignored
         )
@@ -235,7 +235,7 @@ class StepPlan:
         All gradients that they will find are fp32 sums of this window, and no hook should see averages.
         """
         folding: list[Optimizer] = []
-        if not self._fp32 or self._store.result_dtype != torch.float32 or has_global_step_pre_hooks():
+        if not self._fp32 or self._store.layout.result_dtype != torch.float32 or has_global_step_pre_hooks():
             return folding
         for optimizer, foreign_params in self._fp32:
             for p in foreign_params:

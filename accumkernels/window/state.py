@@ -6,7 +6,7 @@ import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +120,27 @@ class WindowLoss:
             self._loaded = torch.tensor(sums, dtype=torch.float64, device=self.device)
 
 
+class Unsynced(NamedTuple):
+    """Micro-batches whose gradients come with a later one's: how many, and all of them together."""
+
+    number: int
+    together: MicroBatch
+
+
+class Outcome(NamedTuple):
+    """What a window ended with.
+
+    Attributes:
+        verdict: Whether to step, and how.
+        grads: The gradients that it hands out.
+        idle: For each segment, 1 if its parameter is frozen and gives it back when this window is over; may be empty.
+    """
+
+    verdict: Verdict
+    grads: WindowGrads
+    idle: bytes
+
+
 @dataclass
 class Window:
     """Counts, flags and losses of one window; the store holds the sums themselves.
@@ -129,38 +150,34 @@ class Window:
         loss: The losses of its micro-batches.
         phase: See `Phase`.
         micro_batches: Number of `accumulate` calls, including dropped micro-batches.
-        unsynced: How many of the last micro-batches have their gradients in FSDP2, which has not reduced them yet.
-        unsynced_sum: All unsynced micro-batches together; None if there are none.
+        unsynced: The last micro-batches, whose gradients are in FSDP2, which has not reduced them yet; None if there
+            are none.
         host_weight: Sum of the weights that were numbers.
         weighed_after: Whether a user's own loop left a weight other than 1 to the accumulate pass.
         counted_by_backward: Whether the accumulator ran the backward of the last micro-batch.
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
         resumed: Whether it was loaded with micro-batches of the run that saved it.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
-        verdict: Its verdict, once it is finalized.
+        outcome: What it ended with, once it is finalized.
         exposed: Whether optimizers have got `.grad`s.
         clipped: Whether a norm was computed since it was finalized, or none is to be.
-        idle: For each segment, 1 if its parameter is frozen and gives it back when this window is over; may be empty.
     """
 
     number: int = 0
     loss: WindowLoss = field(default_factory=WindowLoss)
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
-    unsynced: int = 0
-    unsynced_sum: MicroBatch | None = None
+    unsynced: Unsynced | None = None
     host_weight: float = 0.0
     weighed_after: bool = False
     counted_by_backward: bool = False
     found_nothing: int = 0
     resumed: bool = field(default=False, init=False)
     dropped: bool = field(default=False, init=False)
-    verdict: Verdict | None = field(default=None, init=False)
+    outcome: Outcome | None = field(default=None, init=False)
     exposed: bool = field(default=False, init=False)
     clipped: bool = field(default=False, init=False)
-    idle: bytes = field(default=b"", init=False)
     _decided_on_device: bool = field(default=False, init=False)  # only the device knows a weight or the divisor
-    _grads: WindowGrads | None = field(default=None, init=False)
 
     @property
     def may_be_empty(self) -> bool:
@@ -228,22 +245,22 @@ class Window:
         else:
             self.dropped, self.host_weight = stats.dropped, stats.weight
 
-    def finalize(self, verdict: Verdict, grads: WindowGrads, idle: bytes) -> None:
-        """End the window with its verdict, the gradients that it hands out, and what is given back afterwards."""
-        self.phase, self.verdict, self._grads, self.idle = Phase.FINALIZED, verdict, grads, idle
+    def finalize(self, outcome: Outcome) -> None:
+        """End the window."""
+        self.phase, self.outcome = Phase.FINALIZED, outcome
 
     def expose(self) -> None:
         """Let optimizers have their `.grad`s."""
-        assert self._grads is not None
-        self._grads.assign_grads()
+        assert self.outcome is not None
+        self.outcome.grads.assign_grads()
         self.exposed = True
 
     def take_over(self) -> None:
         """Take over what the loop has made of the gradients handed out, for the norm that is about to be computed."""
         self.clipped = True
         if self.exposed:
-            assert self._grads is not None
-            self._grads.take_over()
+            assert self.outcome is not None
+            self.outcome.grads.take_over()
 
     def note_clipping(self) -> None:
         """Note that other ranks know that no norm will be computed."""
@@ -251,8 +268,8 @@ class Window:
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
         """Scale the gradients handed out, whose norm is `norm`, to a norm of at most `max_norm`."""
-        assert self._grads is not None
-        self._grads.multiply(clip_coefficient(norm, max_norm))
+        assert self.outcome is not None
+        self.outcome.grads.multiply(clip_coefficient(norm, max_norm))
 
     # ---- micro-batches whose gradients FSDP2 keeps
 
@@ -263,16 +280,16 @@ class Window:
             RuntimeError: parts of the sum would need different factors, or only the device knows.
         """
         loss_weight = micro_batch.loss_weight
-        if self.unsynced_sum is None or isinstance(loss_weight, Tensor) or loss_weight == 0:
+        if self.unsynced is None or isinstance(loss_weight, Tensor) or loss_weight == 0:
             return
-        given, before = grad_weight(micro_batch), grad_weight(self.unsynced_sum)
+        given, before = grad_weight(micro_batch), grad_weight(self.unsynced.together)
         if isinstance(before, Tensor) and not isinstance(given, Tensor):
             return  # both weights went into the losses
         # A 16-bit loss loses less than 1 part in 128 of its weight.
         if isinstance(given, Tensor) or isinstance(before, Tensor) or abs(given / before - 1) > 1 / 128:
             raise RuntimeError(
-                f"accumulate(weight={given}) after {self.unsynced} micro-batches that were multiplied by {before}, "
-                "whose gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
+                f"accumulate(weight={given}) after {self.unsynced.number} micro-batches that were multiplied by "
+                f"{before}, whose gradients FSDP2 keeps and sums as they are (set_requires_gradient_sync(False)): call "
                 "acc.backward(loss, weight), which puts weights into losses; if that was another accumulator's, whose "
                 "loss reaches these parameters, build one over the parameters of both (docs/fsdp2.md) (AK28)"
             )
@@ -286,16 +303,16 @@ class Window:
             )
         self.check_unsynced(micro_batch)
         self.micro_batches += 1
-        self.unsynced += 1
-        self.unsynced_sum = self.with_unsynced(micro_batch)._replace(loss=None)  # a loss keeps its graph alive
+        together = self.with_unsynced(micro_batch)._replace(loss=None)  # a loss keeps its graph alive
+        self.unsynced = Unsynced(1 + (0 if self.unsynced is None else self.unsynced.number), together)
 
     def with_unsynced(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return the micro-batch whose gradients also hold those of the unsynced ones."""
-        return micro_batch if self.unsynced_sum is None else together(self.unsynced_sum, micro_batch)
+        return micro_batch if self.unsynced is None else together(self.unsynced.together, micro_batch)
 
     def drop_unsynced(self) -> None:
         """Forget the unsynced micro-batches: their gradients came, or will not be used."""
-        self.unsynced, self.unsynced_sum = 0, None
+        self.unsynced = None
         self.loss.drop_unsynced()
 
     # ---- checkpoints

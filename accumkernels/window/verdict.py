@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +94,15 @@ def is_known_zero(scalar: Tensor) -> bool:
     return scalar.is_cpu and scalar.tolist() == 0  # not item(): tolist() is no op
 
 
+class _Ended(NamedTuple):
+    """What `Metrics` says of one window; see its methods."""
+
+    micro_batches: int
+    judged: Tensor
+    loss: Callable[[], Tensor | None]
+    norm: Tensor | None = None
+
+
 class Metrics:
     """A snapshot of the last window that ended, and counts of all windows; nothing is read from the device.
 
@@ -106,10 +116,7 @@ class Metrics:
         self._device = device
         self._counted = 0.0, 0.0  # windows, and skipped windows, whose verdicts the host has
         self._ended: Tensor | None = None  # the same for verdicts on the device: fp64 [2]
-        self._micro_batches = 0  # of the window that ended last
-        self._judged: Tensor | None = None
-        self._norm: Tensor | None = None
-        self._loss: Callable[[], Tensor | None] = lambda: None
+        self._last: _Ended | None = None
 
     def end_window(self, micro_batches: int, judged: Tensor, loss: Callable[[], Tensor | None]) -> None:
         """Record a window that ends.
@@ -127,7 +134,7 @@ class Metrics:
                 with torch.inference_mode(False):
                     self._ended = torch.zeros(2, dtype=torch.float64, device=self._device)
             self._ended += judged[Judged.ENDED : Judged.SKIP + 1]
-        self._micro_batches, self._judged, self._norm, self._loss = micro_batches, judged, None, loss
+        self._last = _Ended(micro_batches, judged, loss)
 
     def end_empty_window(self) -> None:
         """Record a window without micro-batches."""
@@ -137,23 +144,24 @@ class Metrics:
 
     def record_norm(self, norm: Tensor) -> None:
         """Record the norm of the window that ended."""
-        self._norm = norm
+        if self._last is not None:
+            self._last = self._last._replace(norm=norm)
 
     def read(self) -> dict[str, float | Tensor]:
         """Return the snapshot, in tensors of its own."""
         counted = torch.tensor(self._counted, dtype=torch.float64, device="cpu")
         ended = counted if self._ended is None else self._ended.clone()
         window: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
-        if self._judged is not None:
-            judged = self._judged.clone()
-            window["micro_batches"] = self._micro_batches
+        last = self._last
+        if last is not None:
+            judged, loss = last.judged.clone(), last.loss()
+            window["micro_batches"] = last.micro_batches
             window["micro_batches_used"], window["weight"] = judged[Judged.USED], judged[Judged.WEIGHT]
             window["found_inf"], window["step_skipped"] = judged[Judged.FOUND_INF].float(), judged[Judged.SKIP].float()
-        loss = self._loss()
-        if loss is not None:
-            window["loss"] = loss[0] / loss[1]
-        if self._norm is not None:
-            window["grad_norm"] = self._norm.clone()
+            if loss is not None:
+                window["loss"] = loss[0] / loss[1]
+            if last.norm is not None:
+                window["grad_norm"] = last.norm.clone()
         return window
 
 
@@ -198,7 +206,7 @@ class WindowGrads:
             scale = move(coefficient, buffer.device, buffer.dtype)
             for piece in buffer.ranges(segments):
                 piece.mul_(scale)
-        if self._store.rounds:
+        if self._store.layout.rounds:
             self.round()
 
     def round(self) -> Tensor:
@@ -207,7 +215,7 @@ class WindowGrads:
         Returns:
             fp64 `[1]` on the first device, 1.0 where one is not finite.
         """
-        return worst(map(self._round, self._store.buffers), self._store.device)
+        return worst(map(self._round, self._store.buffers), self._store.layout.device)
 
     def _round(self, buffer: FlatBuffer) -> Tensor:
         overflow = torch.zeros(1, dtype=torch.float64, device=buffer.device)
@@ -260,7 +268,7 @@ class WindowGrads:
                 buffer.touch(segment.index)
             buffer.renew_handed_out()
         if changed:
-            if self._store.rounds:
+            if self._store.layout.rounds:
                 self.round()
             self.assign_grads()
 

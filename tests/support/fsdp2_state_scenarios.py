@@ -88,7 +88,7 @@ def the_same_keys_at_any_moment(rank, size):
     if dist.get_rank() == 1:
         acc.main_grad(model.first.weight)[0] = float("nan")
         acc._store.buffers[0].flags[0] = 7
-        acc._store.states[acc._store.device][1] = 1
+        acc._store.states[acc._store.layout.device][1] = 1
     inside = acc.state_dict()
     for state in (empty, released, inside):
         assert state.keys() == empty.keys()

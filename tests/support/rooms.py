@@ -272,7 +272,7 @@ def writes(package: Path) -> list[str]:
     """Find assignments to attributes of other objects, whose class this code does not define.
 
     Only their own module may write objects of the core, and only their room those of other rooms. An attribute reached
-    through another object, such as `self.store.device`, does not count as the module's own because of its name.
+    through another object, such as `self.store.layout.device`, does not count as the module's own because of its name.
     """
     known, broken = modules(package), []
     fields = {module.path: _fields(module) for module in known.values()}
