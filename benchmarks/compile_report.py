@@ -142,7 +142,7 @@ def _dump(path: Path, arch: str) -> dict[str, tuple[int, int, int, int, list[sas
 
 def triton_code(details: bool = False) -> Iterator[Code]:
     """Compile Triton's kernels. Only where this process's Triton is the compiler, not the interpreter."""
-    from accumkernels.ops import triton_compile
+    from benchmarks import triton_compile
 
     for variant in triton_compile.variants():
         if "unaligned" in variant.name and not details:
@@ -159,7 +159,7 @@ def triton_code(details: bool = False) -> Iterator[Code]:
 
 def leave_ptx(folder: Path, capability: int) -> None:
     """Write each Triton kernel's PTX to FOLDER/NAME.ptx, with its bytes of shared memory in the first line."""
-    from accumkernels.ops import triton_compile
+    from benchmarks import triton_compile
 
     folder.mkdir(parents=True, exist_ok=True)
     for variant in triton_compile.variants():

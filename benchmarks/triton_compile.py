@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels, specialised as in a launch of `triton.py`, for GPUs that need not be present."""
+"""Compiles the Triton kernels, specialised as `accumkernels.ops.triton` launches them, for GPUs that are absent."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import triton_kernels as kernels
-from .triton import BLOCK, NUM_WARPS, TOTAL_BLOCK
+from accumkernels.ops import triton_kernels as kernels
+from accumkernels.ops.triton import BLOCK, NUM_WARPS, TOTAL_BLOCK
 
 _SHORT = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
 _TABLES = {"table": "*i64", "blocks": "*i32", "rows": "*i64", "n": "i32"}
