@@ -356,7 +356,7 @@ def test_interrupted_while_it_waits(monkeypatch):
     """Ctrl-C while the window's end waits for the worker loses nothing: `step` may be called again."""
     expected = run(*deep())
     model, acc, optimizer = deep()
-    from accumkernels.offload.worker import Worker
+    from accumkernels.offload.sink import Worker
 
     wait, interrupts = Worker.wait, [KeyboardInterrupt()] * 3
 
