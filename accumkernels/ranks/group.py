@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..buffers.parameters import NamedParameter, devices_of
 
+_living: weakref.WeakSet[Group] = weakref.WeakSet()
 _BROADCAST_BYTES = 32 * 2**20  # tensors are broadcast together up to about this many bytes
 
 
@@ -40,10 +41,15 @@ class Group:
         self.comm_dtype = comm_dtype
         self._shared = shared
         self._source = torch.distributed.get_global_rank(group, 0)
+        _living.add(self)
 
     def __str__(self) -> str:
         narrow = "" if self.comm_dtype == torch.float32 else f", sums sent in {self.comm_dtype}"
         return f"rank {self.rank} of {self.size}{narrow}"
+
+    def let_go(self) -> None:
+        """Forget the process group, which ends its threads if nobody else has it."""
+        self._group = None
 
     # ---- at construction
 
@@ -160,12 +166,19 @@ _users: dict[tuple[Any, ...], weakref.ref[Any]] = {}  # the user of each group, 
 
 @atexit.register
 def _end() -> None:
-    """End groups that nobody has ended, while their threads can still be joined."""
+    """End groups that nobody has ended, while their threads can still be joined.
+
+    An accumulator of the main module outlives the interpreter. Its group would, too, also after the program has called
+    destroy_process_group(); a thread of it that then drops the last reference to a tensor ends the process by a crash.
+    """
     for _, made in _groups.values():
         group = made()
         if group is not None and group in dist.distributed_c10d._world.pg_map:
             with contextlib.suppress(Exception):  # another rank may be gone
                 dist.destroy_process_group(group)
+        del group
+    for user in list(_living):
+        user.let_go()
 
 
 def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | None = None, user: Any = None) -> Any:

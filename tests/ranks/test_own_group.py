@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import accumkernels as ak
 from accumkernels.ranks import group as module
 from accumkernels.ranks.group import own_group
 
@@ -78,3 +79,16 @@ def test_ended_with_the_process():
     module._end()
     assert not alive(group)
     assert alive(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("release", ["backward", "microbatch"])
+def test_an_accumulator_of_the_main_module_ends_it_too(release):
+    """It outlives the interpreter, and no thread of a group may: one crashed after destroy_process_group()."""
+    model = torch.nn.Linear(3, 3)
+    acc = ak.FusedAccumulator(model, process_group=dist.group.WORLD, release=release)
+    freed = weakref.ref(acc.engine.ranks._group._group)
+    dist.destroy_process_group()
+    assert freed() is not None
+    module._end()
+    gc.collect()
+    assert freed() is None and acc.micro_batches == 0
