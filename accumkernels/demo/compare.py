@@ -13,9 +13,11 @@ import copy
 import inspect
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +109,8 @@ class Comparison:
             self.full = window_of(samples, count, micro_batch_size, self._weigh)
             self.short = window_of(samples, max(1, int(count * SHORT)), micro_batch_size, self._weigh)
             self.evaluates = self._why_eval()
+        if not min(self.full.big_batch.tokens, self.short.big_batch.tokens) > 0:
+            raise FitError("loss_fn returned weights that sum to 0 in a window, whose mean is then undefined")
         self.parameters = sum(param.numel() for param in model.parameters())
         self.init_scale = self._settled_scale() if training.amp_dtype is torch.float16 else None
 
@@ -121,7 +125,7 @@ class Comparison:
             model.to(self.training.device)
         return stack
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def _weigh(self, batch: Any, count: int) -> float:
         try:
             loss, weight = self.training.loss_and_weight(batch)
@@ -129,6 +133,12 @@ class Comparison:
             if not is_oom_error(error):
                 raise
             raise FitError(does_not_fit(count, str(error))) from None
+        if loss.numel() != 1 or not loss.requires_grad:
+            graph = "" if loss.requires_grad else " that no trainable parameter has a part in"
+            raise FitError(
+                f"the loss is a tensor of shape {tuple(loss.shape)}{graph}: the factory's loss_fn must return the mean "
+                "loss of a batch, one element to run backward from"
+            )
         if not math.isfinite(float(loss)):
             raise FitError(f"the loss of a micro-batch of {count} is {float(loss)}")
         tokens = float(count) if weight is None else float(weight)
@@ -339,10 +349,15 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
     training = training_for("compare", **{name: value for name, value in call.items() if name in taken})
     budget = call.get("memory_limit")
     limit = None if budget is None else as_bytes(budget, "memory_limit", of_a_device=True)
-    amp = "float32" if training.amp_dtype is None else str(training.amp_dtype).removeprefix("torch.")
+    dtypes = {p.dtype for p in training.model.parameters() if p.is_floating_point()}
+    computed = sorted(map(str, dtypes)) if training.amp_dtype is None else [str(training.amp_dtype)]
+    amp = " and ".join(dtype.removeprefix("torch.") for dtype in computed)
     versions = versions_and_device(training.device)
     console = display.console
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FitError(f"--out {arguments.out}: {error.strerror}") from None
     with display:
         display.begin_measuring(2 + rounds * len(METHODS))
         comparison = Comparison(training, size, steps, not arguments.no_cache_casts)
@@ -393,13 +408,18 @@ def report_on(
         batch=f"a batch of {batch}{on_budget}",
     )
     big, stock, fused = runs
-    report.print_conclusion(console, stock, fused, comparison.unit, scaled=amp == "float16", clips=False)
     wrong = fused.gradient_errors["full"] > max(WRONG, 4 * big.gradient_errors["full"])  # False where that is nan
+    where = " in eval mode" if comparison.evaluates else ""
+    scaled = comparison.init_scale is not None
+    report.print_conclusion(
+        console, stock, fused, comparison.unit, scaled=scaled, clips=False, mode=where, loop=not wrong
+    )
     if wrong:
         console.print(
-            "\nFusedAccumulator's gradient is not the big batch's here, so the loss is no mean over samples: have "
+            "FusedAccumulator's gradient is not the big batch's here, so the loss is no mean over samples: have "
             "loss_fn return (loss, weight), the weight being what it averages over, such as the number of tokens that "
-            "count. Losses that couple samples need acc.backward_coupled.",
+            "count. Of a sum the weight is 1, and acc.step(optimizer, divisor=...) divides. Losses that couple samples "
+            "need acc.backward_coupled.",
             style="bold",
             highlight=False,
         )
@@ -410,7 +430,8 @@ def report_on(
         "accumulation_steps": comparison.steps,
         "short_window": [part.tokens for part in comparison.short.micro_batches],
         "unit": comparison.unit,
-        "autocast": amp,
+        "autocast": amp if comparison.training.amp_dtype is not None else None,
+        "computed_in": amp,
         "loss_scale": comparison.init_scale,
         "exact_gradient": f"{precision}, {how}",
         "eval_mode": comparison.evaluates,
@@ -418,9 +439,15 @@ def report_on(
         "cache_casts": not arguments.no_cache_casts,
         "speed_to_stock": report.speedup(fused, stock),
     }
-    report.write_json(arguments.out / "compare.json", runs, settings=settings, versions=versions)
     title = f"{arguments.factory}, {comparison.parameters / 1e6:.3g} M parameters, {amp}; {in_short(versions)}"
-    report.draw(arguments.out / "compare.png", runs, title, unit=comparison.unit, batch=batch, budget=limit)
+    if comparison.evaluates:
+        title += f"\ngradients in eval mode, since {comparison.evaluates}"
+    with tempfile.TemporaryDirectory(dir=arguments.out) as folder:  # both files or none
+        made = Path(folder)
+        report.draw(made / "compare.png", runs, title, unit=comparison.unit, batch=batch, budget=limit)
+        report.write_json(made / "compare.json", runs, settings=settings, versions=versions)
+        for file in made.iterdir():
+            file.replace(arguments.out / file.name)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

@@ -21,11 +21,13 @@ from rich.table import Table
 # ---- Writes the results: a table, what it says in a sentence, and a JSON file
 
 DEFINITIONS = {
-    "rate": "[bold]{unit} per second[/]: trained on per second, optimizer step included (median over windows).",
+    "rate": """\
+[bold]{unit} per second[/]: trained on per second, optimizer step included: the median over windows. How many times as \
+fast is the median over windows trained in turn. A machine that is busy with other things spoils both.""",
     "errors": """\
 [bold]gradient error against the big batch in {exact}[/]: L2 distance of a window's averaged gradient to the {exact} \
 gradient of the same window {how}, relative to the length of the latter{where}. The short window has {short} of {full} \
-micro-batches. Rounding of {amp} is in every row.""",
+micro-batches; stock divides each loss by {full} there, too. Rounding of {amp} is in every row.""",
     "validation": """\
 [bold]validation loss[/]: nats per byte, on files that were not trained on. The big batch from {seeds} seeds of \
 initial weights ends between {lowest:.3f} and {highest:.3f}: that much is chance.""",
@@ -100,6 +102,11 @@ def percent(error: float) -> str:
     return f"{100 * error:.0f} %" if error >= 0.1 else f"{100 * error:.2g} %"
 
 
+def rate(per_second: float) -> str:
+    """Four digits, and all of a large number, as "12,345"."""
+    return f"{per_second:,.0f}" if per_second >= 1e4 else f"{per_second:,.4g}"
+
+
 def megabytes(nbytes: int) -> str:
     """Whole MB, as "1,234"; three digits below 100."""
     return f"{nbytes / 1e6:,.0f}" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g}"
@@ -114,7 +121,7 @@ def print_table(console: Console, runs: Sequence[Run], **settings: Any) -> None:
         **settings: The values that `DEFINITIONS` names.
     """
     columns = {
-        "rate": [("{unit} per\nsecond", lambda run: f"{run.tokens_per_second:,.4g}")],
+        "rate": [("{unit} per\nsecond", lambda run: rate(run.tokens_per_second))],
         "errors": [
             ("gradient error,\nfull window", lambda run: percent(run.gradient_errors["full"])),
             ("gradient error,\nshort window", lambda run: percent(run.gradient_errors["short"])),
@@ -136,7 +143,9 @@ def print_table(console: Console, runs: Sequence[Run], **settings: Any) -> None:
         console.print(DEFINITIONS[group].format(**settings), style="dim", highlight=False)
 
 
-def print_conclusion(console: Console, stock: Run, fused: Run, unit: str, scaled: bool, clips: bool) -> None:
+def print_conclusion(
+    console: Console, stock: Run, fused: Run, unit: str, *, scaled: bool, clips: bool, mode: str = "", loop: bool = True
+) -> None:
     """Print in a sentence what was seen on this machine, and what to change in one's own loop.
 
     Args:
@@ -146,19 +155,20 @@ def print_conclusion(console: Console, stock: Run, fused: Run, unit: str, scaled
         unit: What is counted per second, and weighs a micro-batch.
         scaled: Whether there was a GradScaler.
         clips: Whether gradients were clipped.
+        mode: Where gradients were compared, as " in eval mode".
+        loop: Whether to say what to change.
     """
-    faster = speedup(fused, stock)
-    seen = f"{faster:.2f} times as many {unit} per second as stock accumulation"
-    if faster < 1:
-        seen += " (a machine that is busy with other things spoils the comparison)"
+    seen = f"{speedup(fused, stock):.2f} times as many {unit} per second as stock accumulation"
     ours, theirs = fused.gradient_errors, stock.gradient_errors
     console.print(
-        f"\nOn this machine FusedAccumulator trained {seen}, with a gradient error of {percent(ours['full'])} where "
-        f"stock's was {percent(theirs['full'])}, and of {percent(ours['short'])} where it was "
+        f"\nOn this machine FusedAccumulator trained {seen}, with a gradient error{mode} of {percent(ours['full'])} "
+        f"where stock's was {percent(theirs['full'])}, and of {percent(ours['short'])} where it was "
         f"{percent(theirs['short'])} in a short window.\n",
         style="bold",
         highlight=False,
     )
+    if not loop:
+        return
     text = YOUR_LOOP.format(
         options="scaler=scaler, " if scaled else "",
         unit="len(x)" if unit == "samples" else unit,
@@ -205,8 +215,8 @@ def _frame(axes: Axes, message: str, quantity: str) -> None:
 
 def _rates(axes: Axes, runs: Sequence[Run], unit: str) -> None:
     rates = [run.tokens_per_second for run in runs]
-    texts = ["does not fit" if math.isnan(rate) else f"{rate:,.4g}" for rate in rates]
-    _bars(axes, [0 if math.isnan(rate) else rate for rate in rates], texts)
+    texts = ["does not fit" if math.isnan(value) else rate(value) for value in rates]
+    _bars(axes, [0 if math.isnan(value) else value for value in rates], texts)
     _frame(axes, f"{speedup(runs[2], runs[1]):.2f} times stock's speed", f"{unit} per second")
 
 

@@ -85,7 +85,11 @@ def _factory(place: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # an import inside the module failed
-        raise FitError(f"there is no module {module_name!r} on the path") from None
+        hint = ""
+        if "/" in module_name or module_name.endswith(".py"):
+            dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+            hint = f": a module is named with dots, from a folder on the path: {dotted}:{name}"
+        raise FitError(f"there is no module {module_name!r} on the path{hint}") from None
     factory: Any = module
     for part in name.split("."):
         factory = getattr(factory, part, None)
@@ -135,7 +139,7 @@ def table(found: BatchSize) -> str:
 def is_ours(error: BaseException) -> bool:
     """Whether the innermost frame of an error is in this package."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(__file__).parent in Path(frames[-1].filename).parents
+    return bool(frames) and Path(__file__).parent.parent in Path(frames[-1].filename).parents
 
 
 _REASONS = {

@@ -350,6 +350,8 @@ def _source(input_shape: Any, output_shape: Any, make_batch: Any, make_loader: A
         return made_batches(is_callable(make_batch, "make_batch"))
     if make_loader is not None:
         return loaded_batches(is_callable(make_loader, "make_loader"))
+    if input_shape is None and output_shape is None:
+        raise ValueError("give make_batch, which makes a batch of n samples, or input_shape and output_shape")
     return dummy_batches(input_shape, output_shape)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accumkernels.__main__ import main
+from accumkernels.demo import report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,7 +143,9 @@ def test_without_weights_it_says_what_is_missing(compare):
     assert made.status == 0, made.err
     assert made.found["settings"]["unit"] == "samples"
     assert made.found["runs"][2]["gradient_errors"]["full"] > 0.01
-    assert "return (loss, weight)" in " ".join(made.out.split())
+    said = " ".join(made.out.split())
+    assert "return (loss, weight)" in said
+    assert "weight=len(x)" not in said
 
 
 def test_keyword_batches_and_autocast(compare):
@@ -160,6 +163,38 @@ def test_keyword_batches_and_autocast(compare):
     assert stock["gradient_errors"]["short"] == pytest.approx(5 / 8, abs=0.05)  # 3 of 8, divided by 8
     assert made.found["settings"]["autocast"] == "bfloat16"
     assert "return (loss, weight)" not in " ".join(made.out.split())
+
+
+def test_the_dtype_of_the_model_is_named(compare):
+    """Without autocast it is what rounds; a picture of errors of one part in a hundred must not say float32."""
+    half = {"make_batch": lambda n: (images(n)[0].bfloat16(), images(n)[1]), "loss_fn": nn.functional.cross_entropy}
+    made = compare(model=nn.Linear(6, 4).bfloat16(), **half)
+    assert (made.found["settings"]["autocast"], made.found["settings"]["computed_in"]) == (None, "bfloat16")
+    assert "Rounding of bfloat16 is in every row" in " ".join(made.out.split())
+
+
+def test_a_picture_that_cannot_be_written_leaves_no_file(compare, monkeypatch):
+    """Neither half of the results."""
+
+    def fails(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(report, "draw", fails)
+    made = compare(model=nn.Linear(6, 4), make_batch=images, loss_fn=nn.functional.cross_entropy)
+    assert (made.status, made.err) == (2, "accumkernels compare: error: disk full\n")
+    assert list(made.folder.iterdir()) == []
+
+
+def test_large_rates_have_no_exponents():
+    """In the table and above the bars."""
+    assert [report.rate(value) for value in (981.93, 1097.2, 11390.4)] == ["981.9", "1,097", "11,390"]
+
+
+@pytest.mark.parametrize(("place", "hint"), [("train.py:fit", "train:fit"), ("sub/other.py:fit", "sub.other:fit")])
+def test_files_are_no_modules(capsys, place, hint):
+    """The error says how to write it."""
+    assert main(["compare", place, "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith(f"from a folder on the path: {hint}\n")
 
 
 def test_fp16_takes_a_scaler_whose_scale_fits(compare):
@@ -184,6 +219,7 @@ def test_gradients_are_compared_in_eval_mode_where_training_has_none(compare, mo
     assert made.status == 0, made.err
     assert why in made.found["settings"]["eval_mode"]
     assert "in eval mode, since" in " ".join(made.out.split())
+    assert "with a gradient error in eval mode of" in " ".join(made.out.split())
     assert made.found["runs"][2]["gradient_errors"]["full"] < FP32_ERROR
     assert model.training
 
@@ -242,6 +278,12 @@ def test_float32_where_float64_does_not_run(compare):
         (["--accumulate", "1"], {}, "--accumulate 1 accumulates nothing"),
         (["--micro-batch-size", "0"], {}, "--micro-batch-size must be at least 1, got 0"),
         (["--rounds", "0"], {}, "--rounds must be at least 1, got 0"),
+        ([], {"loss_fn": lambda o, t: o.sum(1)}, "the loss is a tensor of shape (4,): the factory's loss_fn must"),
+        ([], {"loss_fn": lambda o, t: o.sum().detach()}, "of shape () that no trainable parameter has a part in"),
+        ([], {"loss_fn": lambda o, t: (o.sum(), 0)}, "loss_fn returned weights that sum to 0"),
+        ([], {"loss_fn": lambda o, t: 3.0}, "what loss_fn returns must be a tensor"),
+        ([], {"make_batch": None}, "give make_batch, which makes a batch of n samples"),
+        (["--out", __file__], {}, f"--out {__file__}: File exists"),
         ([], {"batch": 3}, "user_train:fit returns batch; find_batch_size takes"),
         (["--device", "nonsense"], {}, "device must name a device, got 'nonsense'"),
     ],
