@@ -116,6 +116,7 @@ _REINSTALL = (
 _ADVICE = (
     (r"needs torch", "pip install --upgrade torch"),
     (r"are for Linux", "none needed; on Linux, or WSL on Windows, kernels are compiled"),
+    (r"has sources", "run Python in another folder than these sources, or compile them in place by make build"),
     (
         r"no compiled kernels",
         "install a C++ compiler, then pip install . again in a clone; or the wheel for this platform",

@@ -70,6 +70,8 @@ def _not_for_this_machine(path: Path) -> str | None:
     except FileNotFoundError:
         if sys.platform != "linux":
             return f"{path.name} is missing: compiled kernels are for Linux, and this is {platform.system()}"
+        if (path.parent.parent / "setup.py").exists():
+            return f"{path.name} is missing: {path.parent.parent} has sources, which hide what is installed"
         return f"{path.name} is missing: accumkernels was installed without its compiled library"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"

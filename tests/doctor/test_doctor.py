@@ -154,6 +154,7 @@ def test_driver_without_a_gpu_in_torch(torch_cuda, visible, said, status, monkey
     ("cause", "words"),
     [
         ("_native.so is missing: accumkernels was installed without its compiled library", "reinstall"),
+        ("_native.so is missing: /home/me/accumkernels has sources, which hide what is installed", "another folder"),
         ("_native.so is built for aarch64, and this is x86_64", "reinstall"),
         ("_native.so is cut short: 32 bytes", "reinstall"),
         ("_native.so does not load with torch 2.13.0: undefined symbol: aoti_torch_new", "reinstall"),

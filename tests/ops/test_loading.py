@@ -60,6 +60,9 @@ def test_says_what_is_wrong_with_the_file(fault: str, tmp_path: Path) -> None:
 def test_says_that_the_file_is_missing_or_cannot_be_read(tmp_path: Path) -> None:
     """Neither is an exception."""
     assert "is missing" in str(loading.load(tmp_path / "_native.so")[1])
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "accumkernels").mkdir()
+    assert f"{tmp_path} has sources" in str(loading.load(tmp_path / "accumkernels" / "_native.so")[1])
     (tmp_path / "_native.so").mkdir()
     assert "cannot be read" in str(loading.load(tmp_path / "_native.so")[1])
 
