@@ -60,7 +60,7 @@ def test_every_file_of_the_list_knows_it(op):
     stem = op.rstrip("_")
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add an op\n")[2].partition("\n## ")[0]
     steps = section.partition("1. ")[2].rpartition("5. ")[0]  # of the last, some ops have a test of another name
-    files = re.findall(r"`((?:accumkernels|csrc|tests)/[\w./]+)`", steps)
+    files = re.findall(r"`((?:accumkernels|benchmarks|csrc|tests)/[\w./]+)`", steps)
     assert len(files) > 15
     paths = {file: ROOT / file.replace("OP", stem) for file in files}
     texts = {file: path.read_text() if path.exists() else "" for file, path in paths.items()}
