@@ -188,7 +188,9 @@ class TreeSamples:
         The first tensor whose rows differ tells; all rows count 1 where none does.
         """
         for _, leaf in tree_leaves(self._batch, is_leaf=self._is_list):
-            if not isinstance(leaf, Tensor) or leaf.dim() < 2 or len(leaf) != self._count or leaf.is_floating_point():
+            if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_floating_point():
+                continue
+            if leaf.dim() < 2 or len(leaf) != self._count:
                 continue
             kept = leaf.flatten(1) != _IGNORED
             if bool(kept.all()):  # no labels

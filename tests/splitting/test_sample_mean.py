@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, dropout
 from torch.nn.utils.rnn import pad_sequence
 
 import accumkernels as ak
+from accumkernels.splitting.batches import TreeSamples
 from tests.support.models import grads_of, relative_error
 from tests.support.splitting import truth
 
@@ -270,6 +271,22 @@ def test_trees_of_rows_that_weigh_alike(count):
 
     report = acc.backward_batch(marked(torch.arange(10).expand(6, 10) < count), loss, micro_batch=2)
     assert len(calls) == len(report.sizes) == 3
+
+
+def test_trees_whose_tensors_are_of_other_kinds():
+    """Sparse, and of subclasses: they say nothing, and are not looked into."""
+    model, calls = nn.Linear(4, 1), []
+    acc = ak.FusedAccumulator(model)
+    sparse = torch.eye(6, dtype=torch.int64).to_sparse()
+    odd = torch.ones(6, 4, dtype=torch.int64).as_subclass(type("Odd", (torch.Tensor,), {}))
+
+    def loss(part):
+        calls.append(1)
+        return model(part["x"]).mean()
+
+    report = acc.backward_batch({"x": torch.randn(6, 4), "odd": odd}, loss, micro_batch=2)
+    assert len(calls) == len(report.sizes) == 3
+    assert TreeSamples({"x": torch.randn(6, 4), "sparse": sparse}).items() == [1.0] * 6
 
 
 def test_cuts_what_is_collated():
