@@ -66,7 +66,14 @@ def test_every_file_of_the_list_knows_it(op):
     texts = {file: path.read_text() if path.exists() else "" for file, path in paths.items()}
     name = stem.replace("_", "")  # in kCheckFinite, too
     lacking = [file for file, text in texts.items() if name not in text.replace("_", "").lower()]
-    assert lacking == []
+    assert not lacking, f"{op} is not in: {', '.join(lacking)}"
+
+
+@pytest.mark.native
+@on_every_op
+def test_the_library_has_its_kernel(op):
+    """Without one, calls would get plain torch, and pass every comparison with it."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"accumkernels::{op}", "CPU")
 
 
 @on_every_op
