@@ -167,8 +167,7 @@ class FusedAccumulator:
             engine = Engine(params, options, process_group)
         self.engine = engine
         self._store, self._ranks = engine.store, engine.ranks
-        self._looked_for_stages = False
-        self._warned_of_late_weights = False
+        self._once: set[str] = set()  # what was said, or looked for, and is not again
         self._iterated = False  # whether `window` was called since a window ended
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
 
@@ -392,7 +391,7 @@ class FusedAccumulator:
         engine.misuse.inspect_loss(loss)
         if weight is None:
             weight = 1.0
-            if engine.misuse.items is not None:
+            if "unequal items" not in engine.misuse.once:
                 engine.misuse.note_items(loss, sys._getframe(2))  # above `opaque`
         else:  # a wrong one is an error before backward runs
             weight = as_scalar(weight, "weight", self._store.layout.devices[0])
@@ -418,8 +417,8 @@ class FusedAccumulator:
             FloatingPointError: With `overflow="raise"`, gradients are not finite; the message names their parameters.
         """
         self.engine.check_accumulating("accumulate()")
-        if not self._looked_for_stages:  # they may have been built after the accumulator
-            self._looked_for_stages = True
+        if "stages" not in self._once:  # they may have been built after the accumulator
+            self._once.add("stages")
             refuse_late_stages(self._store.named, self._ranks)
         last = self._check_last(last)
         scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
@@ -556,8 +555,8 @@ class FusedAccumulator:
         )
 
     def _warn_of_late_weights(self) -> None:
-        name = None if self._warned_of_late_weights else self.engine.synchronised
-        self._warned_of_late_weights = True
+        name = None if "late weights" in self._once else self.engine.synchronised
+        self._once.add("late weights")
         if name is not None and backward_may_cross_ranks():
             _log.warning(
                 "accumulate(weight): %r is a SyncBatchNorm, whose backward adds up gradients of all ranks before the "
@@ -606,7 +605,6 @@ class FusedAccumulator:
         iterator = iter(expect_iterable(batches, "batches"))
         if self._iterated and self._ranks.ends_together:  # nobody has ended the window that was iterated over before
             self.engine.window.miss_end()
-            self.engine.go_on_from(self.engine.window.number)
         self._iterated = True
         token = object()
         try:

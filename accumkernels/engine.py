@@ -63,12 +63,9 @@ class Engine:
         ending: Ends windows.
         misuse: Observes what the loop does.
         patience: Observes how long windows become.
-        batches: Knows which micro-batches fit.
-        sample_mean: Knows which losses are means over samples.
         module: What was given, if that is a module.
         silence: Keeps a DistributedDataParallel module silent; None if there is none.
         window: The open window, or the one that was finalized.
-        ended: How many windows have ended; the number of the next.
     """
 
     window: Window
@@ -114,9 +111,6 @@ class Engine:
         self.ending = End(self.store, self.ranks, self.scaler, options.overflow, self.noise)
         self.misuse = MisuseDetector(self.store, self.ranks, self.scaler, self.runner.is_uncounted, self.runner.flush)
         self.patience = Patience(self)
-        self.batches = BatchRunner(memory_of(self.store.layout.devices[0], options.memory_limit))
-        self.sample_mean = SampleMean()
-        self.ended = 0
         self._open()
 
     # ---- which calls the window allows
@@ -168,8 +162,14 @@ class Engine:
 
     # ---- open
 
-    def _open(self) -> None:
-        self.window = Window(self.ended, WindowLoss(self.store.layout.devices[0]))
+    def _open(self, number: int = 0, state: Mapping[str, Any] | None = None) -> None:
+        """Open a window, new or from a state, after `number` others have ended."""
+        device = self.store.layout.devices[0]
+        if state is None:
+            self.window = Window(number, WindowLoss(device))
+        else:
+            loss = torch.tensor(state["loss"], dtype=torch.float64, device=device) if any(state["loss"]) else None
+            self.window = Window.of_state(state["window"], WindowLoss(device, loss))
         if self.noise.on or self.noise.measuring:
             self.noise.open_window()
         if self.ranks.reduces_sums:
@@ -270,6 +270,16 @@ class Engine:
             sums = sums - before
         return BatchReport(ran.sizes, ran.costs, ran.out_of_memory, ran.peak_bytes, sums[0] / sums[1], ran.extras)
 
+    @functools.cached_property
+    def batches(self) -> BatchRunner:
+        """Runs batches, and learns which micro-batches fit; loops of plain micro-batches never need it."""
+        return BatchRunner(memory_of(self.store.layout.devices[0], self.options.memory_limit))
+
+    @functools.cached_property
+    def sample_mean(self) -> SampleMean:
+        """Finds out which losses are means over samples."""
+        return SampleMean()
+
     def drawing(self, batch: Any) -> list[torch.device]:
         """Accelerators whose random numbers a batch may draw: those of all parameters, frozen ones too, and its own."""
         devices = dict.fromkeys(entry.param.device for entry in self.store.named)
@@ -306,7 +316,7 @@ class Engine:
         """Average the window and set `.grad`, after the checks of `OptimizerSteps.check`."""
         self._close()
         self.ending.finalize(self.window, optimizers, divisor)
-        self._count()
+        self._note_length()
 
     def step(
         self,
@@ -326,21 +336,21 @@ class Engine:
         Returns:
             The parts' norms, or the norm of all where `max_norm` is given.
         """
-        window, ending = self.window, self.ending
+        window, ending, skips = self.window, self.ending, False
         if window.micro_batches == 0 and not self.ranks.ends_together:
             norms = list(torch.zeros(len(parts or [None]), dtype=torch.float64, device=self.store.layout.device))
             ending.skip_empty()
-            self.ended = window.number + 1
+            skips = True
         else:
             self._close()
             norms = list(ending.step(window, optimizers, divisor, max_norm, parts or ()))
-            self._count()
+            self._note_length()
         found: Tensor | list[Tensor] | None = None
         if parts is not None:
             found = ending.results(norms[: len(parts)])
         elif max_norm is not None:
             found = ending.result(norms[0])
-        self.drop()
+        self.drop(skips)
         return found
 
     def _close(self) -> None:
@@ -351,17 +361,22 @@ class Engine:
             self.runner.prepare_window()  # as its first micro-batch would have: other ranks may have had one
         self.runner.captures.inbox.set_listening(False)
 
-    def _count(self) -> None:
-        self.ended = self.window.number + 1
+    def _note_length(self) -> None:
         if self.window.micro_batches > self.patience.longest:
             self.patience.end(self.window.micro_batches, used=True)
 
     # ---- drop
 
-    def drop(self) -> None:
-        """Drop the window, finished or not, and open the next."""
+    def drop(self, ended: bool = False) -> None:
+        """Drop the window, finished or not, and open the next.
+
+        Args:
+            ended: Whether it ended though nothing was to be finalized.
+        """
         window = self.window
-        if window.phase is not Phase.FINALIZED:
+        if window.phase is Phase.FINALIZED:
+            ended = True
+        else:
             self.patience.end(window.micro_batches, used=False)
         if self.scaler.scaler is not None:
             self.scaler.withdraw()
@@ -372,11 +387,7 @@ class Engine:
         if window.outcome is not None and window.outcome.idle:
             self.give_back(window.outcome.idle)
             self.store.allocate()
-        self._open()
-
-    def go_on_from(self, number: int) -> None:
-        """Take this for the number of the open window, which a checkpoint or a missed end has changed."""
-        self.ended = number
+        self._open(window.number + ended)
 
     def give_back(self, idle: bytes) -> None:
         """Between windows, free the segments of frozen parameters; the same on all ranks that sum them."""
@@ -422,12 +433,10 @@ class Engine:
         """Continue from a checked state, in an empty window."""
         self.runner.prepare_window()
         load(self.store, state)
-        self.window.load_state_dict(state["window"])
-        self.go_on_from(self.window.number)
+        self._open(state=state)
         self.patience.silence()  # the run that saved it is over, too, and may have ended windows
         self.runner.resume(state["serial"])
         self.ending.load_state_dict(state)
-        self.window.loss.resume(state["loss"])
         self.noise.load_state_dict(state["noise_scale"], self.store.layout.device)
         if "batches" in state:
             self.batches.learned.load(state["batches"])

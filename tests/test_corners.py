@@ -292,7 +292,7 @@ def test_fused_sgd_with_a_frozen_parameter_reads_nothing_back():
     for _ in range(2):
         acc.backward(mse_loss(model(x), y))
         acc.step(optimizer)
-    assert isinstance(acc.engine.ending._skipped, torch.Tensor)  # never turned into a bool
+    assert isinstance(acc.engine.ending.last.skipped, torch.Tensor)  # never turned into a bool
 
 
 def test_accumulate_without_gradients_warns_once(caplog):

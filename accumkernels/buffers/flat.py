@@ -157,7 +157,7 @@ class HandedOut:
         self.views = [self._view(segment) for segment in segments]
         self.unkept = list(map(getrefcount, self.views))
         self.storage = tensor.untyped_storage()
-        self._searches = True
+        self._once: set[str] = set()  # what was looked for, and is not again
 
     def _view(self, segment: Segment) -> Tensor:
         # Detached, it shares memory and version but is no view for torch, which refuses detach_() on views (fastai's
@@ -182,7 +182,7 @@ class HandedOut:
             if count > unkept:
                 _move(self.views[index])
                 self.views[index] = self._view(self._segments[index])
-        if self._searches and use_count(self.storage._cdata) > uses:
+        if "aliases" not in self._once and use_count(self.storage._cdata) > uses:
             self._move_aliases(uses)
 
     def _move_aliases(self, uses: int) -> None:
@@ -208,7 +208,7 @@ class HandedOut:
             if use_count(self.storage._cdata) <= uses:
                 return
         if not moved and of_main_grad <= 0:
-            self._searches = False
+            self._once.add("aliases")
             _log.warning(
                 "something keeps the memory of a .grad over the end of a window, and no search finds it (gc.freeze(), "
                 "a graph): the next window overwrites it. Keep p.grad.clone() instead. From now "
@@ -290,7 +290,6 @@ class FlatBuffer:
         self.sharded = any(map(is_dtensor, self.params))
         self.all_indices = list(range(len(self.segments)))
         self.contiguous = all(s.contiguous for s in self.segments)
-        self._alone: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensor = torch.empty(0, dtype=dtype, device=device)
         self.views: list[Tensor] = []
         self.release()
@@ -475,14 +474,6 @@ class FlatBuffer:
             ranges.append((start, s.offset + s.numel))
             previous = s.index
         return [self.tensor[start:end] for start, end in ranges]
-
-    def layout_alone(self, index: int) -> tuple[Tensor, Tensor]:
-        """`layout` and `layout_host` for a tensor that holds only this segment."""
-        if index not in self._alone:
-            device, host = self.layout[index : index + 1].clone(), self.layout_host[index : index + 1].clone()
-            device[:, 0] = host[:, 0] = 0
-            self._alone[index] = (device, host)
-        return self._alone[index]
 
 
 def buffer_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -46,8 +46,17 @@ EVERY = 32  # backwards between two looks for casts, where none are found
 _FUSED, _IN_16_BITS = _WAYS = "fused", "taken in 16 bits"
 
 Node = Any
-_Operands = tuple[Tensor, int, Tensor, int]  # of a product, with their versions
 Users = dict[Node, list[tuple[Node, int]]]  # of a node: those that its output goes into, at which position
+
+
+class _Operands(NamedTuple):
+    """The operands of a product of micro-batch `tag`, with their versions."""
+
+    left: Tensor
+    left_version: int
+    right: Tensor
+    right_version: int
+    tag: int
 
 
 class FusionPolicy(NamedTuple):
@@ -153,17 +162,17 @@ class _Kept:
         self.nbytes = 0
         self.operands: dict[_Weight, list[_Operands]] = {}
 
-    def add(self, weight: _Weight, left: Tensor, right: Tensor) -> int:
-        """Keep a product; return how many rows are kept for its weight."""
+    def add(self, weight: _Weight, left: Tensor, right: Tensor, tag: int) -> int:
+        """Keep a product of micro-batch `tag`; return how many rows are kept for its weight."""
         kept = self.operands.setdefault(weight, [])
-        kept.append((left, left._version, right, right._version))
+        kept.append(_Operands(left, left._version, right, right._version, tag))
         self.nbytes += left.nbytes + right.nbytes
         return sum(left.shape[0] for left, *_ in kept)
 
     def take(self, weight: _Weight) -> list[_Operands]:
         """Take a weight's products out."""
         kept = self.operands.pop(weight)
-        self.nbytes -= sum(left.nbytes + right.nbytes for left, _, right, _ in kept)
+        self.nbytes -= sum(left.nbytes + right.nbytes for left, _, right, *_ in kept)
         return kept
 
 
@@ -189,7 +198,6 @@ class GraphCapture:
         self.run: _Backward | None = None
         self._until_look = 0  # number of backwards
         self._kept: _Kept | None = None
-        self._tag = 0  # of the last micro-batch
 
     def follow(self, buffers: Iterable[FlatBuffer]) -> None:
         """Look for the parameters of new buffers, too."""
@@ -226,7 +234,7 @@ class GraphCapture:
         self.end()  # of a backward that never ran
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         users, ends, nested = _read(nodes)
-        run, self._tag = _Backward(micro_batch, sink), micro_batch.tag
+        run = _Backward(micro_batch, sink)
         fuses = excludes and not nested and self._policy.fuses and not torch.is_anomaly_enabled()
         for known in self.weights.values():
             known.nodes, known.way = 0, None
@@ -365,12 +373,12 @@ class GraphCapture:
         assert isinstance(run.factor, float)
         most = _deferred_tokens(weight.param) if self._policy.deferred else 0
         if left.shape[0] > most // 2:
-            self._add(weight, way, left, right, run.factor)
+            self._add(weight, way, left, right, run.factor, run.micro_batch.tag)
             return
         if self._kept is None or self._kept.factor != run.factor:
             self.flush()
             self._kept = _Kept(run.factor)
-        tokens = self._kept.add(weight, left, right)
+        tokens = self._kept.add(weight, left, right, run.micro_batch.tag)
         if weight.place[0].queues:  # whoever multiplies them waits for this stream, too
             self.inbox.order.take(weight.place[0].device)
         self.inbox.note_added()
@@ -378,9 +386,9 @@ class GraphCapture:
         if too_many or run.micro_batch.last or tokens >= most:
             self._flush(self._kept, weight)
 
-    def _add(self, weight: _Weight, way: Gemm, left: Tensor, right: Tensor, factor: float) -> None:
+    def _add(self, weight: _Weight, way: Gemm, left: Tensor, right: Tensor, factor: float, tag: int) -> None:
         buffer, index = weight.place
-        begins = self._write(weight)
+        begins = self._write(weight, tag)
         add_product(way, buffer.views[index], left, right, factor, 0.0 if begins else 1.0)
 
     # ---- short products, which cost as much as reading and writing the sum: of several micro-batches at once
@@ -398,16 +406,17 @@ class GraphCapture:
 
     def _flush(self, products: _Kept, weight: _Weight) -> None:
         kept = products.take(weight)
-        if any(left._version != a or right._version != b for left, a, right, b in kept):
+        if any(left._version != a or right._version != b for left, a, right, b, _ in kept):
             name = weight.place[0].segments[weight.place[1]].name
             raise RuntimeError(
                 f"an operand of the gradient of {name!r} was changed in place after its backward, before it was "
                 "multiplied (fuse_weight_gradients='deferred'): drop the window by acc.zero_(), and use 'auto' where "
                 "inputs or activations are written to again"
             )
-        lefts, rights = [left for left, *_ in kept], [right for _, _, right, _ in kept]
+        lefts, rights = [one.left for one in kept], [one.right for one in kept]
         left, right = (lefts[0], rights[0]) if len(kept) == 1 else (torch.cat(lefts), torch.cat(rights))
-        self._add(weight, self._way(weight, left.dtype, left.shape[0]) or widened, left, right, products.factor)
+        way = self._way(weight, left.dtype, left.shape[0]) or widened
+        self._add(weight, way, left, right, products.factor, kept[-1].tag)
         if weight.place[0].queues:
             keep_until_done(lefts + rights)
 
@@ -428,19 +437,19 @@ class GraphCapture:
         buffer, index = weight.place
         view, factor = buffer.views[index], run.factor
         assert factor is not None
-        if self._write(weight):
+        if self._write(weight, run.micro_batch.tag):
             view.zero_()
         add_rows(view, grad, indices, *options, factor.to(view.device) if isinstance(factor, Tensor) else factor)
 
-    def _write(self, weight: _Weight) -> bool:
-        """Announce an addition to a segment; return whether it holds no sum of this window yet."""
+    def _write(self, weight: _Weight, tag: int) -> bool:
+        """Announce an addition of micro-batch `tag` to a segment; return whether it holds no sum of this window yet."""
         buffer, index = weight.place
         if self.run is not None:
             self.run.sink.check_writable(weight.place)
             if not self.inbox.added:
                 self.inbox.note_added()
         first = not buffer.touched[index]
-        buffer.touch_unchecked(index, self._tag)
+        buffer.touch_unchecked(index, tag)
         if buffer.queues:
             self.inbox.order.take(buffer.device)
         return first

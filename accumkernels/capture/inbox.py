@@ -159,6 +159,22 @@ class _Pending:
         self.nbytes = 0
 
 
+class _Route(NamedTuple):
+    """Where gradients go in one backward.
+
+    Attributes:
+        add: Gets full buckets, and what is awaited; None: everything is kept until it is drained.
+        awaited: See `Sink`.
+        limit: Bytes of a full bucket.
+        references: To a leaf's node while its hooks run, if nobody else holds it.
+    """
+
+    add: Callable[[Bucket], None] | None
+    awaited: Set[Place]
+    limit: float
+    references: int
+
+
 class Inbox:
     """Keeps gradients from where backward has made them until an op has added them.
 
@@ -208,9 +224,7 @@ class Inbox:
         self._pending: collections.defaultdict[torch.device, _Pending] = collections.defaultdict(_Pending)
         self._streams = Streams()  # that computed the items
         self._drained: Bucket = ()  # what of it is in `.grad`
-        self._held = _references()  # references to a leaf's node while its hooks run, if nobody else holds it
-        # Full buckets, and what is awaited, go to `_add`; without one, everything is kept until it is drained.
-        self._add, self._awaited, self._limit = self._usual = usual, _NONE, bucket_bytes if usual else math.inf
+        self._route = self._usual = _Route(usual, _NONE, bucket_bytes if usual else math.inf, _references())
 
     def set_listening(self, listening: bool) -> None:
         """Take gradients from backward, or leave them to torch."""
@@ -251,8 +265,8 @@ class Inbox:
             grad = local_grad(param) if sharded else param.grad
             if grad is None:  # another hook may have taken it
                 return
-            node = torch._C._current_autograd_node()
-            if len(param._post_accumulate_grad_hooks or ()) > 1 or sys.getrefcount(node) > self._held:
+            node, route = torch._C._current_autograd_node(), self._route
+            if len(param._post_accumulate_grad_hooks or ()) > 1 or sys.getrefcount(node) > route.references:
                 if _others_wait(param, node):
                     return
             param.grad = None
@@ -260,7 +274,7 @@ class Inbox:
                 self._streams.see(grad.device)
             pending.items.append((place, grad))
             pending.nbytes += nbytes
-            if pending.nbytes >= self._limit or (self._awaited and place in self._awaited):
+            if pending.nbytes >= route.limit or (route.awaited and place in route.awaited):
                 self.flush(place[0].grad_device)
 
         take.of_accumulator = True  # type: ignore[attr-defined]  # see `is_ours_alone`
@@ -300,15 +314,13 @@ class Inbox:
             sink: Adds gradients.
             holds_leaves: Whether the `inputs` of the backward hold the nodes of leaves.
         """
-        self._held = _references() + holds_leaves
-        self._add, self._awaited = functools.partial(sink.add, micro_batch=micro_batch), sink.awaited
-        self._limit = self.bucket_bytes
+        add = functools.partial(sink.add, micro_batch=micro_batch)
+        self._route = _Route(add, sink.awaited, self.bucket_bytes, _references() + holds_leaves)
         self.running = self.listening
 
     def end(self) -> None:
         """End it, also if it raised."""
-        self._add, self._awaited, self._limit = self._usual
-        self._held = _references()
+        self._route = self._usual
         self.running = False
 
     def note_added(self) -> None:
@@ -324,7 +336,7 @@ class Inbox:
         pending = self._pending[place[0].grad_device]
         pending.items.append((place, grad))
         pending.nbytes += grad.nbytes
-        if pending.nbytes >= self._limit or place in self._awaited:
+        if pending.nbytes >= self._route.limit or place in self._route.awaited:
             self.flush(place[0].grad_device)
 
     def holds(self, place: Place) -> bool:
@@ -365,9 +377,10 @@ class Inbox:
                 if self._streams.seen:  # pending gradients may be read then
                     self._streams.join(device)
                     self.order.take(device)
-                assert self._add is not None
+                add = self._route.add
+                assert add is not None
                 for bucket in _buckets(items):
-                    self._add(bucket)
+                    add(bucket)
         finally:
             torch._C._set_grad_enabled(graph)
 

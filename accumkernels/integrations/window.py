@@ -443,7 +443,7 @@ class TrainerWindow:
                 if fold and (ran or self.several_ranks) and not kwargs and not self._needs_closure:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
-                    self._idle = not ran and not self.engine.ending.reached
+                    self._idle = not ran and not self.engine.ending.last.reached
                     return norm
                 self.finalize()
             # After `finalize`, which has asked the other ranks, sums are those of all.

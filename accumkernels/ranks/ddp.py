@@ -143,7 +143,7 @@ class Silence:
             )
         for name, value in self._before.items() if ddp is not None else ():
             setattr(ddp, name, value)
-        self._before = {}
+        self._before.clear()
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

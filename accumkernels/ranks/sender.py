@@ -281,7 +281,6 @@ class ChunkSender(Sender):
         """Send these flat buffers from now on, which all ranks have; the list may grow between windows."""
         self._buffers = buffers
         self._chunks: list[Chunk] = []
-        self._chunked = 0  # number of buffers that have chunks
         self._list_chunks()
         self._agreed = len(self._chunks)  # number of first chunks that all ranks are known to have
 
@@ -415,10 +414,10 @@ class ChunkSender(Sender):
 
         Other ranks may not have unfrozen the same parameters: these chunks go last, after the vector has said so.
         """
-        if self._chunked < len(self._buffers):
-            for buffer in reversed(self._buffers[self._chunked :]):  # the last device has the last layers
+        listed = {chunk.buffer for chunk in self._chunks}
+        for buffer in reversed(self._buffers):  # the last device has the last layers
+            if buffer not in listed:
                 self._chunks += cut(buffer, self._group.comm_dtype)
-            self._chunked = len(self._buffers)
 
     def _send(self) -> None:
         window = self._window

@@ -26,6 +26,20 @@ from .state import Outcome, Phase, Window
 from .verdict import Metrics, Verdict, WindowGrads, clip_coefficient
 
 
+class _Last(NamedTuple):
+    """The last window that ended.
+
+    Attributes:
+        skipped: Whether its step was skipped; on the device until somebody reads it.
+        captured: Whether that belongs to a CUDA graph, and changes with every replay.
+        reached: Whether any rank had a gradient.
+    """
+
+    skipped: bool | Tensor = False
+    captured: bool = False
+    reached: bool = False
+
+
 class End:
     """Ends the windows of one accumulator.
 
@@ -38,18 +52,16 @@ class End:
 
     Attributes:
         last_norm: The last norm computed.
-        reached: Whether any rank had a gradient in the last window that ended.
-        metrics: Metrics of the last window that ended.
+        last: The last window that ended.
+        metrics: Its metrics, and counts of all.
         steps: Checks the optimizers before a window ends, then steps them.
     """
 
     def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
         self.last_norm: Tensor | None = None
-        self.reached = False
         self.metrics = Metrics(store.layout.device)
         self.steps = OptimizerSteps(store, scaler)
-        self._skipped: bool | Tensor = False  # whether the last step was skipped; on the device until somebody reads it
-        self._captured = False  # whether `_skipped` belongs to a CUDA graph and changes with every replay
+        self.last = _Last()
         self._graphs = False  # whether any window was captured: a graph holds addresses of buffers
         self._store = store
         self._ranks = ranks
@@ -63,14 +75,15 @@ class End:
 
         In a CUDA graph it is read each time, since a replay changes it.
         """
-        if isinstance(self._skipped, Tensor) and is_capturing(self._skipped.device):
+        last = self.last
+        if isinstance(last.skipped, Tensor) and is_capturing(last.skipped.device):
             raise RuntimeError(
                 "whether to step must be read from the device, which the capture of a CUDA graph does not allow: "
                 "use one of torch's fused optimizers (fused=True, capturable=True), after a warm-up window (AK24)"
             )
-        skipped = bool(self._skipped)
-        if not self._captured:
-            self._skipped = skipped
+        skipped = bool(last.skipped)
+        if not last.captured:
+            self.last = last._replace(skipped=skipped)
         return skipped
 
     def divisor(self, window: Window, given: float | Tensor | None) -> Tensor | None:
@@ -107,7 +120,7 @@ class End:
 
     def skip_empty(self) -> None:
         """End a window without micro-batches, in a process that ends its windows alone."""
-        self._skipped = True
+        self.last = _Last(skipped=True)
         self.metrics.end_empty_window()
 
     def norm(self, norm_type: float) -> Tensor:
@@ -198,8 +211,7 @@ class End:
         state = store.state()
         squares = self._noise.sums(store.layout.device) if self._noise.measuring else None
         touched = store.touched_bytes()
-        self._captured = is_capturing(state.device)
-        self._graphs = self._graphs or self._captured
+        self._graphs = self._graphs or is_capturing(state.device)
         # What frozen parameters could give back: nothing once a CUDA graph may hold its addresses.
         idle = b"" if self._graphs or window.phase is Phase.AVERAGED else store.idle(touched)
         report = LocalStats(
@@ -234,8 +246,6 @@ class End:
             window.loss.agree(stats.loss)
         if stats.touched is not None:
             self.steps.refresh(optimizers)  # other ranks may have touched more parameters
-            touched = store.touched_bytes()
-        self.reached = 1 in touched
         return Verdict(store.ops, stats.state, stats.divisor, ended.norm, max_norm, ended.overflow), ended
 
     def _finish(
@@ -257,7 +267,7 @@ class End:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
         window.finalize(Outcome(verdict, grads, ended.stats.idle))
-        self._skipped = skip
+        self.last = _Last(skip, self._graphs and is_capturing(skip.device), 1 in self.steps.plan.touched)
         self.metrics.end_window(window.micro_batches, verdict.exact, window.loss.sums)
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
         # an overflow would leave the momentum of torch's fused SGD undefined, which is worth a synchronisation.
@@ -280,7 +290,7 @@ class End:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state_dict` returned."""
-        self._skipped, self._captured = state["step_was_skipped"], False
+        self.last = _Last(state["step_was_skipped"])
         norm = state["last_norm"]
         if norm is not None:
             norm = torch.tensor(norm, dtype=self._store.layout.result_dtype, device=self._store.layout.device)

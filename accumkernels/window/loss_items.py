@@ -213,43 +213,43 @@ def items_at(loss: Tensor, caller: Any) -> Items | None:
     return items_of(loss.grad_fn, [_MOST_NODES], (id(caller.f_code), caller.f_lasti)) if loss.numel() == 1 else None
 
 
-class ItemComparison:
-    """Compares what the losses of a window average that were given without a weight."""
+def unequal_items(found: Sequence[Items | None], micro_batches: int, once: set[str]) -> str | None:
+    """Return the numbers of items, if they differ in a window of losses that were given without a weight: "8, 8 and 3".
 
-    def __init__(self) -> None:
-        self._looked = False  # at numbers on a device, in a window whose losses have one shape
-        self._looked_at_shapes = False  # in one whose losses have several
-
-    def unequal(self, found: Sequence[Items | None], micro_batches: int) -> str | None:
-        """Return the numbers of items, if they differ in a window without any weight: "8, 8 and 3"."""
-        if micro_batches < 2 or len(found) != micro_batches:
-            return None
-        kinds: dict[tuple[object, ...], list[Items]] = {}
-        for items in found:
-            if items is not None:
-                kinds.setdefault(items.kind, []).append(items)
-        for alike in kinds.values():
-            numbers = self._read(alike) if len(alike) > 1 else None
-            if numbers is None or len(set(numbers)) == 1:
-                continue
-            # As many samples of another size, such as images of another resolution, may be meant to count the same.
-            sizes, samples = ({items.shape[cut] for items in alike} for cut in (slice(1, None), slice(1)))
-            if len(sizes) == 1 or len(samples) > 1:
-                texts = [f"{number:g}" for number in numbers]
-                return ", ".join(texts) if len(texts) < 9 else f"{', '.join(texts[:7])}, ..., {texts[-1]}"
+    Args:
+        found: What the losses average; see `items_at`.
+        micro_batches: Of the window.
+        once: Gets what was read from a device, which is not read again.
+    """
+    if micro_batches < 2 or len(found) != micro_batches:
         return None
+    kinds: dict[tuple[object, ...], list[Items]] = {}
+    for items in found:
+        if items is not None:
+            kinds.setdefault(items.kind, []).append(items)
+    for alike in kinds.values():
+        numbers = _read(alike, once) if len(alike) > 1 else None
+        if numbers is None or len(set(numbers)) == 1:
+            continue
+        # As many samples of another size, such as images of another resolution, may be meant to count the same.
+        sizes, samples = ({items.shape[cut] for items in alike} for cut in (slice(1, None), slice(1)))
+        if len(sizes) == 1 or len(samples) > 1:
+            texts = [f"{number:g}" for number in numbers]
+            return ", ".join(texts) if len(texts) < 9 else f"{', '.join(texts[:7])}, ..., {texts[-1]}"
+    return None
 
-    def _read(self, alike: list[Items]) -> list[float] | None:
-        """Return numbers; those on a device are read once where shapes differ, and once where they do not."""
-        numbers = [items.number for items in alike]
-        tensors = [number for number in numbers if isinstance(number, Tensor)]
-        if not tensors:
-            return numbers  # type: ignore[return-value]
-        several = len({items.shape for items in alike}) > 1
-        if (self._looked_at_shapes if several else self._looked) or is_capturing(tensors[0].device):
-            return None
-        self._looked_at_shapes, self._looked = self._looked_at_shapes or several, True
-        if len(tensors) < len(numbers):
-            return None
-        read: list[float] = torch.stack([number.double() for number in tensors]).tolist()
-        return read if all(map(float.is_integer, read)) else None
+
+def _read(alike: list[Items], once: set[str]) -> list[float] | None:
+    """Return numbers; those on a device are read once where shapes differ, and once where they do not."""
+    numbers = [items.number for items in alike]
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    if not tensors:
+        return numbers  # type: ignore[return-value]
+    several = len({items.shape for items in alike}) > 1
+    if ("items of several shapes" if several else "items") in once or is_capturing(tensors[0].device):
+        return None
+    once.update(("items of several shapes", "items") if several else ("items",))
+    if len(tensors) < len(numbers):
+        return None
+    read: list[float] = torch.stack([number.double() for number in tensors]).tolist()
+    return read if all(map(float.is_integer, read)) else None

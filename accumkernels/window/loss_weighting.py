@@ -62,7 +62,7 @@ class SharedLoss:
         self._store = store
         self._uncounted = uncounted
         self.found: _Left | None = None
-        self._said = False
+        self._once: set[str] = set()  # what was said, and is not again
         SharedLoss.alive.append(weakref.ref(self, SharedLoss.alive.remove))
 
     def remove(self) -> None:
@@ -132,8 +132,8 @@ class SharedLoss:
                 "optimizers. Gradients that are not meant to be used go by optimizer.zero_grad() or acc.discard()"
                 " (AK29)"
             )
-        if adds and not self._said:
-            self._said = True
+        if adds and "shared loss" not in self._once:
+            self._once.add("shared loss")
             raise RuntimeError(
                 f"backward(): {ours!r} has a gradient of another loss, which acc.backward() of another accumulator, "
                 f"that of {found.by!r}, has left here, as a generator's loss does in a discriminator; this backward "
@@ -188,7 +188,7 @@ class LossWeighting:
     def __init__(self, key: str) -> None:
         self._key = key
         self._unit: float | None = None  # once all ranks know it
-        self._warned: set[str] = set()  # names, as a Function may be defined anew in each forward
+        self._once: set[str] = set()  # names that it warned of, as a Function may be defined anew in each forward
 
     def weigh(self, loss: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, MicroBatch]:
         """Multiply a loss by its micro-batch's weight, in the unit of all ranks.
@@ -236,10 +236,10 @@ class LossWeighting:
             return
         # Every graph, as each may have other Functions. On a CPU a node takes 0.3 to 0.7 microseconds here, and 5 to 6
         # in backward, however small its tensors.
-        names = {_name(kind) for kind in _kinds_of_nodes(roots) if _is_users(kind)} - self._warned
+        names = {_name(kind) for kind in _kinds_of_nodes(roots) if _is_users(kind)} - self._once
         if not names:
             return
-        self._warned |= names
+        self._once.update(names)
         _log.warning(
             "backward(weight): on several ranks a part of the weight multiplies the loss before backward, and the rest "
             "multiplies gradients afterwards. The graph of this loss has %s: if its backward adds a gradient of its "

@@ -56,7 +56,7 @@ class MicroBatchRunner:
         self._scaler = scaler
         self._overflow = options.overflow
         self._weighting = LossWeighting(ranks.weight_key)
-        self._warned = False  # whether it warned of a micro-batch without gradients
+        self._once: set[str] = set()  # what was said, and is not again
         self.offload = None if store.slots is None else Offload(cast(Slots, store.slots), self)
         self.casts = CastCache(store, self) if options.cache_casts else None
         self._make_captures = functools.partial(
@@ -376,8 +376,8 @@ class MicroBatchRunner:
             window.add_unsynced(micro_batch)
             window.loss.add(micro_batch.undivided, micro_batch.weight, unsynced=True)
             return True
-        if not self._warned:
-            self._warned = True
+        if "no gradient" not in self._once:
+            self._once.add("no gradient")
             warn_of_nothing(micro_batch.ran_backward, window.micro_batches > 0 and window.counted_by_backward)
         if micro_batch.ran_backward:
             return False

@@ -23,7 +23,7 @@ from ..errors import logger, wrong_type
 from ..hooks import Follower, follow
 from ..ranks.base import Ranks
 from .grad_scaler import LossScaler
-from .loss_items import ItemComparison, Items, is_divided_sum, items_at
+from .loss_items import Items, is_divided_sum, items_at, unequal_items
 from .optimizers import owned
 from .state import Phase, Window
 
@@ -62,10 +62,8 @@ class MisuseDetector(Follower):
         flush: Adds what is counted and on its way to the sums.
 
     Attributes:
-        items: What the losses of the window average that came without a weight; None once it has warned of them.
+        once: What was said, or looked for, and is not again.
     """
-
-    items: ItemComparison | None
 
     def __init__(
         self,
@@ -80,11 +78,10 @@ class MisuseDetector(Follower):
         self._scaler = scaler
         self._uncounted = uncounted
         self._flush = flush
-        self._once: set[str] = set()  # what was said, or looked for, and is not again
+        self.once: set[str] = set()
         self._own_backwards = 0  # windows that ran a loop's own backward and were stepped without a scaler
         self._drops = 0  # windows that zero_() dropped since the last step that needed none
         self._seen = _Seen(Window())
-        self.items = ItemComparison()
         follow(self)
 
     def open_window(self, window: Window) -> None:
@@ -137,7 +134,7 @@ class MisuseDetector(Follower):
         Args:
             first: Whether it is the first backward of its window; an earlier first one may have failed.
         """
-        if "leftovers" in self._once:
+        if "leftovers" in self.once:
             return
         grads = [p.grad for buffer in self._store.buffers for p in buffer.params if p.grad is not None]
         self._seen.leftovers = self._seen.leftovers and not first
@@ -145,11 +142,11 @@ class MisuseDetector(Follower):
             return
         self._seen.leftovers = first
         if not first or not (self._uncounted() or any(map(_is_something, grads))):
-            self._once.add("leftovers")  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
+            self.once.add("leftovers")  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
 
     def _check_not_scaled(self, factor: Tensor) -> None:
         scaler = self._scaler.scaler
-        reads = "scalers" not in self._once
+        reads = "scalers" not in self.once
         if scaler is not None and _is_scale_of(scaler, factor, reads):
             raise RuntimeError(
                 "backward(): this loss was scaled already, and would be scaled twice: pass the plain loss, "
@@ -157,9 +154,9 @@ class MisuseDetector(Follower):
             )
         if not reads or factor.dim() != 0 or factor.dtype is not torch.float32:
             return
-        self._once.add("scalers")
+        self.once.add("scalers")
         if any(_is_scale_of(other, factor, reads) for other in _scalers()):
-            self._once.remove("scalers")
+            self.once.remove("scalers")
             raise RuntimeError(
                 "backward(): a GradScaler that the accumulator was not built with has scaled this loss: build it with "
                 "FusedAccumulator(..., scaler=scaler), and pass the plain loss, acc.backward(loss)"
@@ -184,8 +181,8 @@ class MisuseDetector(Follower):
             )
         if divisor is None and self._seen.divisors and self._seen.divisors[0] is not None:
             self._warn_of_division(self._seen.divisors[0])
-        if self.items is not None and self._seen.items and divisor is None:
-            self._warn_of_unequal(self.items)
+        if self._seen.items and divisor is None and "unequal items" not in self.once:
+            self._warn_of_unequal()
         if self._drops:
             self._warn_of_drops()
         if self._seen.leftovers:
@@ -213,11 +210,11 @@ class MisuseDetector(Follower):
             count,
         )
 
-    def _warn_of_unequal(self, comparison: ItemComparison) -> None:
-        counts = comparison.unequal(self._seen.items, self._seen.window.micro_batches)
+    def _warn_of_unequal(self) -> None:
+        counts = unequal_items(self._seen.items, self._seen.window.micro_batches, self.once)
         if counts is not None:
-            self.items = None
-            _log.warning(
+            self._warn(
+                "unequal items",
                 "the losses of this window are means over unequal numbers of items (%s) and count the same, since "
                 "acc.backward got no weight: the result is not the gradient of all samples at once. Pass the number "
                 "that each loss averages, acc.backward(loss, weight=...): len(x), or how many labels are not ignored. "
@@ -249,8 +246,8 @@ class MisuseDetector(Follower):
                 return
 
     def _warn(self, what: str, message: str, *values: Any) -> None:
-        if what not in self._once:
-            self._once.add(what)
+        if what not in self.once:
+            self.once.add(what)
             _log.warning(message, *values)
 
     # ---- calls of others
@@ -262,7 +259,7 @@ class MisuseDetector(Follower):
                 self._check_closed(optimizer)
         elif id(optimizer) not in self._seen.stepped and self._seen.window.exposed:
             self._check_handed_out(optimizer)
-            unknown = self._seen.window.clipped and self._scaler.scaler is None and "unscaling" not in self._once
+            unknown = self._seen.window.clipped and self._scaler.scaler is None and "unscaling" not in self.once
             if unknown and self._holds(owned((optimizer,))):  # another accumulator's optimizer may have a scale
                 self._check_not_unscaled_late(optimizer)
 
@@ -305,7 +302,7 @@ class MisuseDetector(Follower):
                 "scaler.step(optimizer) unscales gradients after acc.clip_grad_norm_() has clipped them: build the "
                 "accumulator with the scaler, FusedAccumulator(..., scaler=scaler)"
             )
-        self._once.add("unscaling")
+        self.once.add("unscaling")
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping if the accumulator holds every gradient."""
@@ -447,23 +444,22 @@ class Patience:
 
     def __init__(self, owner: object = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
-        self._silenced = False
+        self._once: set[str] = set()  # what was said, or need not be
         self.limit = FEW
         self.longest = 0
         self._dropped = 0  # micro-batches of dropped windows, before the first that ended
         self._process = os.getpid()
-        self._warned = False
 
     def see(self, count: int) -> None:
         """Look at an open window that has reached the limit with `count` micro-batches."""
-        if self.longest == 0 and not self._silenced:
+        if self.longest == 0 and "never ended" not in self._once:
             _never_ended.add(self)
         if count < MANY:
             self.limit = MANY
             return
         self.limit = sys.maxsize
-        if not self._warned:
-            self._warned = True
+        if "long" not in self._once:
+            self._once.add("long")
             before = f"the longest before had {self.longest}" if self.longest else "none has ended yet"
             _log.warning(
                 "this window has %d micro-batches, and %s: nothing is trained until acc.step(optimizer), or "
@@ -481,13 +477,13 @@ class Patience:
             self.longest = count
         elif self.longest == 0:
             self._dropped += count
-            if self._dropped >= FEW and not self._silenced:
+            if self._dropped >= FEW and "never ended" not in self._once:
                 _never_ended.add(self)
         self.limit = max(MANY, LONGER * self.longest) if self.longest or self in _never_ended else FEW
 
     def silence(self) -> None:
         """Say nothing when the process ends: the sums were read, saved or loaded, or are not wanted any more."""
-        self._silenced = True
+        self._once.add("never ended")
         _never_ended.discard(self)
 
     def is_freed(self) -> bool:

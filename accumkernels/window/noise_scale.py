@@ -111,8 +111,7 @@ class NoiseMeter:
         self._sums: Tensor | None = None
         self._squares: dict[torch.device, Tensor] = {}
         self.measuring = False
-        self._serial = 0  # of the current micro-batch
-        self._seen: dict[FlatBuffer, set[int]] = {}  # segments that got their gradient in this micro-batch
+        self._seen: tuple[int, dict[FlatBuffer, set[int]]] = 0, {}  # which segments got a gradient in a micro-batch
 
     def turn_on(self, now: bool) -> None:
         """Measure from the next window on, or (`now`) from the open one on, which holds nothing yet."""
@@ -126,7 +125,7 @@ class NoiseMeter:
         self.measuring = self.on
         for squares in self._squares.values():
             squares.zero_()
-        self._serial, self._seen = 0, {}
+        self._seen = 0, {}
 
     def squares(self, device: torch.device) -> Tensor | None:
         """Return the accumulate pass's `sq_norm` output on `device`; None if nothing is measured."""
@@ -144,9 +143,9 @@ class NoiseMeter:
         """
         if not self.measuring:
             return
-        if serial != self._serial:
-            self._serial, self._seen = serial, {}
-        seen = self._seen.setdefault(buffer, set())
+        if serial != self._seen[0]:
+            self._seen = serial, {}
+        seen = self._seen[1].setdefault(buffer, set())
         if not seen.isdisjoint(segments):
             self._squares[buffer.device].fill_(torch.nan)
         seen.update(segments)

@@ -186,6 +186,8 @@ class StepPlan:
         ignored: `id`s of parameters that need no optimizer.
 
     Attributes:
+        ignored: As the argument.
+        touched: For each segment, in the order of buffers, 1 if it holds a sum of the window.
         foreign_params: Tensors of the optimizers that this accumulator does not accumulate.
         fused: torch's own fused optimizers, which scale gradients and skip steps themselves.
         fused_sgd: The SGDs among `fused`.
@@ -197,9 +199,9 @@ class StepPlan:
     def __init__(self, store: Store, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
         self._store = store
         self._named = tuple(optimizers)
-        self._ignored = ignored
+        self.ignored = ignored
         self._owned = owned(optimizers)
-        self._touched = store.touched_bytes()
+        self.touched = store.touched_bytes()
         self._layout = store.layout
         if optimizers:  # without any, the caller updates parameters by hand
             touched = {id(s.param) for _, s in store.touched()}
@@ -225,8 +227,8 @@ class StepPlan:
             len(found) == len(self._owned)
             and all(map(is_, found, self._owned))
             and self._store.layout is self._layout
-            and self._store.touched_bytes() == self._touched
-            and ignored == self._ignored
+            and self._store.touched_bytes() == self.touched
+            and ignored == self.ignored
         )
 
     def folding(self) -> list[Optimizer]:
@@ -268,7 +270,6 @@ class OptimizerSteps:
     def __init__(self, store: Store, scaler: LossScaler) -> None:
         self._store = store
         self._scaler = scaler
-        self._ignored: Set[int] = frozenset()
         self._checked: tuple[object, ...] = ()  # the calling method, and the optimizers that it can drive
         self.plan = StepPlan(store, ())
 
@@ -303,8 +304,7 @@ class OptimizerSteps:
                     )
                     + " (AK17)"
                 )
-        self._ignored = ignored
-        self.refresh(optimizers)
+        self.refresh(optimizers, ignored)
         for p in self.plan.foreign_params:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
@@ -323,10 +323,11 @@ class OptimizerSteps:
                 check_no_closure(optimizer)
         self._checked = (caller, *optimizers)
 
-    def refresh(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make a new plan if the old one does not fit."""
-        if not self.plan.fits(optimizers, self._ignored):
-            self.plan = StepPlan(self._store, optimizers, self._ignored)
+    def refresh(self, optimizers: Sequence[Optimizer], ignored: Set[int] | None = None) -> None:
+        """Make a new plan if the old one does not fit; `ignored` are the same as before if None."""
+        ignored = self.plan.ignored if ignored is None else ignored
+        if not self.plan.fits(optimizers, ignored):
+            self.plan = StepPlan(self._store, optimizers, ignored)
 
     @with_graph  # the optimizers' hooks then find the mode that they expect
     def run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,14 +41,15 @@ class WindowLoss:
 
     Args:
         device: Where they are summed.
+        resumed: The sums of micro-batches before a checkpoint; None if there were none.
     """
 
     device: torch.device = torch.device("cpu")
+    resumed: Tensor | None = None
     _losses: list[float | Tensor] = field(default_factory=list, init=False)
     _weights: list[float | Tensor] = field(default_factory=list, init=False)
     _undecided: int = field(default=0, init=False)  # number of last ones whose kept gradients may still be dropped
     _drops: list[tuple[slice, Tensor]] = field(default_factory=list, init=False)  # of these weights, if not 0
-    _loaded: Tensor | None = field(default=None, init=False)  # sums of micro-batches before a checkpoint
     _agreed: Tensor | None = field(default=None, init=False)  # sums over all ranks
 
     def add(
@@ -101,23 +102,20 @@ class WindowLoss:
 
         Until the window ends these are this rank's sums, afterwards those over all ranks.
         """
-        if self._agreed is not None or not self._losses:
-            return self._loaded if self._agreed is None else self._agreed
+        if self._agreed is not None:
+            return self._agreed
+        if not self._losses:
+            return self.resumed
         # A dropped micro-batch's loss is usually not finite, and 0 times that is NaN.
         w = self._vector(self._weights)
         for dropped, drop in self._drops:
             w[dropped] = torch.where(move(drop, self.device) != 0, 0.0, w[dropped])
         used = torch.stack([torch.where(w != 0, w * self._vector(self._losses), 0.0), w]).sum(1)
-        return used if self._loaded is None else used + self._loaded
+        return used if self.resumed is None else used + self.resumed
 
     def agree(self, sums: Tensor) -> None:
         """Take over the sums over all ranks."""
         self._agreed = sums
-
-    def resume(self, sums: Sequence[float]) -> None:
-        """Resume from a checkpoint's two `sums`, which are zeros if there were no losses."""
-        if any(sums):
-            self._loaded = torch.tensor(sums, dtype=torch.float64, device=self.device)
 
 
 class Unsynced(NamedTuple):
@@ -152,7 +150,7 @@ class Window:
         micro_batches: Number of `accumulate` calls, including dropped micro-batches.
         unsynced: The last micro-batches, whose gradients are in FSDP2, which has not reduced them yet; None if there
             are none.
-        host_weight: Sum of the weights that were numbers.
+        host_weight: Sum of the weights; None if only the device knows one of them, or the divisor.
         weighed_after: Whether a user's own loop left a weight other than 1 to the accumulate pass.
         counted_by_backward: Whether the accumulator ran the backward of the last micro-batch.
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
@@ -168,26 +166,25 @@ class Window:
     phase: Phase = Phase.OPEN
     micro_batches: int = 0
     unsynced: Unsynced | None = None
-    host_weight: float = 0.0
+    host_weight: float | None = 0.0
     weighed_after: bool = False
     counted_by_backward: bool = False
     found_nothing: int = 0
-    resumed: bool = field(default=False, init=False)
-    dropped: bool = field(default=False, init=False)
+    resumed: bool = False
+    dropped: bool = False
     outcome: Outcome | None = field(default=None, init=False)
     exposed: bool = field(default=False, init=False)
     clipped: bool = field(default=False, init=False)
-    _decided_on_device: bool = field(default=False, init=False)  # only the device knows a weight or the divisor
 
     @property
     def may_be_empty(self) -> bool:
         """Whether the weights may sum to zero though nothing overflowed."""
-        return self._decided_on_device or self.dropped or self.host_weight == 0
+        return self.dropped or not self.host_weight
 
     @property
     def known_empty(self) -> bool:
         """Whether the host already knows that the step will be skipped because there is no weight."""
-        return self.dropped or (not self._decided_on_device and self.host_weight == 0)
+        return self.dropped or self.host_weight == 0
 
     @functools.cached_property
     def crosses_ranks(self) -> bool:
@@ -200,10 +197,10 @@ class Window:
         self.counted_by_backward = counted_by_backward
         if self.unsynced:
             self.drop_unsynced()
-        if isinstance(weight, float):
+        if not isinstance(weight, float):
+            self.host_weight = None
+        elif self.host_weight is not None:
             self.host_weight += weight
-        else:
-            self._decided_on_device = True
 
     def count_nothing(self) -> None:
         """Count an `accumulate` call that found no gradient."""
@@ -232,7 +229,7 @@ class Window:
 
     def divide_on_device(self) -> None:
         """Note a divisor that only the device knows."""
-        self._decided_on_device = True
+        self.host_weight = None
 
     def begin_reducing(self) -> None:
         """Start reducing the sums over ranks: if that fails, they are lost."""
@@ -241,9 +238,11 @@ class Window:
     def agree(self, stats: GlobalStats) -> None:
         """Take over all ranks' statistics; if the host did not look, only the device knows them."""
         if stats.dropped is None or stats.weight is None:
-            self._decided_on_device = True
-        else:
-            self.dropped, self.host_weight = stats.dropped, stats.weight
+            self.host_weight = None
+            return
+        self.dropped = stats.dropped
+        if self.host_weight is not None:
+            self.host_weight = stats.weight
 
     def finalize(self, outcome: Outcome) -> None:
         """End the window."""
@@ -322,16 +321,21 @@ class Window:
         return {
             "number": self.number,
             "micro_batches": self.micro_batches,
-            "host_weight": self.host_weight,
-            "decided_on_device": self._decided_on_device,
+            "host_weight": self.host_weight or 0.0,
+            "decided_on_device": self.host_weight is None,
             "averaged": self.phase in (Phase.AVERAGED, Phase.FINALIZED),
             "dropped": self.dropped,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned into this empty window."""
-        self.phase = Phase.AVERAGED if state["averaged"] else Phase.OPEN
-        self.number, self.micro_batches = state["number"], state["micro_batches"]
-        self.resumed = state["micro_batches"] > 0
-        self.host_weight = state["host_weight"]
-        self._decided_on_device, self.dropped = state["decided_on_device"], state["dropped"]
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], loss: WindowLoss) -> Window:
+        """Make the window that `state_dict` has saved."""
+        return cls(
+            number=state["number"],
+            loss=loss,
+            phase=Phase.AVERAGED if state["averaged"] else Phase.OPEN,
+            micro_batches=state["micro_batches"],
+            host_weight=None if state["decided_on_device"] else state["host_weight"],
+            resumed=state["micro_batches"] > 0,
+            dropped=state["dropped"],
+        )

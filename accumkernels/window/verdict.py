@@ -95,11 +95,12 @@ def is_known_zero(scalar: Tensor) -> bool:
 
 
 class _Ended(NamedTuple):
-    """What `Metrics` says of one window; see its methods."""
+    """What `Metrics` says of one window, and how many have ended, and were skipped, whose verdicts the host has."""
 
     micro_batches: int
     judged: Tensor
     loss: Callable[[], Tensor | None]
+    counted: tuple[float, float]
     norm: Tensor | None = None
 
 
@@ -114,8 +115,10 @@ class Metrics:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counted = 0.0, 0.0  # windows, and skipped windows, whose verdicts the host has
-        self._ended: Tensor | None = None  # the same for verdicts on the device: fp64 [2]
+        self._ended: Tensor | None = None  # windows, and skipped windows, whose verdicts are on the device: fp64 [2]
+        if device.type != "cpu":
+            with torch.inference_mode(False):
+                self._ended = torch.zeros(2, dtype=torch.float64, device=device)
         self._last: _Ended | None = None
 
     def end_window(self, micro_batches: int, judged: Tensor, loss: Callable[[], Tensor | None]) -> None:
@@ -126,15 +129,13 @@ class Metrics:
             judged: fp64, see `ops.schema.Judged`; nobody changes it any more.
             loss: See `WindowLoss.sums`; `read` calls it.
         """
+        counted = (0.0, 0.0) if self._last is None else self._last.counted
         if judged.is_cpu:  # a number costs a tenth of a tensor
             numbers = judged.tolist()
-            self._counted = self._counted[0] + numbers[Judged.ENDED], self._counted[1] + numbers[Judged.SKIP]
-        else:
-            if self._ended is None:
-                with torch.inference_mode(False):
-                    self._ended = torch.zeros(2, dtype=torch.float64, device=self._device)
-            self._ended += judged[Judged.ENDED : Judged.SKIP + 1]
-        self._last = _Ended(micro_batches, judged, loss)
+            counted = counted[0] + numbers[Judged.ENDED], counted[1] + numbers[Judged.SKIP]
+        elif self._ended is not None:
+            self._ended.add_(judged[Judged.ENDED : Judged.SKIP + 1])
+        self._last = _Ended(micro_batches, judged, loss, counted)
 
     def end_empty_window(self) -> None:
         """Record a window without micro-batches."""
@@ -149,10 +150,10 @@ class Metrics:
 
     def read(self) -> dict[str, float | Tensor]:
         """Return the snapshot, in tensors of its own."""
-        counted = torch.tensor(self._counted, dtype=torch.float64, device="cpu")
+        last = self._last
+        counted = torch.tensor((0.0, 0.0) if last is None else last.counted, dtype=torch.float64, device="cpu")
         ended = counted if self._ended is None else self._ended.clone()
         window: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
-        last = self._last
         if last is not None:
             judged, loss = last.judged.clone(), last.loss()
             window["micro_batches"] = last.micro_batches
