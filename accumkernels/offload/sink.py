@@ -39,9 +39,10 @@ class HostBucket:
             self.copied.pop()
 
     def free(self) -> None:
-        """Let the next micro-batch have the slots."""
+        """Let the next micro-batch have the slots; only once, since they are its from then on."""
         self.parts = []
-        self._slots.free(self.used)
+        used, self.used = self.used, []
+        self._slots.free(used)
 
 
 class _Alive(NamedTuple):

@@ -195,6 +195,55 @@ def train_and_check():
         assert_same(p, (master.sub(grad, alpha=0.1)).sub(grad, alpha=0.1).to(BF16), "a weight")
 
 
+def test_a_slot_is_freed_once(monkeypatch):
+    """Free again, it would be the third micro-batch's, while the second's gradient in it waits to be added."""
+    submitted, second, arrived, third = [], threading.Event(), threading.Event(), threading.Event()
+    take, copy, submit = sink.Offload._take, sink.Offload._copy, sink.Offload.submit
+    wait, drop = sink.HostBucket.wait, sink._Addition.drop
+
+    def watched_submit(offload, *args):
+        submit(offload, *args)
+        submitted.append(offload)
+        if len(submitted) == 2:
+            second.set()
+
+    def late_drop(job):  # after the second micro-batch has got the slots
+        second.wait(10)
+        drop(job)
+
+    def late(bucket):  # it is added when the third wants the slots, or has one
+        wait(bucket)
+        if second.is_set() and bucket.used:
+            arrived.set()
+            third.wait(10)
+
+    def watched_take(offload, host, segment, grad):
+        if len(submitted) == 2:
+            arrived.wait(10)
+            if offload._slots[segment.param].holder is not None:
+                third.set()
+        return take(offload, host, segment, grad)
+
+    def watched_copy(*args):
+        copy(*args)
+        if len(submitted) == 2:
+            third.set()
+
+    monkeypatch.setattr(sink.Offload, "submit", watched_submit)
+    monkeypatch.setattr(sink.Offload, "_take", watched_take)
+    monkeypatch.setattr(sink.Offload, "_copy", watched_copy)
+    monkeypatch.setattr(sink.HostBucket, "wait", late)
+    monkeypatch.setattr(sink._Addition, "drop", late_drop)
+    model, acc, _ = deep()
+    params = list(model.parameters())
+    grads = [torch.autograd.grad(model(x), params) for x in inputs(3)]
+    for x in inputs(3):
+        acc.backward(model(x))
+    for p, *of_each in zip(params, *grads, strict=True):
+        first, second_, third_ = (grad.cpu().float() for grad in of_each)
+        assert_same(acc.main_grad(p), first + second_ + third_, "a sum")
+
+
 # ---- nothing of a micro-batch is added before its backward has ended
 
 
