@@ -167,6 +167,8 @@ def main(what: str, mode: Mode, rank: int, folder: Path) -> None:
             assert resumed.position() == positions[now], f"{cut}, at {now}: {resumed.position()}\n!= {positions[now]}"
         assert resumed.result() == expected, cut
     print(f"resumed from {len(cuts)} cuts")
+    if mode.ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
