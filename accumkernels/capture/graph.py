@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
@@ -198,6 +199,7 @@ class GraphCapture:
         self.run: _Backward | None = None
         self._until_look = 0  # number of backwards
         self._kept: _Kept | None = None
+        self._lock = threading.RLock()  # of what is kept: a backward over several devices has a thread for each
 
     def follow(self, buffers: Iterable[FlatBuffer]) -> None:
         """Look for the parameters of new buffers, too."""
@@ -375,16 +377,17 @@ class GraphCapture:
         if left.shape[0] > most // 2:
             self._add(weight, way, left, right, run.factor, run.micro_batch.tag)
             return
-        if self._kept is None or self._kept.factor != run.factor:
-            self.flush()
-            self._kept = _Kept(run.factor)
-        tokens = self._kept.add(weight, left, right, run.micro_batch.tag)
-        if weight.place[0].queues:  # whoever multiplies them waits for this stream, too
-            self.inbox.order.take(weight.place[0].device)
-        self.inbox.note_added()
-        too_many = self._kept.nbytes > sum(b.tensor.nbytes for b in self._store.buffers) // _KEPT_PART
-        if too_many or run.micro_batch.last or tokens >= most:
-            self._flush(self._kept, weight)
+        with self._lock:
+            if self._kept is None or self._kept.factor != run.factor:
+                self.flush()
+                self._kept = _Kept(run.factor)
+            tokens = self._kept.add(weight, left, right, run.micro_batch.tag)
+            if weight.place[0].queues:  # whoever multiplies them waits for this stream, too
+                self.inbox.order.take(weight.place[0].device)
+            self.inbox.note_added()
+            too_many = self._kept.nbytes > sum(b.tensor.nbytes for b in self._store.buffers) // _KEPT_PART
+            if too_many or run.micro_batch.last or tokens >= most:
+                self._flush(self._kept, weight)
 
     def _add(self, weight: _Weight, way: Gemm, left: Tensor, right: Tensor, factor: float, tag: int) -> None:
         buffer, index = weight.place

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 import torch
+from torch import nn
 
+from accumkernels import FusedAccumulator
+from accumkernels.capture import choice, graph
 from tests import simulated_device as sim
 from tests.simulated_device.streams import Chain, Stages
 from tests.simulated_device.training import OPTIONS, Training
@@ -53,3 +59,32 @@ def test_a_missing_wait_is_seen():
             training.windows(1)
         kinds |= {kind for kind, _ in seen.reports}
     assert kinds == {"race", "free"}
+
+
+def test_two_devices_share_deferred_products(monkeypatch):
+    """Each device's thread finds that earlier micro-batches had another weight, and adds what was kept of them."""
+    monkeypatch.setattr(choice, "_SMALLEST_FUSED", 64)
+    torch.manual_seed(0)
+    devices, size = ("sim:0", "sim:1"), 256
+    branches = nn.ModuleList([nn.Linear(size, size, bias=False).to(device) for device in devices])
+    acc = FusedAccumulator(branches, fuse_weight_gradients="deferred")
+    params = list(branches.parameters())
+    meeting, take = threading.Barrier(2, timeout=0.5), graph._Kept.take
+
+    def met(kept, weight):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait()
+        return take(kept, weight)
+
+    monkeypatch.setattr(graph._Kept, "take", met)
+    expected = [torch.zeros(size, size) for _ in params]
+    for weight in (1.0, 2.0, 3.0):
+        inputs = [torch.randn(4, size, device=device, requires_grad=True) for device in devices]
+        one, other = (branch(x).square().mean() for branch, x in zip(branches, inputs, strict=True))
+        loss = one + other.to(devices[0])
+        grads = torch.autograd.grad(loss, params, retain_graph=True)
+        for sum_, grad in zip(expected, grads, strict=True):
+            sum_.add_(grad.cpu(), alpha=weight)
+        acc.backward(loss, weight)
+    for param, sum_ in zip(params, expected, strict=True):
+        assert torch.allclose(acc.main_grad(param).cpu(), sum_, rtol=1e-5, atol=1e-7)
