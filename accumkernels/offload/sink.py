@@ -155,8 +155,8 @@ class Offload:
             if slot.holder is self._buckets or size > slot.memory.numel():
                 return self._slots.pinned(size).view(grad.dtype)
             self._slots.changed.wait_for(lambda: slot.holder is None)
+            host.used.append(slot)  # first: a slot that nobody frees would be waited for forever
             slot.holder = self._buckets
-        host.used.append(slot)
         return slot.memory[:size].view(grad.dtype)
 
     def _copy(
