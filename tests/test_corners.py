@@ -282,6 +282,19 @@ def test_weights_beyond_fp32_never_make_nan(weight):
         acc.accumulate(10**400)
 
 
+def test_a_window_given_up_is_in_nobodys_way():
+    """After remove() inside a window, a stock loop steps and clips what it has computed itself."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    acc.remove()
+    mse_loss(model(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
 def test_fused_sgd_with_a_frozen_parameter_reads_nothing_back():
     """Only momentum that this window would make is worth a synchronisation."""
     model = mlp()

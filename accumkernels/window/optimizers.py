@@ -331,13 +331,13 @@ class OptimizerSteps:
 
     @with_graph  # the optimizers' hooks then find the mode that they expect
     def run(
-        self, optimizers: Sequence[Optimizer], folding: Sequence[Optimizer], verdict: Verdict, skipped: bool
+        self, optimizers: Sequence[Optimizer], folding: list[Optimizer], verdict: Verdict, skipped: bool
     ) -> None:
         """Step the optimizers in the given order.
 
         Args:
             optimizers: The checked optimizers.
-            folding: Those of them that get undivided sums, and the divisor.
+            folding: Those of them that get undivided sums, and the divisor; each is taken out once it has divided.
             verdict: The window's verdict, for optimizers that skip by themselves.
             skipped: Whether to skip the others, if no scaler knows.
         """
@@ -357,6 +357,8 @@ class OptimizerSteps:
                     self._scaler.step(optimizer, optimizer in fused)
                 elif optimizer in fused or not skipped:
                     optimizer.step()
+                if optimizer in folding:
+                    folding.remove(optimizer)
         finally:
             if masters is not None:
                 masters.end_steps()

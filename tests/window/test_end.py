@@ -154,6 +154,23 @@ def test_zero_total_weight_is_a_no_op(fused, overflow):
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def test_a_step_that_raises_leaves_averages(monkeypatch):
+    """What goes on by hand finds the gradients that `finalize` promises, though optimizers were to divide sums."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    params = list(acc.parameters())
+    first, second = (torch.optim.AdamW(some, fused=True) for some in (params[:2], params[2:]))
+    x, y = batch(6)
+    expected = torch.autograd.grad(mse_loss(model(x), y), params)
+    for _ in range(2):
+        acc.backward(mse_loss(model(x), y), weight=6)
+    monkeypatch.setattr(second, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        acc.step(first, second)
+    for p, grad in zip(params, expected, strict=True):
+        assert torch.allclose(p.grad, grad, rtol=1e-6, atol=1e-8)
+
+
 def test_update_by_hand_needs_no_optimizer():
     """finalize() alone hands out the mean of the window, and step_was_skipped says whether to use it."""
     model = mlp(torch.float64)

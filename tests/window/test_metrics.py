@@ -112,7 +112,7 @@ def test_loss_scale_and_noise_scale():
 
 def test_is_a_snapshot():
     """What was handed out does not change when training goes on."""
-    model, acc, optimizer = setup()
+    model, acc, optimizer = setup(scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
     run_window(acc, model, optimizer)
     before, now = acc.metrics(), values(acc)
     run_window(acc, model, optimizer, (INF, 1), weights=(4, 9))
