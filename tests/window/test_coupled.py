@@ -239,3 +239,22 @@ def test_a_loss_with_parameters_of_the_encoders(overflow):
     acc.step(torch.optim.SGD(model.parameters(), lr=1.0))
     assert relative_error([model.weight], [twin.weight - twin.weight.grad / 2]) < 1e-6  # fp32, in another order
     assert acc.noise_scale().windows == 1
+
+
+def test_random_numbers_go_on_after_the_loss():
+    """The second pass draws the numbers of the first again; what comes next is what comes after the loss."""
+    model = Towers()
+    acc = ak.FusedAccumulator(model)
+    x, y = data(1)
+
+    def loss(*encodings):
+        return model.loss(*encodings) + 0 * torch.rand(())
+
+    torch.manual_seed(5)
+    with torch.no_grad():
+        pairs = [model.encode(chunk) for chunk in chunked(x, y)]
+        loss(*map(torch.cat, zip(*pairs, strict=True)))
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    acc.backward_coupled(chunked(x, y), model.encode, loss)
+    assert torch.equal(torch.rand(4), expected)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.window.state import WindowLoss
 from tests.support.models import batch, mlp
 
 
@@ -114,3 +115,14 @@ def test_saved_inside_a_window():
         assert acc.metrics()["loss"].item() == pytest.approx(mse_loss(model(x), y).item(), rel=1e-14)
         acc.zero_()
         acc.remove()
+
+
+def test_losses_of_dropped_gradients_take_no_others_along():
+    """Those that FSDP2 kept and never gave; a bad micro-batch after them drops its own loss alone."""
+    losses = WindowLoss()
+    losses.add(torch.tensor(1.0), 1.0)
+    losses.add(torch.tensor(5.0), 1.0, unsynced=True)
+    losses.drop_unsynced()
+    losses.add(torch.tensor(7.0), 1.0, torch.ones(1, dtype=torch.float64))
+    sums = losses.sums()
+    assert sums is not None and sums.tolist() == [1.0, 1.0]
