@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import NamedTuple
 
@@ -424,3 +425,31 @@ def test_whole_batches_are_split_where_the_allocator_says_so():
         assert len(report.sizes) > 1 and sum(report.sizes) == 1024
         for grad, exact in zip((p.grad for p in model.parameters()), expected, strict=True):
             torch.testing.assert_close(grad.cpu(), exact.cpu(), rtol=1e-4, atol=1e-6)  # sums of another order
+
+
+@pytest.mark.parametrize("overflow", ["window", "microbatch"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_overflow_on_one_device_alone(place, overflow):
+    """Nothing steps where the window is lost, on whichever device it was; a bad micro-batch is dropped on both."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False).to(device) for device in ("sim:0", "sim:1")])
+    acc = ak.FusedAccumulator(layers, overflow=overflow)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=1.0)
+    before = [p.detach().cpu().clone() for p in acc.parameters()]
+    params = list(acc.parameters())
+    inputs = [torch.ones(1, 4, device=p.device) for p in params]
+
+    def backward(factor):
+        losses = [
+            layer(x).sum() * (factor if i == place else 1.0)
+            for i, (layer, x) in enumerate(zip(layers, inputs, strict=True))
+        ]
+        acc.backward(losses[0] + losses[1].to("sim:0"))
+
+    backward(1.0)
+    backward(math.inf)
+    assert acc.found_inf.item() == 1.0
+    acc.step(optimizer)
+    assert acc.step_was_skipped is (overflow == "window")
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p.cpu(), old if overflow == "window" else old - 1.0)
