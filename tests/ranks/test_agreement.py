@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from accumkernels.ranks.agreement import _cells
 from tests.support import rank_agreement_scenarios as scenarios
 from tests.support.ranks import check, run
 
@@ -51,3 +55,12 @@ def test_static_graph_later(found):
     """Silent from the first backward on."""
     for errors in of(found, scenarios.static_graph_later):
         assert max(errors) < EXACT
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300), st.integers(0, 2**10))
+def test_values_that_differ_by_rounding_are_alike(value, steps):
+    """In one of both grids, whose cells are 2**12 numbers wide; numbers of other cells are not."""
+    bits = torch.tensor(value, dtype=torch.float64).view(torch.int64)
+    one, near, away = (_cells((bits + count).view(torch.float64)) for count in (0, steps, 2**13))
+    assert any(map(torch.equal, one, near))
+    assert not any(map(torch.equal, one, away))

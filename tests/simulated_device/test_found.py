@@ -453,3 +453,15 @@ def test_an_overflow_on_one_device_alone(place, overflow):
     assert acc.step_was_skipped is (overflow == "window")
     for p, old in zip(params, before, strict=True):
         assert torch.equal(p.cpu(), old if overflow == "window" else old - 1.0)
+
+
+def test_weights_on_the_device_that_sum_to_zero():
+    """Where overflows do not matter, too, an optimizer that does not skip by itself is not called."""
+    layer = nn.Linear(4, 4).to("sim:0")
+    acc = ak.FusedAccumulator(layer, overflow=None)
+    optimizer = torch.optim.AdamW(acc.parameters(), foreach=True)
+    before = [p.detach().cpu().clone() for p in layer.parameters()]
+    acc.backward(layer(torch.ones(1, 4, device="sim:0")).sum(), torch.zeros((), device="sim:0"))
+    acc.step(optimizer)
+    assert acc.step_was_skipped
+    assert all(torch.equal(p.cpu(), old) for p, old in zip(layer.parameters(), before, strict=True))

@@ -244,6 +244,32 @@ def test_a_slot_is_freed_once(monkeypatch):
         assert_same(acc.main_grad(p), first + second_ + third_, "a sum")
 
 
+def test_dropping_a_window_waits_for_what_is_being_added(monkeypatch):
+    """Or it would be added to the next."""
+    begun, waits, run, wait = threading.Event(), threading.Event(), sink._Addition.run, sink.Worker.wait
+
+    def late(job):
+        begun.set()
+        waits.wait(1)
+        run(job)
+
+    def watched(worker):
+        waits.set()
+        wait(worker)
+
+    monkeypatch.setattr(sink._Addition, "run", late)
+    monkeypatch.setattr(sink.Worker, "wait", watched)
+    model, acc, _ = deep()
+    dropped, kept = inputs(2)
+    acc.backward(model(dropped))
+    begun.wait(10)
+    acc.zero_()
+    acc.backward(model(kept))
+    params = list(model.parameters())
+    for p, grad in zip(params, torch.autograd.grad(model(kept), params), strict=True):
+        assert_same(acc.main_grad(p), grad.cpu().float(), "a sum")
+
+
 # ---- nothing of a micro-batch is added before its backward has ended
 
 

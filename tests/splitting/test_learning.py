@@ -228,6 +228,17 @@ def test_warns_of_many_splits(caplog):
 # ---- checkpoints
 
 
+def test_everything_learnt_is_saved():
+    """Also in which batch a cost failed, which is barred for so many from there on."""
+    learned, resumed = Learned(), Learned()
+    for cost in (3.0, 5.0, 9.0):
+        learned.see(cost, 100 * cost)
+        learned.end_batch(split=cost > 3)
+    learned.fail(9.0)
+    resumed.load(learned.state())
+    assert vars(resumed) == vars(learned)
+
+
 def test_state_dict():
     """A resumed run knows what was learnt; an old state says nothing of it."""
     model = mlp()
@@ -246,6 +257,6 @@ def test_state_dict():
         resumed.load_state_dict({key: value for key, value in state.items() if key != "batches"})
         assert resumed.engine.batches.learned.batches == 0
         resumed.load_state_dict(state)
-        assert resumed.engine.batches.learned.state() == state["batches"]
+        assert vars(resumed.engine.batches.learned) == vars(acc.engine.batches.learned)
         loss = resumed.backward_batch(batch(4096), lambda part: nn.functional.mse_loss(model(part[0]), part[1]))
         assert loss.sizes == report.sizes and len(loss.sizes) > 1
