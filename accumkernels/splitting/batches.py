@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
@@ -92,6 +93,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
 # ---- A batch as samples: counts them, asks what each costs, and takes some of them as a micro-batch
 
 _IGNORED = -100  # torch's `ignore_index` of losses that average
+_MANY = 8  # tensors of one kind in a list; fields of a batch are fewer
 Cost = Callable[[Any], float] | Iterable[float] | Tensor | None
 
 
@@ -121,18 +123,20 @@ class Samples(Protocol):
 
 
 class TreeSamples:
-    """A tree of tensors with samples along the first dimension, and of lists with one item per sample.
+    """A tree of tensors or NumPy arrays with samples along the first dimension, and of lists with one item per sample.
 
-    The number of samples is that of the first tensor with more than one row. Tensors without dimensions, lists and
-    tensors with one item or row, and what is neither go into every micro-batch whole. A list that leads to tensors is a
-    container, and so is a list of other lists that has another length than the batch.
+    The number of samples is that of the first tensor with more than one row, those inside of inner lists last. What has
+    no dimension, one item or one row goes into every micro-batch whole, and so does what is no tensor, array or list. A
+    list that leads to tensors has one item per sample if it is as long as the batch and none of its tensors is; else it
+    is a container, and so is a list of other lists that has another length than the batch.
 
     Args:
         batch: Tuples, lists, mappings and dataclasses of tensors.
 
     Raises:
         TypeError: `batch` is neither a tensor nor a container.
-        ValueError: No tensor has a dimension, or a tensor or list has another length; names it.
+        ValueError: No tensor has a dimension, a tensor, array or list has another length, or a list has many tensors of
+            one kind, as samples have that were not collated; names it.
     """
 
     padded = False
@@ -143,13 +147,15 @@ class TreeSamples:
             raise wrong_type("batch", "a tree of tensors with samples along the first dimension", batch)
         if not tensors:
             raise ValueError("batch has no tensor with a dimension along which its samples could be counted")
-        first, counted = next(((path, leaf) for path, leaf in tensors if len(leaf) != 1), tensors[0])
+        outside = {path for path, _ in tree_leaves(batch, is_leaf=lambda t: isinstance(t, list) and t is not batch)}
+        ordered = sorted(tensors, key=lambda found: found[0] not in outside)
+        first, counted = next(((path, leaf) for path, leaf in ordered if len(leaf) != 1), ordered[0])
         self._batch = batch
         self._count = len(counted)
         for path, leaf in tree_leaves(batch, is_leaf=self._is_list):
             if not _is_sized(leaf) or len(leaf) in (1, self._count):
                 continue
-            if isinstance(leaf, Tensor):
+            if not isinstance(leaf, tuple | list):
                 raise ValueError(
                     f"{path} has {len(leaf)} samples (its first dimension), {first} has {self._count}; all tensors of "
                     "a batch must have the same number"
@@ -158,11 +164,28 @@ class TreeSamples:
                 f"{path} has {len(leaf)} items, {first} has {self._count} samples; a list in a batch must have an item "
                 "per sample, or one item"
             )
+        self._check_collated(batch, "batch")
+
+    def _check_collated(self, tree: Any, path: str) -> None:
+        """Refuse lists of samples that were not made a tensor, and would be cut along a dimension of each."""
+        if self._is_list(tree):
+            return
+        if isinstance(tree, list) and len(tree) > _MANY and all(isinstance(item, Tensor) for item in tree):
+            if len({(item.dtype, item.dim()) for item in tree}) == 1 and tree[0].dim() > 0:
+                raise ValueError(
+                    f"{path} is a list of {len(tree)} tensors of {self._count} rows each: if they are samples, stack "
+                    "them, or pass a list of samples with collate; if each has a row per sample, make it a tuple"
+                )
+        for place, child in _children(tree, path) or ():
+            self._check_collated(child, place)
 
     def _is_list(self, tree: Any) -> bool:
         """Whether a tree is a list of samples' items, and no container."""
-        if not isinstance(tree, tuple | list) or hasattr(tree, "_fields") or _leads_to_tensors(tree):
+        if not isinstance(tree, tuple | list) or hasattr(tree, "_fields"):
             return False
+        if _leads_to_tensors(tree):
+            rows = {len(leaf) for _, leaf in tree_leaves(tree) if _is_sized(leaf)}
+            return isinstance(tree, list) and len(tree) == self._count and self._count not in rows
         return len(tree) == self._count or all(_children(value, "") is None for value in tree)
 
     def __len__(self) -> int:
@@ -190,10 +213,12 @@ class TreeSamples:
         for _, leaf in tree_leaves(self._batch, is_leaf=self._is_list):
             if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_floating_point():
                 continue
-            if leaf.dim() < 2 or len(leaf) != self._count:
+            if leaf.dim() == 0 or len(leaf) != self._count:
                 continue
-            kept = leaf.flatten(1) != _IGNORED
-            if bool(kept.all()):  # no labels
+            kept = leaf.reshape(self._count, -1) != _IGNORED
+            if bool(kept.all()):  # no labels, or a label of each sample
+                if leaf.dim() == 1:
+                    continue
                 is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
                 kept = leaf.flatten(1) != 0 if is_mask else kept
             counts: list[float] = kept.sum(1).tolist()
@@ -207,8 +232,10 @@ class TreeSamples:
         chosen = None if list(indices) == list(range(start, stop)) else torch.tensor(indices)
 
         def take(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
+            if isinstance(leaf, tuple | list):
                 return type(leaf)(leaf[index] for index in indices)
+            if not isinstance(leaf, Tensor):
+                return leaf[list(indices)]
             if chosen is not None:
                 return leaf.index_select(0, chosen.to(leaf.device))
             return leaf[start:stop] if len(indices) < len(leaf) else leaf
@@ -218,7 +245,10 @@ class TreeSamples:
 
 def _is_sized(leaf: Any) -> bool:
     """Whether a leaf of `TreeSamples` may have samples."""
-    return leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, tuple | list)
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0
+    numpy = sys.modules.get("numpy")
+    return isinstance(leaf, tuple | list) or (numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.ndim > 0)
 
 
 def _leads_to_tensors(tree: Any) -> bool:

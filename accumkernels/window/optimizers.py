@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
 from numbers import Real
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 
 import torch
 from torch import Tensor
@@ -145,7 +145,16 @@ def steps_scaled_gradients(optimizer: Optimizer) -> bool:
         bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         and type(optimizer).__module__.startswith("torch.optim.")
         and "grad_scaler" not in _step_parameters(type(optimizer))  # type: ignore[arg-type]
+        and not _is_patched(optimizer)
     )
+
+
+def _is_patched(optimizer: Optimizer) -> bool:
+    """Whether this optimizer alone has another `step`, whose code may look for averages; a scheduler's only counts."""
+    step = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", step)
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
 def is_fused_sgd(optimizer: Optimizer) -> bool:
@@ -173,6 +182,7 @@ def lacks_momentum(optimizer: Optimizer, touched: Set[int]) -> bool:
 # ---- The optimizers of a window: the checks before it ends, the plan made from them alone, and their steps
 
 _params_of = itemgetter("params")
+_own_step = methodcaller("get", "step")  # of an optimizer's attributes: None where its `step` is the class's
 
 
 class StepPlan:
@@ -199,6 +209,7 @@ class StepPlan:
     def __init__(self, store: Store, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
         self._store = store
         self._named = tuple(optimizers)
+        self._steps = list(map(_own_step, map(vars, optimizers)))
         self.ignored = ignored
         self._owned = owned(optimizers)
         self.touched = store.touched_bytes()
@@ -229,6 +240,7 @@ class StepPlan:
             and self._store.layout is self._layout
             and self._store.touched_bytes() == self.touched
             and ignored == self.ignored
+            and list(map(_own_step, map(vars, optimizers))) == self._steps
         )
 
     def folding(self) -> list[Optimizer]:
@@ -330,9 +342,7 @@ class OptimizerSteps:
             self.plan = StepPlan(self._store, optimizers, ignored)
 
     @with_graph  # the optimizers' hooks then find the mode that they expect
-    def run(
-        self, optimizers: Sequence[Optimizer], folding: list[Optimizer], verdict: Verdict, skipped: bool
-    ) -> None:
+    def run(self, optimizers: Sequence[Optimizer], folding: list[Optimizer], verdict: Verdict, skipped: bool) -> None:
         """Step the optimizers in the given order.
 
         Args:

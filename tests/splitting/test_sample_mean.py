@@ -424,3 +424,15 @@ def test_extras_of_parts_without_weight():
         batch, lambda part: (tokens(model, part), None, 1), weight=lambda part: (part["labels"] != -100).sum()
     )
     assert given.extras == [1] and acc.weight == 4 + 6 + sum(LENGTHS)
+
+
+def test_samples_without_a_label():
+    """One label per sample, of which some do not count: a mean over those that do is refused."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    acc = ak.FusedAccumulator(model)
+    x, y = torch.randn(12, 4), torch.randint(3, (12,))
+    y[[1, 4]] = -100
+    with pytest.raises(ValueError, match="the loss is not a mean over samples"):
+        acc.backward_batch((x, y), lambda part: cross_entropy(model(part[0]), part[1]), micro_batch=4)
+    assert acc.micro_batches == 0

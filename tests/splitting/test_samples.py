@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -286,3 +287,48 @@ def test_wrong_costs(cost, error, text):
     """The message has the sample and its cost."""
     with pytest.raises(error, match=text):
         costs_of(TreeSamples((X, Y)), cost)
+
+
+ROWS = torch.arange(24.0).view(12, 2)
+PER_SAMPLE = {
+    "numbers": [torch.tensor(float(i)) for i in range(12)],
+    "rows": [torch.tensor([float(i)]) for i in range(12)],
+    "boxes": [torch.full((i % 3, 4), float(i)) for i in range(12)],
+    "dicts": [{"boxes": torch.full((i % 3 + 1, 4), float(i))} for i in range(12)],
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_lists_of_tensors_with_an_item_per_sample(name, first):
+    """They are split like tensors, as other lists of the batch's length are, wherever they are."""
+    items = PER_SAMPLE[name]
+    batch = {"items": items, "x": ROWS} if first else {"x": ROWS, "items": items}
+    part = TreeSamples(batch).part(range(3, 5))
+    assert torch.equal(part["x"], ROWS[3:5])
+    assert part["items"] == items[3:5] if name == "dicts" else all(map(torch.equal, part["items"], items[3:5]))
+    assert len(part["items"]) == 2
+
+
+def test_lists_of_fields_are_containers():
+    """A loader's [x, y], and parts of a model's state in a tuple or a list, are no samples, however many rows there are."""
+    for fields in ([ROWS, ROWS[:, 0]], [ROWS[:2], ROWS[2:4]], (torch.tensor(1.0), ROWS[:2])):
+        part = TreeSamples(fields).part([1])
+        assert all(torch.equal(a, b[1:2] if b.dim() else b) for a, b in zip(part, fields, strict=True))
+
+
+def test_arrays_are_split_like_tensors():
+    """Those of the batch's length; others are errors that name them."""
+    array = numpy.arange(24).reshape(12, 2)
+    for indices in (range(3, 5), [1, 7]):
+        part = TreeSamples({"x": ROWS, "y": array}).part(indices)
+        assert (part["y"] == array[list(indices)]).all()
+    with pytest.raises(ValueError, match=r"batch\['y'\] has 5 samples"):
+        TreeSamples({"x": ROWS, "y": array[:5]})
+
+
+@pytest.mark.parametrize("wrap", [lambda items: items, lambda items: {"x": items}, lambda items: (items, ROWS)])
+def test_samples_that_were_not_collated(wrap):
+    """A list of as long sequences, or of images, would be cut inside of each."""
+    with pytest.raises(ValueError, match="list of 12 tensors of 12 rows each: if they are samples, stack them"):
+        TreeSamples(wrap([torch.ones(12, 3) for _ in range(12)]))

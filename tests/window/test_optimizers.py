@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -172,3 +173,38 @@ def test_optimizers_that_step_in_backward():
     acc = ak.FusedAccumulator(model)
     with pytest.raises(TypeError, match="Lomo steps while backward runs, in every micro-batch"):
         acc.step(Lomo(model.parameters(), {}))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_patched_step_finds_averages(later, scheduled):
+    """What a user puts in the place of one optimizer's `step` may look at `.grad`; a scheduler's wrapper does not."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.AdamW(acc.parameters(), fused=True)
+    x, y = batch(4)
+    found = []
+
+    def window():
+        for _ in range(2):
+            acc.backward(mse_loss(model(x), y), weight=4)
+        expected = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
+        acc.step(optimizer)
+        return expected
+
+    if scheduled:
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    if later:
+        window()
+    assert acc.engine.ending.steps.plan.fused == ([optimizer] if later else [])
+
+    step = optimizer.step
+
+    def patched(self, closure=None):
+        found.extend(p.grad.clone() for p in model.parameters())
+        return step(closure)
+
+    optimizer.step = types.MethodType(patched, optimizer)
+    expected = window()
+    assert all(torch.allclose(f, e, rtol=1e-5, atol=1e-8) for f, e in zip(found, expected, strict=True))
+    assert len(found) == len(expected)
