@@ -590,11 +590,13 @@ class FusedAccumulator:
             acc.step(optimizer)
 
         The result is the same as without it; the last micro-batch gets `last=True` (see `backward`) if that is allowed
-        and useful. The iterator reads one batch ahead of the current one.
+        and useful. The iterator reads one batch ahead of the current one, so a loader must not fill the tensors of one
+        batch with the next.
 
         Call it once per window: with a process group, a second call before `step` or `finalize`, also after `zero_`,
         means that this rank has missed the end of a window, which `step` then says on all ranks. To run a dropped
-        window again on one rank alone, iterate over its batches without this.
+        window again on one rank alone, iterate over its batches without this. Without a process group, such a call
+        warns once if the window before has left micro-batches, which count.
 
         Args:
             batches: All batches of this rank in the window, one for each `backward` or `accumulate`; there may be none.
@@ -605,6 +607,13 @@ class FusedAccumulator:
         iterator = iter(expect_iterable(batches, "batches"))
         if self._iterated and self._ranks.ends_together:  # nobody has ended the window that was iterated over before
             self.engine.window.miss_end()
+        elif self._iterated and self.micro_batches and "window" not in self._once:
+            self._once.add("window")
+            _log.warning(
+                "acc.window() was called again before step() or finalize(): %d micro-batches of the window before, "
+                "which was not ended, count in this one. acc.zero_() drops a window that was given up",
+                self.micro_batches,
+            )
         self._iterated = True
         token = object()
         try:

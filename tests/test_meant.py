@@ -74,6 +74,21 @@ def changing_gradients_after_clipping():
         loop.acc.zero_()
 
 
+def means_of_as_many_losses():
+    """K losses of one batch, added up and divided by their number, as both directions of a contrastive loss are."""
+    loop = Loop()
+    for window in loop.windows():
+        for x, y in window:
+            loop.acc.backward(sum(loop.loss(x, y) for _ in window) / len(window))
+        loop.acc.step(loop.optimizer)
+        for x, y in window:
+            first, *others = [loop.loss(x, y) for _ in window]
+            for other in others:
+                first = first + other
+            loop.acc.backward(first * (1 / len(window)))
+        loop.acc.step(loop.optimizer)
+
+
 def divisions_of_other_numbers():
     """A mean over 3 of its own, a penalty's factor, and K with a divisor that says so."""
     loop = Loop()
@@ -212,6 +227,7 @@ MEANT = [
     with_a_step_of_another_accumulator,
     clipping_each_micro_batch,
     changing_gradients_after_clipping,
+    means_of_as_many_losses,
     divisions_of_other_numbers,
     sums_over_their_own_number,
     dropped_once,

@@ -141,3 +141,27 @@ def test_a_loaded_window_gets_what_it_lacks():
             acc.backward(mse_loss(model(x), y), weight=len(x))
         acc.step(optimizer)
     assert relative_error(list(model.parameters()), trained_on([data[:3], data[3:]])) < 1e-14
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_window_given_up_is_said_to_count(drops, caplog):
+    """Once, where the next one begins; not if it was dropped, nor after an end."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    x, y = batch(3)
+    for _ in range(3):
+        for number, _ in enumerate(acc.window(range(4))):
+            acc.backward(mse_loss(model(x), y))
+            if number == 1:
+                break
+        if drops:
+            acc.zero_()
+    for _ in acc.window(range(2)):
+        acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    for _ in acc.window(range(2)):
+        acc.backward(mse_loss(model(x), y))
+    said = [record.getMessage() for record in caplog.records if "called again" in record.getMessage()]
+    assert len(said) == (0 if drops else 1)
+    assert drops or "2 micro-batches of the window before, which was not ended, count in this one" in said[0]

@@ -52,8 +52,8 @@ def like(encodings: Any, tensors: Sequence[Tensor]) -> Encodings:
     """Put `tensors`, in the order of `leaves`, into the structure of `encodings`."""
     if isinstance(encodings, Tensor):
         return tensors[0]
-    if isinstance(encodings, tuple):
-        return tuple(tensors)
+    if isinstance(encodings, tuple):  # a named one keeps its names
+        return getattr(type(encodings), "_make", tuple)(tensors)
     return dict(zip(sorted(encodings), tensors, strict=True))
 
 

@@ -348,13 +348,27 @@ def division(loss: Tensor, made: int = 0) -> tuple[Tensor | None, float | None]:
         node = node.next_functions[0][0] if node is not None and node.name() in _FACTORS else None
     name = None if node is None else node.name()
     if name == "DivBackward0":
-        return None, None if is_divided_sum(node) else _number(_other(node))
+        by = None if is_divided_sum(node) else _number(_other(node))
+        return None, None if by == _summands(node) else by
     factor = _other(node) if name == "MulBackward0" else None
     number = _number(factor)
-    return factor, 1 / number if number else None
+    by = 1 / number if number else None
+    return factor, None if by is None or by == _summands(node) else by
 
 
 _FACTORS = ("MulBackward0", "DivBackward0")
+
+
+def _summands(node: Any) -> int:
+    """How many losses a product or quotient has added up: divided by their number, `(a + b) / 2` is their mean."""
+    stack, count = [node.next_functions[0][0]], 0
+    while stack and count < 100:
+        term = stack.pop()
+        if term is not None and term.name() == "AddBackward0":
+            stack += [inner for inner, _ in term.next_functions if inner is not None]
+        else:
+            count += 1
+    return count
 
 
 def _other(node: Any) -> Tensor | None:

@@ -312,7 +312,8 @@ class OptimizerSteps:
                     + (
                         "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
                         if self._store.place(entry.param) is not None
-                        else "it was unfrozen inside a window, which counts from the next one on: call acc.discard()"
+                        else "it was there before the parameter was frozen, or the parameter was unfrozen inside a "
+                        "window, which counts from the next one on: call acc.discard()"
                     )
                     + " (AK17)"
                 )

@@ -311,7 +311,7 @@ def test_lists_of_tensors_with_an_item_per_sample(name, first):
 
 
 def test_lists_of_fields_are_containers():
-    """A loader's [x, y], and parts of a model's state in a tuple or a list, are no samples, however many rows there are."""
+    """A loader's [x, y], and other tensors in a tuple or a list, are no samples, however many rows there are."""
     for fields in ([ROWS, ROWS[:, 0]], [ROWS[:2], ROWS[2:4]], (torch.tensor(1.0), ROWS[:2])):
         part = TreeSamples(fields).part([1])
         assert all(torch.equal(a, b[1:2] if b.dim() else b) for a, b in zip(part, fields, strict=True))

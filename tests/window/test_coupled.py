@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -258,3 +259,21 @@ def test_random_numbers_go_on_after_the_loss():
     torch.manual_seed(5)
     acc.backward_coupled(chunked(x, y), model.encode, loss)
     assert torch.equal(torch.rand(4), expected)
+
+
+class Pair(NamedTuple):
+    """Encodings by name."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_named_encodings_keep_their_names():
+    """A loss of one argument finds them under these."""
+    model = Towers()
+    acc = ak.FusedAccumulator(model)
+    x, y = data(1)
+    loss = acc.backward_coupled(
+        chunked(x, y), lambda chunk: Pair(*model.encode(chunk)), lambda both: model.loss(both.x, both.y)
+    )
+    assert torch.isfinite(loss)
