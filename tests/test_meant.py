@@ -89,6 +89,16 @@ def means_of_as_many_losses():
         loop.acc.step(loop.optimizer)
 
 
+def one_loss_divided_by_the_number_of_all():
+    """A first loss that counts less than the others."""
+    loop = Loop()
+    for window in loop.windows():
+        for index, (x, y) in enumerate(window):
+            loss = loop.loss(x, y)
+            loop.acc.backward(loss / K if index == 0 else loss)
+        loop.acc.step(loop.optimizer)
+
+
 def divisions_of_other_numbers():
     """A mean over 3 of its own, a penalty's factor, and K with a divisor that says so."""
     loop = Loop()
@@ -228,6 +238,7 @@ MEANT = [
     clipping_each_micro_batch,
     changing_gradients_after_clipping,
     means_of_as_many_losses,
+    one_loss_divided_by_the_number_of_all,
     divisions_of_other_numbers,
     sums_over_their_own_number,
     dropped_once,

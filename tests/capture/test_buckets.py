@@ -574,3 +574,26 @@ def test_hooks_of_others_find_their_gradients(when, form):
     twin[0].weight.grad.mul_(0.1)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)  # fp64 sums of two terms
+
+
+@pytest.mark.parametrize("long_form", [False, True])
+def test_hooks_on_the_nodes_of_leaves_find_their_gradients(long_form):
+    """On AccumulateGrad, as Megatron and older FSDP have them, which keep the nodes."""
+    model = mlp()
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    found = []
+    for node, param in zip(nodes, model.parameters(), strict=True):
+        node.register_hook(lambda *_, param=param: found.append(None if param.grad is None else param.grad.clone()))
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=1)
+    x, y = batch(3)
+    loss = mse_loss(model(x), y)
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    found.clear()
+    if long_form:
+        loss.backward()
+        acc.accumulate()
+    else:
+        acc.backward(loss)
+    assert len(found) == 6 and all(grad is not None for grad in found)
+    acc.finalize()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))

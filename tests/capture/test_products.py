@@ -444,3 +444,16 @@ def test_arguments():
     acc = ak.FusedAccumulator(list(model.parameters()), fuse_weight_gradients=True)
     acc.backward(loss_of(model))
     assert fused_elements(acc) == 9 * 8 + 8 * 8 + 3 * 8
+
+
+def test_the_report_stays_where_fused_sums_are_finite():
+    """Of the last bad micro-batch alone: no product has overflowed that could have been in any of them."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"w": nn.Linear(64, 64, bias=False), "a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
+    acc = ak.FusedAccumulator(model, fuse_weight_gradients=True, release="backward", bucket_bytes=1)
+    x = torch.randn(8, 64, requires_grad=True)
+    for name in ("a", "b"):
+        acc.backward(model["w"](x).square().mean() + (model[name].weight * torch.inf).sum())
+    assert acc.overflow_report() == ["b.weight"]
+    acc.finalize()
+    assert acc.overflow_report() == ["b.weight"]

@@ -38,3 +38,9 @@ def test_doctor_prints_the_advice(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "advice: set this" in lines
     assert lines[-1] == "no problems found"
+
+
+def test_the_new_name_counts_where_both_are_set():
+    """As in torch, which reads the old one where the new one is not there."""
+    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert allocator_advice(both, on_gpu=True) == []

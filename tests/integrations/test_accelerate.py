@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from tests.support.backends import same_bits
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
@@ -328,3 +329,38 @@ def test_other_engines_are_refused(engine, monkeypatch):
     monkeypatch.setattr(STOCK, "distributed_type", accelerate.DistributedType(engine))
     with pytest.raises(ValueError, match=rf"{engine.replace('FSDP', 'FSDP1')}.*fsdp_version=2"):
         fuse(accelerator)
+
+
+def test_beside_an_optimizer_that_is_left_to_accelerate():
+    """Its step updates the scaler of both, which then forgets whose gradients are unscaled."""
+    found = []
+    for cls in (STOCK, Accelerator):
+        accelerator = make(cls, "fp16", steps=1)
+        one, other = mlp(seed=1), mlp(seed=2)  # the other is not prepared
+        sgds = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, other)]
+        prepared, first, second = accelerator.prepare(one, *sgds)
+        for i in range(2):
+            x, y = batch(4, seed=i)
+            with accelerator.accumulate(prepared):
+                accelerator.backward(mse_loss(prepared(x).float(), y) + mse_loss(other(x), y))
+                for optimizer in (second, first):
+                    optimizer.step()
+                for optimizer in (second, first):
+                    optimizer.zero_grad()
+        found.append([p.detach().clone() for p in one.parameters()])
+    assert relative_error(found[1], found[0]) < 1e-3  # of products in fp16
+
+
+def test_a_refused_loss_leaves_the_gradients_of_a_window_that_has_ended():
+    """They are there for the step that the error asks for."""
+    accelerator = make(Accelerator, steps=1)
+    one, two = mlp(seed=1), mlp(seed=2)
+    sgds = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, two)]
+    accelerator.prepare(one, two, *sgds)
+    x, y = batch(4)
+    with accelerator.accumulate(one, two):
+        accelerator.backward(mse_loss(one(x), y))
+        grads = [p.grad.clone() for p in one.parameters()]
+        with pytest.raises(RuntimeError, match="whose window has ended"):
+            accelerator.backward(mse_loss(one(x) + two(x), y))
+    assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(one.parameters(), grads, strict=True))

@@ -150,3 +150,16 @@ def test_the_strategy_is_restored():
     """Another fit without the callback is Lightning's."""
     trainer = fit(Regression(), 8)
     assert "training_step" not in vars(trainer.strategy)
+
+
+class Logs(Regression):
+    """Logs after each batch."""
+
+    def on_train_batch_end(self, outputs, data, index):
+        self.log("seen", float(len(data[0])), on_step=False, on_epoch=True)
+
+
+def test_what_is_logged_after_a_batch_counts_by_all_of_its_samples():
+    """And not by those of its last part."""
+    trainer = fit(Logs(), 11, steps=2)
+    assert trainer.callback_metrics["seen"].item() == pytest.approx((8 * 8 + 3 * 3) / 11)

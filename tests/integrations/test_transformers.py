@@ -279,3 +279,11 @@ def test_auto_find_batch_size(tmp_path):
     assert sizes[0] == 8
     assert sizes[-1] <= 2
     assert trainer.state.global_step > 0
+
+
+def test_the_arguments_are_as_they_were(tmp_path):
+    """Also that one which our weights of means replace for the length of a step."""
+    trainer = build(Trainer, tmp_path, 8, model=Plain())
+    assert trainer.args.average_tokens_across_devices
+    trainer.train()
+    assert trainer.args.average_tokens_across_devices

@@ -6,10 +6,11 @@ import types
 
 import pytest
 import torch
+from torch import nn
 
 import accumkernels as ak
 from accumkernels.ranks import sender as chunks
-from accumkernels.ranks.sender import _IN_FLIGHT, ChunkSender
+from accumkernels.ranks.sender import _IN_FLIGHT, ChunkSender, cut
 from tests.support import coupled_scenarios as coupled
 from tests.support import data_parallel_metrics_scenarios as metrics
 from tests.support import data_parallel_scenarios as training
@@ -85,3 +86,59 @@ def test_narrower_chunks_are_looked_at_one_by_one(layers, monkeypatch):
     count, looks = looks_at_the_end(layers, torch.bfloat16, monkeypatch)
     assert [come for _, come, _ in looks] == list(range(1, count + 1))
     assert all(sent == min(come - 1 + _IN_FLIGHT, count) for sent, come, _ in looks)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_chunks_with_an_fp32_parameter_are_sent_in_fp32(dtypes):
+    """comm_dtype="auto" narrows the sums of bf16 parameters alone."""
+    mixed = ak.FusedAccumulator([nn.Parameter(torch.zeros(40, dtype=dtype)) for dtype in dtypes])
+    alike = ak.FusedAccumulator([nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))])
+    for acc, expected in ((mixed, torch.float32), (alike, torch.bfloat16)):
+        (buffer,) = acc.engine.store.buffers
+        assert {chunk.sent_in for chunk in cut(buffer, "auto")} == {expected}
+
+
+class Doubled:
+    """A process group of two ranks with the same sums."""
+
+    own, comm_dtype = True, torch.float32
+
+    def send(self, piece, dtype):
+        piece.mul_(2)
+        return piece, self
+
+    def wait(self):
+        """Nothing is on its way."""
+
+
+class Negated(torch.autograd.Function):
+    """Its gradient has the negative bit, so that no product is made from its address."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return -x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch._neg_view(grad)
+
+
+def test_a_weight_that_gets_its_gradient_in_two_ways_is_sent_once(monkeypatch):
+    """One product is added where it is made, and the other's gradient is made first, and handed over before."""
+    monkeypatch.setattr("accumkernels.ranks.sender.CHUNK_BYTES", 256)
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(16, 16))
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def loss():
+        return Negated.apply(x.mm(w).tanh().mm(w)).square().sum()
+
+    expected = torch.autograd.grad(loss(), w)[0]
+    engine = ak.FusedAccumulator([w], fuse_weight_gradients=True, release="backward", bucket_bytes=1).engine
+    sender = ChunkSender(Doubled(), early=True)
+    sender.follow(engine.store.buffers)
+    sender.agree()
+    monkeypatch.setattr(engine.runner, "_sender", sender)
+    engine.backward(loss(), engine.micro_batch(1.0, last=True))
+    sender.send_rest(lambda buffer, parts: None)
+    torch.testing.assert_close(engine.store.buffers[0].views[0], 2 * expected)

@@ -14,6 +14,7 @@ from torch.nn.functional import dropout
 import accumkernels as ak
 from accumkernels.ranks.sender import ChunkSender
 from tests import simulated_device as sim
+from tests.simulated_device.training import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumkernels")
 WIDTH = 32
@@ -465,3 +466,23 @@ def test_weights_on_the_device_that_sum_to_zero():
     acc.step(optimizer)
     assert acc.step_was_skipped
     assert all(torch.equal(p.cpu(), old) for p, old in zip(layer.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_first_device_keeps_its_buffer_while_another_has_one(scaled):
+    """All of it is frozen after the first window; weights, norms and noise go on being counted there."""
+    model = Model(("sim:1", "sim:0"))
+    scaler = torch.amp.GradScaler("sim", init_scale=8.0) if scaled else None
+    with ak.FusedAccumulator(model, scaler=scaler, backend="reference", noise_scale=True) as acc:
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        for number in range(4):
+            for rows in (1, 2):
+                ids = (torch.arange(7 * rows) % 13).reshape(rows, 7).to("sim:1")
+                acc.backward(model(ids), weight=ids.numel())
+            acc.step(optimizer, max_norm=1.0)
+            assert not acc.step_was_skipped
+            found = acc.metrics()
+            assert found["windows"].item() == number + 1 and found["weight"].item() == 21
+            if number == 0:
+                for p in model.parameters():
+                    p.requires_grad_(p.device.index == 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import accumkernels as ak
 from accumkernels import FusedAccumulator
 from accumkernels.offload import sink, slots
 from tests import simulated_device as sim
@@ -454,3 +455,19 @@ def test_interrupted_while_it_waits(monkeypatch):
     for p, q in zip(run(model, acc, optimizer), expected, strict=True):
         assert_same(p, q, "a weight")
     assert not interrupts
+
+
+@pytest.mark.parametrize("overflow", ["window", "microbatch", "raise"])
+def test_gradients_go_out_in_buckets_whatever_may_be_dropped(overflow):
+    """Two buckets and a gradient at most: all of a micro-batch is in host memory before any of it is added."""
+    size = 64
+    model = nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(12)]).to("sim:0", torch.bfloat16)
+    nbytes = size * size * torch.bfloat16.itemsize
+    with ak.FusedAccumulator(model, cpu_offload=True, bucket_bytes=nbytes, overflow=overflow) as acc:
+        for _ in range(2):
+            loss = model(torch.ones(2, size).to("sim:0", torch.bfloat16)).float().sum()
+            before = torch.accelerator.memory_allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            acc.backward(loss)
+            peak = torch.accelerator.max_memory_allocated() - before
+            assert peak <= 3 * nbytes + 8 * 512, f"{peak} bytes on the device"

@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 
 import accumkernels as ak
 from accumkernels.splitting.memory import LiveBytes
+from accumkernels.splitting.run import adding_nothing
 from tests.splitting.test_samples import Encoding, Pair
 from tests.support.models import batch, grads_of, mlp, relative_error
 from tests.support.splitting import ERRORS, Planted, room, truth
@@ -597,3 +598,41 @@ def test_misuse_names_the_value(arguments, error, text):
     acc.finalize()
     with pytest.raises(RuntimeError, match=r"backward_batch\(\) after finalize\(\)"):
         acc.backward_batch(batch(4), simple(model))
+
+
+def test_nothing_stays_on_nodes_that_somebody_holds():
+    """As DistributedDataParallel holds those of parameters: the next backward has its gradient."""
+    p = nn.Parameter(torch.ones(3))
+    held = p.view_as(p).grad_fn.next_functions[0][0]
+    loss = (p * torch.nan).sum()
+    with adding_nothing(loss):
+        loss.backward()
+    assert p.grad.tolist() == [0.0] * 3
+    p.grad = None
+    p.sum().backward()
+    assert p.grad.tolist() == [1.0] * 3 and held is not None
+
+
+class Island(nn.Module):
+    """A part in fp32 inside of autocast."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.last(self.first(x).tanh())
+
+
+def test_autocast_around_backward_batch_is_for_the_forward():
+    """Else backward would multiply in bf16 what the forward has kept in fp32."""
+    model = Island()
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    expected = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
+    acc = ak.FusedAccumulator(model, fuse_weight_gradients=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        acc.backward_batch((x, y), lambda part: mse_loss(model(part[0]), part[1]), micro_batch=4)
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], expected) < 1e-6

@@ -9,12 +9,14 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import accumkernels as ak
 from accumkernels.splitting import memory as memories
-from accumkernels.splitting.memory import LiveBytes
+from accumkernels.splitting.memory import CountedMemory, LiveBytes
 from accumkernels.splitting.packing import BARRED, Learned
-from tests.support.models import batch, grads_of, mlp, relative_error
+from accumkernels.splitting.run import BatchRunner
+from tests.support.models import batch, big_batch_grads, grads_of, mlp, relative_error
 from tests.support.splitting import Lengths, room, truth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -260,3 +262,24 @@ def test_state_dict():
         assert vars(resumed.engine.batches.learned) == vars(acc.engine.batches.learned)
         loss = resumed.backward_batch(batch(4096), lambda part: nn.functional.mse_loss(model(part[0]), part[1]))
         assert loss.sizes == report.sizes and len(loss.sizes) > 1
+
+
+class Crowded(CountedMemory):
+    """As where cached blocks had to be freed for it."""
+
+    @property
+    def crowded(self):
+        return True
+
+
+def test_a_micro_batch_that_crowds_the_memory_counts_and_is_not_made_again():
+    """It ran, and the next is smaller, though no memory ran out."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    acc.engine.batches = BatchRunner(Crowded(torch.device("cpu"), 2**30, list))
+    x, y = batch(8)
+    reports = [acc.backward_batch((x, y), lambda part: mse_loss(model(part[0]), part[1])) for _ in range(2)]
+    assert reports[0].sizes == [8] and max(reports[1].sizes) < 8
+    assert [report.out_of_memory for report in reports] == [0, 0]
+    acc.finalize()
+    assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6

@@ -148,3 +148,18 @@ def test_a_sparse_gradient_is_refused_by_name():
     model.weight.grad = model.weight.grad.to_sparse()
     with pytest.raises(RuntimeError, match="the gradient of 'weight' is sparse"):
         acc.clip_grad_norm_(1.0)
+
+
+def test_a_grad_of_other_strides_at_the_same_address():
+    """Every row is our first: norm and clipping are those of what the optimizer finds."""
+    p = nn.Parameter(torch.zeros(3, 3))
+    acc = ak.FusedAccumulator([p])
+    p.grad = torch.arange(9.0).view(3, 3).clone()
+    acc.accumulate()
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    acc.finalize(optimizer)
+    p.grad = p.grad[:1].expand(3, 3)
+    expected = p.grad.clone()
+    torch.testing.assert_close(acc.clip_grad_norm_(1.0), expected.norm())
+    optimizer.step()
+    torch.testing.assert_close(-p.detach(), expected / expected.norm())

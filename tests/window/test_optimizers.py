@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch.nn.functional import mse_loss
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accumkernels as ak
 from tests.support import optimizer_table as table
@@ -208,3 +209,21 @@ def test_a_patched_step_finds_averages(later, scheduled):
     expected = window()
     assert all(torch.allclose(f, e, rtol=1e-5, atol=1e-8) for f, e in zip(found, expected, strict=True))
     assert len(found) == len(expected)
+
+
+def test_hooks_on_all_optimizers_find_averages():
+    """As hooks on one of them do: nothing is left to a fused step that somebody watches."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.1, fused=True)
+    seen = []
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
+    try:
+        x, y = batch(3)
+        expected = torch.autograd.grad(mse_loss(model(x), y), model[0].weight)[0]
+        for _ in range(4):
+            acc.backward(mse_loss(model(x), y), weight=8)
+        acc.step(optimizer)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(seen, [expected])

@@ -249,3 +249,23 @@ def test_ownership_is_checked_anew_without_ignore():
     acc.backward(mse_loss(model(x), y))
     with pytest.raises(RuntimeError, match=r"no optimizer named.*'0.weight'"):
         acc.step(optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_optimizer_of_two_accumulators(fused):
+    """What one of them has averaged is not divided by the other's weights."""
+    models = [mlp(seed=1), mlp(seed=2)]
+    twins = copy.deepcopy(models)
+    first, second = (ak.FusedAccumulator(model) for model in models)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1.0, fused=fused)
+    x, y = batch(4)
+    for acc, model in ((first, models[0]), (second, models[1])):
+        for rows in (slice(0, 1), slice(1, 4)):
+            acc.backward(mse_loss(model(x[rows]), y[rows]), weight=rows.stop - rows.start)
+    first.finalize(optimizer)
+    second.step(optimizer)
+    first.zero_()
+    for model, twin in zip(models, twins, strict=True):
+        mse_loss(twin(x), y).backward()
+        stepped = [p.detach() - p.grad for p in twin.parameters()]
+        assert relative_error(list(model.parameters()), stepped) < 1e-6
