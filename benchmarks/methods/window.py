@@ -55,6 +55,8 @@ def _no_step(params: list[torch.nn.Parameter], fused: bool = False) -> tuple[tor
         if fused:
             seen["grad_scale"] = optimizer.grad_scale  # type: ignore[attr-defined]
 
+    # Marked as the wrapper of a scheduler, which looks at no `.grad`: other steps in the place of torch's get averages.
+    vars(step).update(_wrapped_by_lr_sched=True, __wrapped__=type(optimizer).step)
     optimizer.step = step  # type: ignore[method-assign, assignment]
     return optimizer, seen
 
