@@ -347,20 +347,23 @@ def division(loss: Tensor, made: int = 0) -> tuple[Tensor | None, float | None]:
     for _ in range(made):
         node = node.next_functions[0][0] if node is not None and node.name() in _FACTORS else None
     name = None if node is None else node.name()
+    factor = None
     if name == "DivBackward0":
         by = None if is_divided_sum(node) else _number(_other(node))
-        return None, None if by == _summands(node) else by
-    factor = _other(node) if name == "MulBackward0" else None
-    number = _number(factor)
-    by = 1 / number if number else None
-    return factor, None if by is None or by == _summands(node) else by
+    else:
+        factor = _other(node) if name == "MulBackward0" else None
+        number = _number(factor)
+        by = 1 / number if number else None
+    # (a + b) / 2 is a mean of its own.
+    is_mean = by is not None and by > 1.5 and abs(by / _summands(node) - 1) < 1e-6
+    return factor, None if is_mean else by
 
 
 _FACTORS = ("MulBackward0", "DivBackward0")
 
 
 def _summands(node: Any) -> int:
-    """How many losses a product or quotient has added up: divided by their number, `(a + b) / 2` is their mean."""
+    """How many losses were added up in what a product or quotient takes."""
     stack, count = [node.next_functions[0][0]], 0
     while stack and count < 100:
         term = stack.pop()

@@ -243,6 +243,13 @@ def _fails(*args, **kwargs):
     raise RuntimeError("no kernel image\nmore lines")
 
 
+def _takes_nan_for_finite(buffer, state, grads, *args, **kwargs):
+    before = state.clone()
+    ops.reference.accumulate_(buffer, state, grads, *args, **kwargs)
+    if any(grad.isnan().any() for grad in grads):
+        state[1], state[3] = before[1], before[3]
+
+
 def _truncates(outputs, inputs, *, divisor):
     for output, value in zip(outputs, inputs, strict=True):
         exact = value / divisor.float()
@@ -258,11 +265,12 @@ def _truncates(outputs, inputs, *, divisor):
         ({"accumulate_": _forgets_the_weight}, "the sum of torch.float16 gradients is off"),
         ({"accumulate_": _overwrites_always}, "the sum of torch.float16 gradients is off"),
         ({"accumulate_": _checks_nothing}, "goes unnoticed"),
+        ({"accumulate_": _takes_nan_for_finite}, "nan in element 0 goes unnoticed"),
         ({"accumulate_": _fails}, "RuntimeError: no kernel image"),
         ({"norm_": lambda *args: None}, "the norm is off"),
         ({"scaled_copy_": _truncates}, "rounding to torch.float16 is wrong"),
     ],
-    ids=["no scale", "no weight", "overwrites", "no check", "raises", "no norm", "truncates"],
+    ids=["no scale", "no weight", "overwrites", "no check", "no nan", "raises", "no norm", "truncates"],
 )
 def test_self_test_sees(replaced, said):
     """Each way to be wrong is told from the others, in one line."""

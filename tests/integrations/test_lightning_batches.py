@@ -163,3 +163,22 @@ def test_what_is_logged_after_a_batch_counts_by_all_of_its_samples():
     """And not by those of its last part."""
     trainer = fit(Logs(), 11, steps=2)
     assert trainer.callback_metrics["seen"].item() == pytest.approx((8 * 8 + 3 * 3) / 11)
+
+
+class Initialized(Regression):
+    """Sets its weights when training is about to begin, through .data, which no version shows."""
+
+    def on_fit_start(self):
+        for p in self.parameters():
+            p.data.fill_(0.25)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_weights_that_are_set_before_training_are_those_of_masters():
+    """A first step that moves nothing leaves them as they are."""
+    module = Initialized(torch.bfloat16)
+    callback = FusedAccumulation(master_weights=True)
+    fit(module, 3, dtype=torch.bfloat16, callback=callback, precision="bf16-true")
+    assert all((p == 0.25).all() for p in module.parameters())

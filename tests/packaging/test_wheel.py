@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -151,10 +152,11 @@ def test_an_index_would_take_it(wheel: Path, project: tuple[Path, set[str]]) -> 
 
 
 def test_make_wheel_leaves_exactly_one(tmp_path: Path) -> None:
-    """What lay in dist/ and build/lib from another version is gone, and knobs given to make arrive."""
+    """What lay in dist/ and where setuptools builds is gone, and knobs given to make arrive."""
     project = Project(tmp_path)
     shutil.copy(ROOT / "Makefile", project.root)
-    for stale in ("dist/accumkernels-0.0.1-py3-none-linux_x86_64.whl", "build/lib/accumkernels/deleted.py"):
+    built = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    for stale in ("dist/accumkernels-0.0.1-py3-none-linux_x86_64.whl", f"{built}/accumkernels/deleted.py"):
         (project.root / stale).parent.mkdir(parents=True)
         (project.root / stale).touch()
     ready = f"{sys.prefix}/.ready"
@@ -164,4 +166,6 @@ def test_make_wheel_leaves_exactly_one(tmp_path: Path) -> None:
     path = {"PATH": str(project.bin), "CXX": shutil.which(os.environ.get("CXX", "c++")) or "c++"}
     run(*command, *knobs, cwd=project.root, **path)
     (wheel,) = (project.root / "dist").iterdir()
+    assert (project.root / built).is_dir()
+    assert "accumkernels/deleted.py" not in zipfile.ZipFile(wheel).namelist()
     assert wheel_gate(wheel, f"{accumkernels.__version__}+cu130") == []
