@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -333,6 +334,7 @@ def a_group_of_some(rank, size):
 
 def accumulators_side_by_side(rank, size):
     """One of two has no micro-batch on one rank, which then sends the other's sums first: each has its own group."""
+    gc.collect()  # not later, when it would free groups of earlier accumulators: the first free one is taken
     (model, acc), (other, acc2) = build(), build()
     assert acc._ranks._group._group is not acc2._ranks._group._group
     for _ in range(3):
