@@ -72,9 +72,12 @@ class FusedOptimizer(AcceleratedOptimizer):
         if self.window is None:
             super().zero_grad(set_to_none)
         elif self.gradient_state.sync_gradients:
-            counted = self.window.micro_batch is not None and self.gradient_state.num_steps > 1
-            if self.window.finalized or not counted:
-                self.window.close()
+            window = self.window
+            counted = window.micro_batch is not None and self.gradient_state.num_steps > 1
+            if window.finalized and not window.stepped:
+                window.drop_grads(set_to_none is not False)
+            elif window.finalized or not counted:
+                window.close()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -257,7 +260,7 @@ class Accelerator(Stock):
         states: dict[int, TrainerWindow] = {}
         for window in self._windows:
             one, sharded = window.accumulator, window.engine.store.sharded
-            if window.stepped:
+            if window.spent:
                 window.close()
             elif sharded and one.micro_batches and any(one is other for other in self._custom_objects):
                 raise RuntimeError(
@@ -584,7 +587,7 @@ def _ready(windows: list[TrainerWindow]) -> list[TrainerWindow]:
     """The windows that a backward may add to. With several, one that has ended may wait for its `zero_grad()`."""
     if len(windows) == 1:
         return windows
-    return [window for window in windows if not window.finalized or window.stepped]
+    return [window for window in windows if not window.finalized or window.spent]
 
 
 def _targets(windows: list[TrainerWindow], params: list[Tensor]) -> list[Tensor]:

@@ -189,7 +189,7 @@ class FusedAccumulation(pl.Callback):
                 window = self._window_of(optimizer)
                 if window is not None:
                     self._lightning_optimizers.append(optimizer)
-                    optimizer.zero_grad = optimizer.optimizer.zero_grad = _Drop(window)
+                    optimizer.zero_grad = optimizer.optimizer.zero_grad = _ZeroGrad(window)
         hooked = [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in trainer.callbacks if c is not self)]
         for owner, base in hooked if self._windows else ():
             if type(owner).on_after_backward is not base.on_after_backward or "on_after_backward" in vars(owner):
@@ -266,9 +266,17 @@ class FusedAccumulation(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Open the next window after a step, and ask for the batch's weight."""
+        """Open the next window after a step, and ask for the batch's weight.
+
+        A window that Lightning begins drops what no step has used, as its `zero_grad` does: a module's `optimizer_step`
+        has left the step out, or `on_train_batch_start` has ended the epoch. That `zero_grad` itself comes too late
+        where `training_step` runs backward.
+        """
+        begins = not self._manual and batch_idx % trainer.accumulate_grad_batches == 0
         for window in self._windows:
             window.open()
+            if begins and window.accumulator.micro_batches:
+                window.close()
         self._stepped = []
         # A step that takes an iterator has no batch yet.
         self._batch_weight = 1.0 if self.weight is None or batch is None else self.weight(batch)
@@ -528,14 +536,17 @@ class FusedAccumulation(pl.Callback):
         self._saved = dict(state_dict) or None
 
 
-class _Drop:
+class _ZeroGrad:
     """`zero_grad` of an optimizer in manual optimization: as in Lightning, it drops what was accumulated."""
 
     def __init__(self, window: TrainerWindow) -> None:
         self._window = window
 
     def __call__(self, set_to_none: bool = True) -> None:
-        self._window.close()
+        if self._window.finalized and not self._window.stepped:
+            self._window.drop_grads(set_to_none)
+        else:
+            self._window.close()
 
 
 def _reader_of_grad(module: pl.LightningModule) -> str | None:

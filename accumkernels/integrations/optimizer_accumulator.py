@@ -93,6 +93,7 @@ class OptimizerAccumulator:
                 self.engine.ranks.share_from(
                     lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
                 )
+        self.engine.misuse.once.update(("drops", "dropped grads"))  # hooks that call zero_grad() mean it
         self.accumulator = FusedAccumulator(self.engine)  # type: ignore[arg-type]  # see there
         self.no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
         # In a static graph a parameter may get several gradients in a backward, and we cannot tell which is the last.

@@ -55,6 +55,7 @@ class TrainerWindow:
         engine: The accumulator's.
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
+        dropped: Whether `zero_grad` came before.
         folds: Whether no code looks at `.grad` before the step or after it.
         running: The micro-batch whose backward `run` has started, until it is counted or dropped.
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
@@ -79,7 +80,7 @@ class TrainerWindow:
         self.ends = self.sends = False
         self.sums = False
         self.finalized = False
-        self.stepped = False
+        self.stepped = self.dropped = False
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._needs_closure = needs_closure(optimizer)
         self.alone = alone
@@ -129,6 +130,13 @@ class TrainerWindow:
         self._splits_together = together and self._current.of_one_module
         return self._splits_together or self.engine.store.sharded
 
+    @property
+    def spent(self) -> bool:
+        """Whether it has ended, and its gradients were stepped or dropped."""
+        if not self.finalized or self.stepped or self.dropped:
+            return self.finalized
+        return all(p.grad is None for p in self.accumulator.parameters())  # by way of the model
+
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """The tensors that the optimizer steps for these parameters of the model."""
         return self.accumulator.param_groups([{"params": params}])[0]["params"]
@@ -157,7 +165,7 @@ class TrainerWindow:
             self._miss_end()
         if self.engine.ranks.ends_together:
             self.check_not_local()
-        if not (waits and self.finalized and not self.stepped):
+        if not (waits and self.finalized and not self.spent):
             self.open()
             self.folds = folds
         self.micro_batch, self.number = 0, self.engine.window.number
@@ -199,7 +207,7 @@ class TrainerWindow:
             RuntimeError: the last one was neither stepped nor dropped.
         """
         if self.finalized:
-            if not self.stepped and any(p.grad is not None for p in self.accumulator.parameters()):
+            if not self.spent:
                 raise RuntimeError(
                     "backward after the last one of its window: step the optimizer before, or drop the window with "
                     "optimizer.zero_grad(). A micro-batch has one backward: add up its losses, and let the trainer "
@@ -464,6 +472,8 @@ class TrainerWindow:
                 self._scaler.update()
             elif not self.engine.ending.was_skipped():
                 self.optimizer.step(*args, **kwargs)
+        if self.engine.ranks.size > 1:
+            self.dropped = self.spent  # all ranks drop it, or the next end says which do not
         self.stepped = True
         return norm
 
@@ -482,7 +492,7 @@ class TrainerWindow:
 
     def state_dict(self) -> dict[str, Any]:
         """The accumulator's state, for one checkpoint of all ranks, which call this together."""
-        if self.stepped:
+        if self.spent:
             self.close()
         done = self.accumulator.micro_batches
         if self.several_ranks:  # and any of them may be inside a window
@@ -514,7 +524,7 @@ class TrainerWindow:
         """
         if self.engine.ranks.sender.begun:
             self.finalize()
-        dropped = self.finalized and not self.stepped
+        dropped = self.dropped or (self.finalized and not self.stepped)
         if self._visible.shown:
             self._visible.forget()
         self.accumulator.zero_()
@@ -522,8 +532,16 @@ class TrainerWindow:
             self.engine.window.miss_end()
         self._reset()
 
+    def drop_grads(self, set_to_none: bool) -> None:
+        """Drop a window that has ended and was not stepped, as `zero_grad` does.
+
+        A step before the next window finds what is left in `.grad`, and updates the scale by what was there.
+        """
+        self.dropped = True
+        type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+
     def _reset(self) -> None:
-        self.finalized = self.stepped = False
+        self.finalized = self.stepped = self.dropped = False
         self.running = None
         self.micro_batch = None if self.micro_batch is None else 0
 

@@ -283,7 +283,7 @@ class MisuseDetector(Follower):
             for p in group["params"]:
                 if p.grad is not None:
                     return
-        if self._holds(owned((optimizer,))):
+        if "dropped grads" not in self.once and self._holds(owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() finds no .grad of those that finalize() handed out: delete "
                 "zero_grad() between finalize() and the step; acc.zero_() comes after it"

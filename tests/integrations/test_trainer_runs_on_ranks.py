@@ -40,7 +40,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     first, second = items(2)
     scenarios.accelerate_run(folder / "of-one", first)
-    names = [scenarios.accelerate_without_micro_batches, scenarios.accelerate_resumed]
+    names = [scenarios.accelerate_without_micro_batches, scenarios.lightning_drops, scenarios.accelerate_resumed]
     results = run(2, folder, [*names, *scenarios.SAVED, *scenarios.RESUMED], MODULES)
     check(results, "accelerate_resumed")
     on_one = scenarios.accelerate_run(None, second, seed=1, load=folder / "of-two")
@@ -67,6 +67,15 @@ def test_windows_without_micro_batches(found):
         assert left.skipped == [False] * 3
         expected, _ = truth(2, windows=windows, momentum=scenarios.MOMENTUM, rates=[LR, rates[0]])
         assert_close(left.values, expected, ROUNDING["fp32"])
+
+
+def test_dropped_windows(found):
+    """All ranks drop what Lightning would, also where sums were on their way."""
+    check(found, "lightning_drops")
+    for left in found["lightning_drops"]:
+        for stock, ours in left.values():
+            for name in stock:
+                torch.testing.assert_close(stock[name], ours[name], rtol=1e-5, atol=1e-7)
 
 
 def test_the_notebook_launcher(tmp_path):

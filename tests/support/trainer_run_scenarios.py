@@ -7,7 +7,7 @@ import torch
 from tests.support import ranks
 from tests.support.models import mlp
 from tests.support.trainer_data import LR, STEPS, environment, items, parameters
-from tests.support.trainer_loops import Accelerate, Lightning, Transformers, of_all
+from tests.support.trainer_loops import Accelerate, Lightning, Transformers, lightning_trainer, of_all
 
 MOMENTUM = 0.9
 
@@ -59,6 +59,24 @@ def accelerate_without_micro_batches(rank, size):
     without = third | {i for i in second if i % size == size - 1}
     numbers = sorted(first | second | third)
     return Accelerate.run(rank, size, numbers=numbers, without=without, optimizer=with_momentum, schedule=True)
+
+
+# ---- windows that all ranks drop
+
+
+def lightning_drops(rank, size):
+    """By each of the hooks; the parameters of Lightning alone, and with the callback."""
+    from accumkernels.integrations.lightning import FusedAccumulation
+    from tests.support import dropping_modules as modules
+
+    environment(rank, size)
+    found = {}
+    for kind in modules.MODULES:
+        for callbacks in ([], [FusedAccumulation(release="backward", bucket_bytes=256)]):
+            module = kind(modules.momentum)
+            lightning_trainer(rank, size, *callbacks, epochs=3).fit(module)
+            found.setdefault(kind.__name__, []).append(parameters(module))
+    return found
 
 
 # ---- saved and resumed

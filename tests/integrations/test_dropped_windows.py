@@ -1,0 +1,192 @@
+"""What a loop or a hook drops by `zero_grad` is dropped, with what the trainers themselves give as the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.support.backends import same_bits
+from tests.support.models import batch, mlp
+from tests.support.trainers import Samples, gpt2, make, quiet_trainer
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+from accumkernels.integrations import accelerate as of_accelerate  # noqa: E402
+from accumkernels.integrations import transformers as of_transformers  # noqa: E402
+from accumkernels.integrations.lightning import FusedAccumulation  # noqa: E402
+from tests.support.dropping_modules import MODULES, SIZE, STEPS, Module, momentum  # noqa: E402
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.usefixtures("one_thread", "fresh_state"),
+    pytest.mark.filterwarnings("ignore"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+SCALE = 2.0**10
+
+
+def adamw(params, **options):
+    """Its size of a step does not follow the number of micro-batches that were dropped."""
+    return torch.optim.AdamW(params, lr=0.01, **options)
+
+
+def assert_close(stock, ours):
+    """Sums in another order; and something was trained."""
+    for a, b in zip(stock.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert not all(same_bits(a, b) for a, b in zip(stock.parameters(), mlp().parameters(), strict=True))
+
+
+# ---- Lightning, whose own zero_grad comes before the first backward of a window
+
+
+def lightning_of(module, *callbacks, scaler=None, **options):
+    """Trained for three epochs."""
+    plugins = None if scaler is None else [MixedPrecision("16-mixed", "cpu", scaler)]
+    quiet_trainer(*callbacks, steps=STEPS, epochs=3, plugins=plugins, **options).fit(module)
+    return module
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kind", MODULES)
+def test_lightning(kind, scaled, clip, optimizer, caplog):
+    """Nothing of it is in a later window, and nothing is said."""
+    models = []
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        for callbacks in ((), (FusedAccumulation(),)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if scaled else None
+            models.append(lightning_of(kind(optimizer), *callbacks, scaler=scaler, gradient_clip_val=clip))
+    assert_close(*models)
+    assert not [record for record in caplog.records if record.name.startswith("accumkernels")]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_lightning_splits_batches(kind):
+    """Into parts whose backwards have run when Lightning's zero_grad comes."""
+    ours = lightning_of(kind(momentum), FusedAccumulation(split=2))
+    assert_close(lightning_of(kind(momentum)), ours)
+
+
+def test_lightning_drops_overflows():
+    """A hook that drops what is not finite: the scale falls all the same, and then trains."""
+
+    class Drops(Module):
+        def on_before_optimizer_step(self, optimizer):
+            if not all(p.grad.isfinite().all() for p in self.parameters()):
+                optimizer.zero_grad()
+
+    found = []
+    for callbacks in ((), (FusedAccumulation(),)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+        found.append((lightning_of(Drops(momentum), *callbacks, scaler=scaler), scaler.get_scale()))
+    assert_close(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] < 2.0**19
+
+
+# ---- accelerate
+
+
+@pytest.mark.parametrize("how", ["optimizer", "zeros", "model"])
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("counts", [True, False])
+def test_accelerate(counts, precision, overflow, how):
+    """Between clipping and the step, as where norms are too large; counted by accelerate or by the loop."""
+    found = []
+    for cls in (accelerate.Accelerator, of_accelerate.Accelerator):
+        accelerator = make(cls, precision, steps=STEPS if counts else 1)
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+        for i in range(4 * STEPS):
+            x, y = batch(SIZE, seed=i)
+            with accelerator.accumulate(model) if counts else contextlib.nullcontext():
+                loss = mse_loss(model(x).float(), y) / (1 if counts else STEPS)
+                accelerator.backward(loss * 1e38 if overflow and i // STEPS == 1 else loss)
+                if i % STEPS == STEPS - 1:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                    if i // STEPS in (1, 2):
+                        model.zero_grad() if how == "model" else optimizer.zero_grad(set_to_none=how == "optimizer")
+                if counts or i % STEPS == STEPS - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append((model, accelerator.scaler and accelerator.scaler.get_scale()))
+    assert_close(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_accelerate_leaves_steps_out():
+    """A window that was dropped and not stepped is no part of the next, and of no checkpoint."""
+    accelerator = make(of_accelerate.Accelerator)
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+    for window in range(2):
+        for i in range(STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(batch(SIZE, seed=i)[0]), batch(SIZE, seed=i)[1]))
+                if window == 1:
+                    optimizer.step()
+                if accelerator.sync_gradients:
+                    optimizer.zero_grad(set_to_none=False)
+        if window == 0:
+            assert not optimizer.window.state_dict()["sums"]
+    twin = mlp()
+    sum(mse_loss(twin(batch(SIZE, seed=i)[0]), batch(SIZE, seed=i)[1]) / STEPS for i in range(STEPS)).backward()
+    momentum(twin.parameters()).step()
+    assert_close(twin, model)
+
+
+# ---- transformers
+
+
+class Drops(transformers.TrainerCallback):
+    """The gradients of the second window."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Before the step."""
+        if state.global_step == 1:
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
+def test_transformers(max_grad_norm, tmp_path):
+    """By a callback, after clipping."""
+    models = []
+    for cls in (transformers.Trainer, of_transformers.Trainer):
+        model = gpt2()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=STEPS,
+            max_grad_norm=max_grad_norm,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            num_train_epochs=1,
+        )
+        trainer = cls(
+            model=model,
+            args=arguments,
+            train_dataset=Samples(6 * STEPS),
+            optimizers=(momentum(model.parameters()), None),
+            callbacks=[Drops()],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        models.append(model)
+    for a, b, c in zip(*(model.parameters() for model in (*models, gpt2())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        assert not same_bits(a, c)
