@@ -715,7 +715,8 @@ class FusedAccumulator:
                 Without an enabled GradScaler there may be none, for an update written by hand, which uses the `.grad`s
                 if `step_was_skipped` is False.
             divisor: Replaces the sum of weights, for sum-reduced losses; positive and finite. With several ranks it is
-                the divisor of all ranks together, the same number on each.
+                the divisor of all ranks together, the same number on each; FSDP2 has divided by the number of ranks
+                already, so there it is that divisor divided by this number (docs/fsdp2.md).
             ignore: Parameters that no optimizer needs to own, since they should stay as they are. Their gradients still
                 count in the norm, as they do in stock's norm of `model.parameters()`.
 

@@ -458,8 +458,23 @@ class FlatBuffer:
         if handed is None or uses is None:
             return
         kept = list(map(getrefcount, handed.views)) != handed.unkept
-        if kept or use_count(handed.storage._cdata) != uses:
+        if not kept and use_count(handed.storage._cdata) == uses:
+            return
+        if handed.storage.resizable():
             handed.move_kept(uses)
+        else:
+            self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        """Leave the memory to NumPy arrays, which cannot be given other memory, and go on in a copy.
+
+        Torch fixes the size of a storage when it makes the first array on it. Tensors of ours stay the same objects.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self.tensor.data = zeros(self.numel, self.dtype, self.device).copy_(self.tensor)
+            for view, s in zip(self.views, self.segments, strict=True):
+                view.data = self.tensor.as_strided(s.shape, s.stride, s.offset)
+        self._exposed = None
 
     def ranges(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The fewest 1-d slices of `tensor` that cover these segments, given in order, and no other segment."""

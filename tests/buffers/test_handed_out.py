@@ -33,6 +33,8 @@ WAYS = {
     "a part": lambda grad: grad[:1],
     "a parameter": nn.Parameter,
     "only in C++": elsewhere,
+    "NumPy's": lambda grad: torch.from_numpy(grad.numpy()),
+    "NumPy's, of a part of an alias": lambda grad: torch.from_numpy(grad.detach()[:1].numpy()),
 }
 
 
@@ -144,6 +146,27 @@ def test_kept_after_the_buffers_are_released():
         loop.accumulate(window[:1])
         loop.acc.zero_()
         assert torch.equal(kept, before)
+
+
+def test_arrays_of_numpy_get_the_memory():
+    """The sums go on in a copy, once, which views of `main_grad` show; an array that is gone moves nothing."""
+    loop = Loop()
+    p = next(loop.model.parameters())
+    view, addresses, kept = loop.acc.main_grad(p), [], None
+    for number, window in enumerate(loop.windows(4)):
+        loop.accumulate(window)
+        loop.acc.finalize(loop.optimizer)
+        addresses.append(view.data_ptr())
+        array = p.grad.numpy()
+        assert torch.equal(torch.from_numpy(array), view)
+        if number == 1:
+            kept, before = array, array.copy()
+        del array
+        loop.acc.zero_()
+        assert loop.acc.main_grad(p) is view
+    assert (kept == before).all()
+    first, second, third, fourth = addresses
+    assert first == second == kept.ctypes.data != third == fourth
 
 
 def test_what_cannot_be_found_is_said_once_and_not_looked_for_again(caplog, monkeypatch):
