@@ -170,26 +170,33 @@ class HandedOut:
             if view.untyped_storage()._cdata != self.storage._cdata:
                 self.views[index] = self._view(self._segments[index])
 
-    def move_kept(self, uses: int) -> None:
+    def move_kept(self, uses: int) -> bool:
         """Move what somebody keeps out of the buffer, after every `.grad` was set to None.
 
         Args:
             uses: Of the storage, before this window handed out anything.
+
+        Returns:
+            False if some of it cannot be moved, since its address is known elsewhere.
         """
         self.renew()
         counts = list(map(getrefcount, self.views))
-        for index, (count, unkept) in enumerate(zip(counts, self.unkept, strict=True)):
-            if count > unkept:
-                _move(self.views[index])
-                self.views[index] = self._view(self._segments[index])
-        if "aliases" not in self._once and use_count(self.storage._cdata) > uses:
-            self._move_aliases(uses)
+        kept = [i for i, (count, unkept) in enumerate(zip(counts, self.unkept, strict=True)) if count > unkept]
+        if not self.storage.resizable() or not all(_may_move(self.views[index]) for index in kept):
+            return False
+        for index in kept:
+            _move(self.views[index])
+            self.views[index] = self._view(self._segments[index])
+        return "aliases" in self._once or use_count(self.storage._cdata) <= uses or self._move_aliases(uses)
 
-    def _move_aliases(self, uses: int) -> None:
+    def _move_aliases(self, uses: int) -> bool:
         """Move aliases of views until only `uses` of the storage are left: new objects first, which are few.
 
         Some are not found: those of graphs (their backward raises torch's error for tensors that have changed), and
         what `gc.freeze` hides. The search looks at every object, so one in vain is the last.
+
+        Returns:
+            False if one of them cannot be moved.
         """
         ours = {id(tensor) for tensor in (self._tensor, *self.views)}
         moved, of_main_grad = False, -len(self.views)  # without the buffer's own
@@ -202,11 +209,13 @@ class HandedOut:
                     continue
                 if found._base is self._tensor:
                     of_main_grad += 1
+                elif not _may_move(found):
+                    return False
                 else:
                     moved = True
                     _move(found)
             if use_count(self.storage._cdata) <= uses:
-                return
+                return True
         if not moved and of_main_grad <= 0:
             self._once.add("aliases")
             _log.warning(
@@ -214,6 +223,7 @@ class HandedOut:
                 "a graph): the next window overwrites it. Keep p.grad.clone() instead. From now "
                 "on, aliases such as p.grad.detach() are not looked for either (AK15)"
             )
+        return True
 
     def _holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the buffer."""
@@ -228,6 +238,11 @@ class HandedOut:
 def _is_plain(kind: type) -> bool:
     """Whether these are tensors with memory of their own, which DTensors and fake tensors leave to a plain one."""
     return Tensor in kind.__mro__ and kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def _may_move(tensor: Tensor) -> bool:
+    """Whether only Python holds a tensor: what DLPack has exported holds it in C++, and keeps the address."""
+    return tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
 def _move(tensor: Tensor) -> None:
@@ -458,17 +473,13 @@ class FlatBuffer:
         if handed is None or uses is None:
             return
         kept = list(map(getrefcount, handed.views)) != handed.unkept
-        if not kept and use_count(handed.storage._cdata) == uses:
-            return
-        if handed.storage.resizable():
-            handed.move_kept(uses)
-        else:
+        if (kept or use_count(handed.storage._cdata) != uses) and not handed.move_kept(uses):
             self._leave_memory()
 
     def _leave_memory(self) -> None:
-        """Leave the memory to NumPy arrays, which cannot be given other memory, and go on in a copy.
+        """Leave the memory to those who know its address, and go on in a copy. Tensors of ours stay the same objects.
 
-        Torch fixes the size of a storage when it makes the first array on it. Tensors of ours stay the same objects.
+        They are arrays of NumPy, of whose first one torch makes the storage one of fixed size, and tensors in C++.
         """
         with torch.inference_mode(False), torch.no_grad():
             self.tensor.data = zeros(self.numel, self.dtype, self.device).copy_(self.tensor)

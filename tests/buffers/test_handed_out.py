@@ -33,6 +33,8 @@ WAYS = {
     "a part": lambda grad: grad[:1],
     "a parameter": nn.Parameter,
     "only in C++": elsewhere,
+    "DLPack's": torch.from_dlpack,
+    "DLPack's, of an alias": lambda grad: torch.from_dlpack(grad.detach()),
     "NumPy's": lambda grad: torch.from_numpy(grad.numpy()),
     "NumPy's, of a part of an alias": lambda grad: torch.from_numpy(grad.detach()[:1].numpy()),
 }
