@@ -39,6 +39,7 @@ _log = logger(__name__)
 _READERS = (
     "on_before_optimizer_step",
     "on_before_zero_grad",
+    "optimizer_zero_grad",
     "on_train_batch_end",
     "configure_gradient_clipping",
     "optimizer_step",
@@ -94,6 +95,7 @@ class FusedAccumulation(pl.Callback):
         self._windows: list[TrainerWindow] = []
         self._loss: Tensor | None = None  # of the last backward, not scaled
         self._stepped: list[int] = []  # places of windows that this batch has stepped
+        self._begins = False  # whether Lightning is about to clear gradients, and has not yet
         self._precision: Precision | None = None
         self._manual = False
         self._lightning_optimizers: list[Any] = []
@@ -101,7 +103,7 @@ class FusedAccumulation(pl.Callback):
         self._leaves = (
             split is None and options.get("release") == "microbatch"
         )  # whether `.grad` is there after backward
-        self._said = False  # that it is not
+        self._once: set[str] = set()  # what was said, and is not again
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> FusedAccumulation:
@@ -184,12 +186,12 @@ class FusedAccumulation(pl.Callback):
             strategy.training_step = self._training_step
             for name in _COMMUNICATE:
                 setattr(strategy, name, self._communicating(getattr(strategy, name)))
-        if self._manual:
-            for optimizer in trainer.strategy._lightning_optimizers:
+        else:
+            for optimizer in strategy._lightning_optimizers:
                 window = self._window_of(optimizer)
                 if window is not None:
                     self._lightning_optimizers.append(optimizer)
-                    optimizer.zero_grad = optimizer.optimizer.zero_grad = _ZeroGrad(window)
+                    optimizer.zero_grad = optimizer.optimizer.zero_grad = _ZeroGrad(window, self._drops)
         hooked = [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in trainer.callbacks if c is not self)]
         for owner, base in hooked if self._windows else ():
             if type(owner).on_after_backward is not base.on_after_backward or "on_after_backward" in vars(owner):
@@ -199,9 +201,9 @@ class FusedAccumulation(pl.Callback):
 
     def _say_taken(self, who: str) -> None:
         """Say once that gradients are not where FGM, textual inversion and their like look for them."""
-        if self._said or self._leaves:
+        if "taken" in self._once or self._leaves:
             return
-        self._said = True
+        self._once.add("taken")
         _log.warning(
             "%s finds no .grad right after a backward, since the accumulator has taken the gradients: code that reads "
             "or changes them there, such as FGM or textual inversion, needs FusedAccumulation(release='microbatch'), "
@@ -266,23 +268,30 @@ class FusedAccumulation(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Open the next window after a step, and ask for the batch's weight.
-
-        A window that Lightning begins drops what no step has used, as its `zero_grad` does: a module's `optimizer_step`
-        has left the step out, or `on_train_batch_start` has ended the epoch. That `zero_grad` itself comes too late
-        where `training_step` runs backward.
-        """
-        begins = not self._manual and batch_idx % trainer.accumulate_grad_batches == 0
+        """Open the next window after a step, unless hooks may look at its gradients, and ask for the batch's weight."""
         for window in self._windows:
-            window.open()
-            if begins and window.accumulator.micro_batches:
-                window.close()
-        self._stepped = []
+            if self._manual or window.folds:
+                window.open()
+        self._stepped, self._begins = [], False
         # A step that takes an iterator has no batch yet.
         self._batch_weight = 1.0 if self.weight is None or batch is None else self.weight(batch)
 
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Lightning begins a window, in automatic optimization: its `zero_grad` drops what no step has used.
+
+        That is there if `optimizer_step` has left out the step, or `on_train_batch_start` has ended an epoch.
+        """
+        self._begins = not self._manual
+
+    def _drops(self) -> bool:
+        """Whether the `zero_grad` of an optimizer drops its window now, rather than somewhere inside it."""
+        begins, self._begins = self._begins, False
+        return begins or self._manual
+
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Open the next window after a step, which manual optimization may take inside a batch."""
+        if self._begins and self._strategy is None:
+            self._say_not_cleared(pl_module)
         if self._strategy is None:
             scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
             if pl_module.automatic_optimization:  # where Lightning divides, even by 1
@@ -290,6 +299,22 @@ class FusedAccumulation(pl.Callback):
                 self._begin(trainer.accumulate_grad_batches, 1 + scaled, ends)
             else:  # we cannot know which backward is the last
                 self._begin(1, int(scaled))
+
+    def _say_not_cleared(self, pl_module: pl.LightningModule) -> None:
+        """Say once that the module's `optimizer_zero_grad` has left gradients, if there are any."""
+        left = any(
+            window.accumulator.micro_batches
+            and (not window.finalized or any(p.grad is not None for p in window.accumulator.parameters()))
+            for window in self._windows
+        )
+        if left and "optimizer_zero_grad" not in self._once:
+            self._once.add("optimizer_zero_grad")
+            _log.warning(
+                "%s.optimizer_zero_grad() has not called optimizer.zero_grad(): gradients that were stepped are "
+                "dropped all the same, and others are averaged with those of the next window, where Lightning adds "
+                "them up. Let the Trainer count micro-batches: accumulate_grad_batches",
+                type(pl_module).__name__,
+            )
 
     def _begin(self, divided_by: int, divisions: int = 0, ends: bool = False) -> None:
         self._take()
@@ -404,6 +429,9 @@ class FusedAccumulation(pl.Callback):
             losses[:] = [loss.detach()]
             return loss if self.weight is None else (loss, self.weight(part))
 
+        window.open()
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            window.close()  # as Lightning's zero_grad, which comes after the parts' backwards
         self._begin(1, ends=not trainer.fit_loop._should_accumulate())
         self._apart = window.several_ranks and not window.split_together(False)
         try:
@@ -537,16 +565,23 @@ class FusedAccumulation(pl.Callback):
 
 
 class _ZeroGrad:
-    """`zero_grad` of an optimizer in manual optimization: as in Lightning, it drops what was accumulated."""
+    """`zero_grad` of an optimizer: as in Lightning, it drops what was accumulated.
 
-    def __init__(self, window: TrainerWindow) -> None:
+    Args:
+        window: The optimizer's.
+        drops: Whether it drops an open window now.
+    """
+
+    def __init__(self, window: TrainerWindow, drops: Callable[[], bool]) -> None:
         self._window = window
+        self._drops = drops
 
     def __call__(self, set_to_none: bool = True) -> None:
-        if self._window.finalized and not self._window.stepped:
-            self._window.drop_grads(set_to_none)
-        else:
+        drops = self._drops()
+        if drops and not (self._window.finalized and not self._window.stepped):
             self._window.close()
+        else:
+            self._window.drop_grads(set_to_none)
 
 
 def _reader_of_grad(module: pl.LightningModule) -> str | None:

@@ -533,11 +533,11 @@ class TrainerWindow:
         self._reset()
 
     def drop_grads(self, set_to_none: bool) -> None:
-        """Drop a window that has ended and was not stepped, as `zero_grad` does.
+        """Run the optimizer's own `zero_grad`, which drops a window that has ended and was not stepped.
 
         A step before the next window finds what is left in `.grad`, and updates the scale by what was there.
         """
-        self.dropped = True
+        self.dropped = self.finalized and not self.stepped
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
 
     def _reset(self) -> None:

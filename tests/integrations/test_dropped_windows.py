@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from accumkernels.integrations import accelerate as of_accelerate  # noqa: E402
 from accumkernels.integrations import transformers as of_transformers  # noqa: E402
 from accumkernels.integrations.lightning import FusedAccumulation  # noqa: E402
-from tests.support.dropping_modules import MODULES, SIZE, STEPS, Module, momentum  # noqa: E402
+from tests.support.dropping_modules import MODULES, SIZE, STEPS, LeavesStepsOut, Module, NeverClears, momentum  # noqa: E402
 
 pytestmark = [
     pytest.mark.integrations,
@@ -69,6 +69,52 @@ def test_lightning(kind, scaled, clip, optimizer, caplog):
             models.append(lightning_of(kind(optimizer), *callbacks, scaler=scaler, gradient_clip_val=clip))
     assert_close(*models)
     assert not [record for record in caplog.records if record.name.startswith("accumkernels")]
+
+
+def test_lightning_does_not_clear(caplog):
+    """A module that never clears, and one that counts micro-batches itself: said once, and nothing is dropped."""
+
+    class Counts(Module):
+        def optimizer_step(self, epoch, index, optimizer, closure):
+            super().optimizer_step(epoch, index, optimizer, closure) if index % 2 else closure()
+
+        def optimizer_zero_grad(self, epoch, index, optimizer):
+            if index % 2 == 0:
+                optimizer.zero_grad()
+
+    modules = []
+    for callbacks in ((), (FusedAccumulation(),)):
+        modules.append(module := Counts(adamw))
+        quiet_trainer(*callbacks, steps=1, epochs=3).fit(module)
+    assert_close(*modules)  # a mean in place of a sum, which Adam's steps do not follow
+    lightning_of(NeverClears(momentum), FusedAccumulation())
+    assert [r.message.partition("()")[0] for r in caplog.records if r.name.startswith("accumkernels")] == [
+        "accumkernels: Counts.optimizer_zero_grad",
+        "accumkernels: NeverClears.optimizer_zero_grad",
+    ]
+
+
+def test_lightning_shows_what_was_stepped():
+    """Until Lightning clears it, to hooks that run before."""
+    seen = []
+
+    class Looks(LeavesStepsOut):
+        def on_before_zero_grad(self, optimizer):
+            seen[-1].append([p.grad.clone() for p in self.parameters() if p.grad is not None])
+
+        def optimizer_zero_grad(self, epoch, index, optimizer):
+            self.on_before_zero_grad(optimizer)
+            optimizer.zero_grad()
+            self.on_before_zero_grad(optimizer)
+
+    for callbacks in ((), (FusedAccumulation(),)):
+        seen.append([])
+        lightning_of(Looks(momentum), *callbacks)
+    stock, ours = ([list(grads) for grads in looks] for looks in seen)
+    assert any(ours)
+    for index in (0, 1, 2, 6, 7, 8):  # windows after the first and after one that was stepped
+        for a, b in zip(stock[index], ours[index], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", MODULES)

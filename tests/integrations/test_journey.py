@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread", "f
 INSIDE, AT_ITS_END = 55, 140
 
 
-def test_journey_through_accelerate_is_short(monkeypatch):
+def test_journey_through_accelerate_is_short(monkeypatch, request):
     """A settled window of two micro-batches, clipped."""
     torch.manual_seed(0)
     monkeypatch.setattr(hooks, "_followers", [])  # accumulators that another test left would see this one's steps,
@@ -40,6 +42,9 @@ def test_journey_through_accelerate_is_short(monkeypatch):
 
     for _ in range(6):
         micro_batch()
+    gc.collect()
+    gc.disable()  # what other tests have left is finalized in frames of its own
+    request.addfinalizer(gc.enable)
     for limit in (INSIDE, AT_ITS_END):
         journey = Journey(micro_batch)
         assert len(journey.calls) <= limit, "\n".join(map(" ".join, journey.calls))

@@ -79,4 +79,18 @@ class LeavesZeros(Module):
             optimizer.zero_grad(set_to_none=False)
 
 
-MODULES = [LeavesStepsOut, EndsEpochs, DropsByModel, DropsByOptimizer, LeavesZeros]
+class ClearsByItself(LeavesStepsOut):
+    """The form in Lightning's documentation."""
+
+    def optimizer_zero_grad(self, epoch, index, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+
+
+class NeverClears(LeavesStepsOut):
+    """Which adds up for good."""
+
+    def optimizer_zero_grad(self, epoch, index, optimizer):
+        pass
+
+
+MODULES = [ClearsByItself, LeavesStepsOut, EndsEpochs, DropsByModel, DropsByOptimizer, LeavesZeros]
