@@ -183,7 +183,7 @@ class FusedAccumulator:
         """The tensors to build the optimizer over, in the order given, frozen parameters included.
 
         With `master_weights=True` it yields the fp32 masters of fp16 and bf16 parameters, and all other parameters
-        themselves.
+        themselves. The master of a frozen parameter has no memory, and reads as zeros, until the parameter is unfrozen.
         """
         return (self._store.target(entry.param) for entry in self._store.named)
 

@@ -409,6 +409,7 @@ class Engine:
 
     def state_dict(self, reduced: bool) -> dict[str, Any]:
         """See `FusedAccumulator.state_dict`, which has checked that the window can be saved."""
+        self.make_room()  # a run that resumes has masters of what is trainable by now
         self.flush()
         self.store.check_sums(self.window.micro_batches, self.options.overflow is not None)
         self.patience.silence()

@@ -447,6 +447,7 @@ class Masters(Follower):
         self._slots = slots
         self._masters: dict[int, nn.Parameter] = {}  # by id of the parameter
         self._pairs: dict[int, _Pair] = {}  # by id of the master, once it has memory
+        self._waiting: set[int] = set()  # ids of frozen parameters whose masters were loaded
         # Versions and memory of the parameters, by id of the master, when they last had their masters' values.
         self._versions: dict[int, Any] = {}
         self._memory: dict[int, Any] = {}
@@ -468,7 +469,7 @@ class Masters(Follower):
     def grow(self, buffers: Sequence[FlatBuffer]) -> None:
         """Allocate the masters of parameters that got a segment, and copy the parameters' values into them.
 
-        One that was unfrozen before has its master, which is more exact than the parameter.
+        One that was unfrozen before has its master, which is more exact than the parameter, and so may a loaded one be.
         """
         for buffer in buffers:
             with_master = [s for s in buffer.segments if id(s.param) in self._masters]
@@ -479,15 +480,33 @@ class Masters(Follower):
             offset = 0
             for segment, size in zip(segments, sizes, strict=True):
                 master = self._masters[id(segment.param)]
+                loaded = local(master).detach()
                 local(master).data = flat.as_strided(segment.shape, segment.stride, offset)
                 master.requires_grad_(True)
                 pair = self._pairs[id(master)] = _Pair(master, segment.param, segment, buffer.ops)
                 self._copy([pair])
+                if id(segment.param) in self._waiting:
+                    self._waiting.remove(id(segment.param))
+                    _take_edited(segment.param, loaded, out=local(master).detach())
                 offset += size
 
     def refresh(self) -> None:
         """Copy the model's values into the masters."""
         self._copy(list(self._pairs.values()))
+        self._waiting.clear()
+
+    def load(self, param: Tensor, saved: Tensor | None) -> None:
+        """Copy a saved master, also of a parameter that is frozen, for when it is unfrozen; None: there is none."""
+        master = self._masters.get(id(param))
+        if master is None or saved is None:
+            return
+        if id(master) in self._pairs:
+            local(master).copy_(local(saved))
+        else:
+            local(master).data = torch.empty_like(local(master), memory_format=torch.contiguous_format).copy_(
+                local(saved)
+            )
+            self._waiting.add(id(param))
 
     @torch.no_grad()
     def _copy(self, pairs: Sequence[_Pair]) -> None:
@@ -523,8 +542,7 @@ class Masters(Follower):
             # A changed dtype or shape is refused with the parameter's name when a window begins or ends.
             if pair.segment.drift() is None:
                 master = local(pair.master).detach()
-                param = local(pair.param).detach().to(master.device)
-                torch.where(param != master.to(param.dtype), param, master, out=master)
+                _take_edited(pair.param, master, out=master)
 
     def _watch(self, pair: _Pair) -> None:
         """Let no other storage get the address of the parameter's, as long as this is compared."""
@@ -600,9 +618,12 @@ class Masters(Follower):
             )
 
     def values(self) -> dict[int, Tensor]:
-        """The masters that have memory and more bits than their parameters, by id of these."""
+        """The masters that have values, and more bits than their parameters, by id of these."""
         pairs = self._pairs.values()
-        return {id(pair.param): pair.master for pair in pairs if pair.master.dtype != pair.segment.dtype}
+        found: dict[int, Tensor] = {
+            id(pair.param): pair.master for pair in pairs if pair.master.dtype != pair.segment.dtype
+        }
+        return found | {key: self._masters[key] for key in self._waiting}
 
     def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
         """Param groups with every parameter replaced by the tensor that an optimizer steps for it."""
@@ -618,6 +639,12 @@ class Masters(Follower):
         """Take over the last edits, and stop following optimizers."""
         self.take_over()
         unfollow(self)
+
+
+def _take_edited(param: Tensor, master: Tensor, out: Tensor) -> None:
+    """Write a master's values, but the parameter's where it is not the master's, rounded."""
+    param = local(param).detach().to(master.device)
+    torch.where(param != master.to(param.dtype), param, master, out=out)
 
 
 def _versions(params: Sequence[Tensor]) -> list[Any]:

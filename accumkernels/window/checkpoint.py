@@ -214,7 +214,8 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
             problems.append("it has masters: build the accumulator with master_weights=True")
     else:
         masters = store.masters.values()
-        wanting = [e.name for e in store.named if id(e.param) in masters and e.name not in checked["masters"]]
+        trained = [e for e in store.named if id(e.param) in masters and e.param.requires_grad]
+        wanting = [e.name for e in trained if e.name not in checked["masters"]]
         problems.append(_listed("without a master", wanting))
     for key in ("sums", "masters"):
         tensors = checked[key].items()
@@ -338,8 +339,6 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
                 tensor[State.FOUND_INF] = saved_state[State.FOUND_INF].item()
     if store.masters is not None:
         store.masters.refresh()  # a state leaves out those that have no more bits than their parameters
-        masters = store.masters.values()
         for entry in store.named:
-            if id(entry.param) in masters:
-                local(masters[id(entry.param)]).copy_(local(state["masters"][entry.name]))
+            store.masters.load(entry.param, state["masters"].get(entry.name))
         store.masters.round()

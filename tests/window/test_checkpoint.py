@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -270,6 +271,79 @@ def test_a_sum_of_what_was_unfrozen_has_a_place():
     model[0].requires_grad_(True)
     acc.load_state_dict(run.acc.state_dict())
     assert torch.equal(acc.main_grad(model[0].weight), run.acc.main_grad(run.model[0].weight))
+
+
+def layers(trained):
+    """A bf16 model with masters, of which these layers are trained."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).bfloat16()
+    for index, layer in enumerate(model):
+        layer.requires_grad_(index in trained)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    return model, acc, torch.optim.AdamW(acc.parameters(), lr=0.1)
+
+
+def train_layers(model, acc, optimizer):
+    """One window."""
+    x = torch.linspace(-1, 1, 12).view(4, 3).bfloat16()
+    acc.backward(model(x).float().square().mean())
+    acc.step(optimizer)
+
+
+@pytest.mark.parametrize("trained", [(0, 1), (1,)])
+def test_masters_of_a_layer_that_is_frozen_again(trained):
+    """They outlive runs in which the layer is frozen, from the beginning too, until it is unfrozen."""
+    model, acc, optimizer = straight = layers((0, 1))
+    train_layers(*straight)
+    model[0].requires_grad_(False)
+    train_layers(*straight)
+    for _ in range(2):  # saved by a run that has only loaded them
+        resumed = layers(trained)
+        for one, other in zip(resumed, (model, acc, optimizer), strict=True):
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
+        model, acc, optimizer = resumed
+        acc.zero_()
+    for run in (straight, resumed):
+        run[0][0].requires_grad_(True)
+        train_layers(*run)
+    for p, q in zip(straight[1].parameters(), resumed[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert not torch.equal(next(iter(acc.parameters())), next(iter(acc.parameters())).bfloat16().float())
+
+
+def test_loaded_masters_of_a_frozen_layer_give_way():
+    """To what is written to its weights meanwhile, and to the model's values by `refresh_masters`."""
+    straight = layers((0, 1))
+    train_layers(*straight)
+    state = straight[1].state_dict()
+    for edits in (True, False):
+        model, acc, optimizer = layers((1,))
+        model.load_state_dict(straight[0].state_dict())
+        acc.load_state_dict(state)
+        with torch.no_grad():
+            if edits:
+                model[0].weight[0] = 0.25
+            else:
+                acc.refresh_masters()
+        model[0].requires_grad_(True)
+        acc.backward(model(torch.ones(1, 3).bfloat16()).sum())
+        master, before = acc.param_groups([{"params": [model[0].weight]}])[0]["params"][0], state["masters"]["0.weight"]
+        assert torch.equal(master.bfloat16(), model[0].weight)
+        assert torch.equal(master[1:], before[1:]) is edits
+
+
+def test_saved_between_unfreezing_and_training():
+    """What is trainable has a master in the state."""
+    model, acc, optimizer = layers((1,))
+    train_layers(model, acc, optimizer)
+    model[0].requires_grad_(True)
+    resumed = layers((0, 1))
+    for one, other in zip(resumed, (model, acc, optimizer), strict=True):
+        one.load_state_dict(copy.deepcopy(other.state_dict()))
+    for run in ((model, acc, optimizer), resumed):
+        train_layers(*run)
+    for p, q in zip(acc.parameters(), resumed[1].parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_a_sum_of_what_is_frozen_here_has_no_place():
