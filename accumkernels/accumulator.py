@@ -508,8 +508,9 @@ class FusedAccumulator:
 
         Args:
             batch: A tree of tensors with samples along the first dimension (tuples, lists, mappings, dataclasses).
-                Lists without tensors, such as texts, are split likewise. What has no samples (neither tensor nor list,
-                no dimension, or one row or item) goes into every micro-batch. With `collate`, a list of samples.
+                Lists without tensors, such as texts, are split as tensors beside them are. What has no samples (neither
+                tensor nor list, no dimension, or one row or item) goes into every micro-batch. With `collate`, a list
+                of samples.
             loss_fn: Called with a part of the batch, which is the place to move it to the device; returns its mean
                 loss, `(loss, weight)`, or `(loss, weight, extra)`: see `weight` (None: as if not returned) and `extras`
                 of the report. If neither says what a part weighs, the first split of each kind of samples, of a list

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import random
 import signal
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .devices import is_accelerator, random_state, set_random_state, with_random_state
+
+_COUNTER = 4096  # elements of a counter at the most
 
 # ---- Remembers random generators and the contents of containers, and puts them back
 
@@ -46,7 +50,7 @@ class RandomState:
 
 
 class Contents:
-    """What lists, dicts, sets and deques hold, the states of torch.Generators among it, and the random generators.
+    """What lists, dicts, sets and deques hold, generators and small arrays among it, and the global random generators.
 
     Args:
         on_tensor: Called with each tensor that values lead to; whether and how to restore it is the caller's.
@@ -57,7 +61,7 @@ class Contents:
         self._on_tensor = on_tensor
         self._seen: dict[int, Any] = {id(value): value for value in without}  # kept alive: no id is used again
         self._containers: list[tuple[Any, Any]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._put_back: list[Callable[[], object]] = []
         self._random_state = RandomState()
 
     def remember(self, root: Any, without: Iterable[object] = ()) -> None:
@@ -68,8 +72,8 @@ class Contents:
             value = queue.pop()
             if isinstance(value, Tensor):
                 self._on_tensor(value)
-            elif isinstance(value, torch.Generator):
-                self._generators.append((value, value.get_state()))
+            elif (put_back := _put_back(value)) is not None:
+                self._put_back.append(put_back)
             elif isinstance(value, dict | list | set | deque | tuple) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 if not isinstance(value, tuple):
@@ -80,9 +84,27 @@ class Contents:
         """Restore everything but tensors, in place, because others hold the containers too."""
         for container, content in self._containers:
             _refill(container, content)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for put_back in self._put_back:
+            put_back()
         self._random_state.restore()
+
+
+def _put_back(value: Any) -> Callable[[], object] | None:
+    """What puts back the state of a random generator, or the elements of a small array of NumPy; None for all else."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    if isinstance(value, numpy.ndarray) and value.size <= _COUNTER and value.flags.writeable:
+        return functools.partial(numpy.copyto, value, value.copy())
+    return None
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -104,7 +126,6 @@ def _refill(container: Any, content: Any) -> None:
 # ---- Restores a model, its optimizer's state and every random generator, bit for bit
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_COUNTER = 4096  # elements of a counter at the most
 
 
 class Snapshot:
@@ -113,8 +134,8 @@ class Snapshot:
     The contents of all tensors are copied to the host, storage by storage, so that ties, views and strides stay, and a
     nearly full device gets no fuller. A snapshot remembers parameters, buffers and every other tensor reachable from
     the modules' attributes; the attributes themselves, with the contents of lists, dicts, sets and deques (hooks,
-    counters, caches, train or eval mode); `.grad`s and hooks of parameters; torch.Generators; random generators. It
-    does not look into objects of other classes.
+    counters, caches, train or eval mode); `.grad`s and hooks of parameters; random generators and small
+    arrays of NumPy. It does not look into objects of other classes.
 
     Args:
         model: The model.

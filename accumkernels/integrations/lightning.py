@@ -160,7 +160,7 @@ class FusedAccumulation(pl.Callback):
         model = strategy.model if strategy.model is not None else pl_module
         alone = len(trainer.optimizers) == 1
         for optimizer in driven(trainer.optimizers):
-            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, **self._options))
+            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, closures=True, **self._options))
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
         self._load()
@@ -238,6 +238,7 @@ class FusedAccumulation(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Let go of the model; say where gradients are to code that may have found None in their place."""
         looked = isinstance(exception, (AttributeError, TypeError)) and "NoneType" in str(exception)
+        looked = looked and "not callable" not in str(exception)
         if looked and any(window.accumulator.micro_batches for window in self._windows):
             self._say_taken("where this exception is of a None found in place of a gradient: code")
         self._release()

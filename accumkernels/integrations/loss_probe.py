@@ -38,12 +38,16 @@ class LossProbe:
 
     Args:
         trainer: A `FusedAccumulationMixin`.
+
+    Attributes:
+        runs: Whether a loss is computed to find out, of which nothing is to be logged.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._answers: dict[Any, str] = {}
         self._warned: set[tuple[Any, ...]] = set()
+        self.runs = False
 
     def normalization(self, inputs: Any) -> str | None:
         """`DIVIDED`, `SUM` or `MEAN`; None if the loss of these inputs is not known."""
@@ -132,10 +136,12 @@ class LossProbe:
             for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
                 inputs[name] = value.clone() if isinstance(value, Tensor) else value
             number = None if items is None else items * times
+            self.runs = True
             try:
                 inputs = trainer._prepare_inputs(inputs)
                 return float(trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=number))
             finally:
+                self.runs = False
                 args.gradient_accumulation_steps = steps
 
     # ---- what is logged
@@ -209,8 +215,8 @@ def untouched(trainer: Any) -> Iterator[None]:
     """Run a forward without gradients that leaves no trace where code is known to leave some.
 
     Random state, the model's buffers, and the attributes of the Trainer and of the model's modules are restored, with
-    numbers, generators, small tensors, lists, dicts and sets among them: a subclass may count in `compute_loss`, a
-    module in its forward.
+    numbers, generators, small tensors and arrays, lists, dicts and sets among them: a subclass may count in
+    `compute_loss`, a module in its forward.
     """
     snapshot = Snapshot(trainer.model, parameters=False)
     snapshot.include(trainer, without=(trainer.train_dataset, trainer.eval_dataset))

@@ -220,9 +220,14 @@ class FusedAccumulationMixin(Base):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """As in the Trainer; means are weighted, whether the Trainer has divided them by their number or not."""
+        """As in the Trainer; means are weighted, whether the Trainer has divided them by their number or not.
+
+        Raises:
+            RuntimeError: It has run more than one backward of a mean.
+        """
         accelerator = self.accelerator
         accelerator.open_window()
+        before = sum(one.micro_batches for one in accelerator.accumulators)
         accelerator.reads_gradients = self._somebody_reads_gradients()
         adds_up = self.adds_up(num_items_in_batch)
         found = self._probe.normalization(inputs)
@@ -245,6 +250,13 @@ class FusedAccumulationMixin(Base):
                     loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self.args.average_tokens_across_devices = averages
+        ran = sum(one.micro_batches for one in accelerator.accumulators) - before
+        if means and self._split is None and ran > 1:
+            raise RuntimeError(
+                f"training_step has run {ran} backwards of losses that are means, which count as so many "
+                "micro-batches: the gradient would be their mean, where transformers adds them up. Add up the losses, "
+                "and run one backward (override compute_loss)"
+            )
         if means:
             self._logged = loss if self._logged is None else self._logged + loss
         return loss
@@ -317,6 +329,8 @@ class FusedAccumulationMixin(Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in the Trainer; `log_windows` adds the accumulator's metrics."""
+        if self._probe.runs:  # of a loss that is computed once more
+            return
         if self._log_windows and "loss" in logs:
             logs = {**logs, **self.accelerator.window_metrics()}
             if self.accelerator.micro_batch_weight is None and self._items is not None:

@@ -21,7 +21,7 @@ from ..errors import logger, wrong_type
 from ..splitting.run import BatchReport
 from ..window.coupled import CoupledLoss
 from ..window.misuse import division
-from ..window.optimizers import check_optimizer, needs_closure
+from ..window.optimizers import check_optimizer, may_call_closure, needs_closure
 from .optimizer_accumulator import OptimizerAccumulator
 
 _log = logger(__name__)
@@ -43,6 +43,7 @@ class TrainerWindow:
             parameter that is added to it later is accumulated from the next window on.
         scaler: The trainer's GradScaler.
         alone: Whether no other optimizer steps parameters of the modules.
+        closures: Whether the trainer gives its optimizers a closure in each step, as an optimizer may expect.
         **options: Of FusedAccumulator.
 
     Attributes:
@@ -70,6 +71,7 @@ class TrainerWindow:
         scaler: torch.amp.GradScaler | None,
         *,
         alone: bool = True,
+        closures: bool = False,
         **options: Any,
     ) -> None:
         check_optimizer_once(optimizer)
@@ -82,7 +84,7 @@ class TrainerWindow:
         self.finalized = False
         self.stepped = self.dropped = False
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._needs_closure = needs_closure(optimizer)
+        self._needs_closure = needs_closure(optimizer) or (closures and may_call_closure(optimizer))
         self.alone = alone
         self.micro_batch: int | None = None
         self.folds = False
@@ -389,6 +391,12 @@ class TrainerWindow:
             self.take_back()
         self.running = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, its gradients count once
+            if self.engine.window.micro_batches and not self.sums and "own backward" not in self.engine.misuse.once:
+                self.engine.misuse.once.add("own backward")
+                _log.warning(
+                    "a backward that the trainer has not run has left gradients at the end of a window: they count as "
+                    "one more micro-batch of weight 1. Add that loss to the trainer's, which is divided and weighted"
+                )
             with torch.no_grad():
                 self.engine.accumulate(self.engine.micro_batch(1.0))
         if self._current.sends_in_backward and self.accumulator.micro_batches:

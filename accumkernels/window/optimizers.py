@@ -86,6 +86,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def may_call_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` takes a closure, and may call it without asking whether there is one: torch's own ask."""
+    kind = type(optimizer)
+    return "closure" in _step_parameters(kind) and not kind.__module__.startswith("torch.optim.")  # type: ignore[arg-type]
+
+
 def check_no_closure(optimizer: Optimizer) -> None:
     """Refuse optimizers whose `step` must evaluate the loss itself.
 

@@ -130,6 +130,20 @@ def test_an_optimizer_that_needs_a_closure():
     assert_close(*both(lambda: Module(lambda module: NeedsClosure(module.parameters(), lr=0.1))))
 
 
+class CallsClosure(torch.optim.SGD):
+    """Does not ask whether there is one."""
+
+    def step(self, closure=None):
+        """Of SGD."""
+        self.loss = closure()
+        return super().step()
+
+
+def test_an_optimizer_that_calls_a_closure():
+    """Lightning always gives one."""
+    assert_close(*both(lambda: Module(lambda module: CallsClosure(module.parameters(), lr=0.1))))
+
+
 class ForgetsClosure(torch.optim.SGD):
     """Does not call it, which Lightning refuses: its own test_optimizer_step_no_closure_raises."""
 

@@ -257,6 +257,56 @@ def test_looking_leaves_no_trace(tmp_path):
     assert (ours.calls, ours._metrics) == (stock.calls, stock._metrics)
 
 
+class Logging(transformers.Trainer):
+    """Logs in compute_loss."""
+
+    def compute_loss(self, *args, **kwargs):
+        self.log({"aux": 1.0})
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_looking_logs_nothing(tmp_path):
+    """Loggers get a row for each loss that is trained."""
+    stock, ours = (
+        [row for row in fit(cls, tmp_path, Normed(), Samples(SAMPLES)).state.log_history if "aux" in row]
+        for cls in (Logging, type("OurLogging", (FusedAccumulationMixin, Logging), {}))
+    )
+    assert stock == ours
+    assert stock
+
+
+class Twice(transformers.Trainer):
+    """Two backwards, as adversarial training has them."""
+
+    def training_step(self, *args, **kwargs):
+        super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
+
+
+def test_two_backwards_of_one_micro_batch(tmp_path):
+    """Sums are added up as in the Trainer; means would be averaged, and are refused."""
+    ours = type("OurTwice", (FusedAccumulationMixin, Twice), {})
+    assert same(fit(ours, tmp_path, Normed(), Samples(8)).model, fit(Twice, tmp_path, Normed(), Samples(8)).model)
+    with pytest.raises(RuntimeError, match="2 backwards of losses that are means"):
+        fit(ours, tmp_path, Normed(mean=True), Samples(8))
+
+
+class Penalty(transformers.Trainer):
+    """A backward of its own."""
+
+    def training_step(self, model, *args, **kwargs):
+        loss = super().training_step(model, *args, **kwargs)
+        sum(p.square().sum() for p in model.parameters()).backward()
+        return loss
+
+
+def test_a_backward_of_ones_own(tmp_path, caplog):
+    """What it counts is said once."""
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        fit(type("OurPenalty", (FusedAccumulationMixin, Penalty), {}), tmp_path, Normed(mean=True), Samples(SAMPLES))
+    assert sum("a backward that the trainer has not run" in text for text in own_warnings(caplog)) == 1
+
+
 def test_a_mean_with_random_numbers(tmp_path, caplog):
     """Dropout is the same whenever the loss is computed, or it would seem to follow the number in part."""
     with caplog.at_level(logging.WARNING, "accumkernels"):

@@ -40,6 +40,8 @@ class Model(nn.Module):
         self.counts = {"forward": 0}
         self.calls = 0
         self.generator = torch.Generator().manual_seed(7)
+        self.generators = [random.Random(7), numpy.random.RandomState(7), numpy.random.default_rng(7)]
+        self.array = numpy.zeros(3)
         self.frozen.eval()
 
     def forward(self, x):
@@ -48,6 +50,9 @@ class Model(nn.Module):
         self.counts["forward"] += 1
         x = self.norm(self.inner(x) + self.tied(x)) * torch.rand(1, generator=self.generator)
         random.random(), numpy.random.rand()
+        for generator in self.generators:
+            generator.random()
+        self.array += 1
         with torch.no_grad():
             self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
             self.plain.add_(1)
@@ -90,6 +95,13 @@ def state(model, optimizer):
         "python": random.getstate(),
         "numpy": [v.tobytes() if isinstance(v, numpy.ndarray) else v for v in numpy.random.get_state()],
         "generator": bits(model.generator.get_state()),
+        "generators": (
+            model.generators[0].getstate(),
+            model.generators[1].get_state()[1].tobytes(),
+            model.generators[1].get_state()[2],
+            model.generators[2].bit_generator.state,
+        ),
+        "array": model.array.tobytes(),
         "grad mode": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
     }
     return copy.deepcopy(found)
