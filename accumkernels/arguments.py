@@ -245,6 +245,8 @@ def as_scalar(
             raise wrong_type(name, "a real number", value)
         if value.requires_grad:
             raise ValueError(f"{name} must not require a gradient, got a tensor that does; is it the loss?")
+        if value.is_meta and device.type != "meta":
+            raise ValueError(f"{name} must have a value, got a tensor on the meta device")
         if value.device.type != "cpu":
             return move(value.detach(), device, torch.float64)
         value = value.item()

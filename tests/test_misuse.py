@@ -457,6 +457,11 @@ MISUSES = {
     "a weight for each sample": Misuse(
         of(called, lambda loop, loss: loop.acc.backward(loss, torch.ones(2))), ValueError, "0-d tensor"
     ),
+    "a weight without a value": Misuse(
+        of(called, lambda loop, loss: loop.acc.backward(loss, torch.ones((), device="meta"))),
+        ValueError,
+        "weight must have a value",
+    ),
     "the loss as a weight": Misuse(late_accumulate, ValueError, "is it the loss?"),
     "no tokens": Misuse(of(called, lambda loop, loss: loop.acc.backward(loss, math.nan)), ValueError, "finite"),
     "a weight too late": Misuse(bucket_weight, RuntimeError, "acc.backward(loss, weight)"),

@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -64,8 +66,8 @@ class OptimizerAccumulator:
 
     def _build(self) -> None:
         """Make the accumulator of the parameters that the optimizer steps, and give the optimizer the masters."""
-        self._owned = self._owners()
-        stepped = {id(p) for p in owned((self._optimizer,))}
+        self._owned = list(map(id, owned((self._optimizer,))))
+        stepped = set(self._owned)
         wrapped = [ddp for ddp in map(unwrapped, self._modules) if isinstance(ddp, DistributedDataParallel)]
         options = dict(self._options)
         group = options.pop("process_group", None)
@@ -107,13 +109,6 @@ class OptimizerAccumulator:
             )
         self._translate(self.engine.store.target)
 
-    def _owners(self) -> list[int]:
-        """Ids of the parameters that the optimizer steps; every window asks for them."""
-        ids: list[int] = []
-        for group in self._optimizer.param_groups:
-            ids.extend(map(id, group["params"]))
-        return ids
-
     def _translate(self, target: Callable[[Tensor], Tensor]) -> None:
         """Let the optimizer step other tensors, and move its state to them."""
         for group in self._optimizer.param_groups:
@@ -122,7 +117,7 @@ class OptimizerAccumulator:
                 if old is not other and old in self._optimizer.state:
                     self._optimizer.state[other] = self._optimizer.state.pop(old)
             group["params"] = new
-        self._owned = self._owners()
+        self._owned = list(map(id, owned((self._optimizer,))))
 
     @property
     def of_one_module(self) -> bool:
@@ -131,8 +126,18 @@ class OptimizerAccumulator:
 
     @property
     def outgrown(self) -> bool:
-        """Whether the optimizer has got other parameters since the accumulator was made."""
-        return self._owners() != self._owned
+        """Whether the optimizer has got other parameters since then, or modules have other names for the same."""
+        as_built = self.engine.store.layout.as_built
+        stepped = chain.from_iterable(map(itemgetter("params"), self._optimizer.param_groups))  # asked in every window
+        if list(map(id, stepped)) != self._owned:
+            return True
+        return as_built is not None and not as_built.holds() and self._are_elsewhere()
+
+    def _are_elsewhere(self) -> bool:
+        """Whether all parameters are still in the modules, as pruning and parametrizations leave them."""
+        here = {id(p) for module in self._modules for p in module.parameters()}
+        segments = [segment for buffer in self.engine.store.buffers for segment in buffer.segments]
+        return all(id(e.param) in here for e in self.engine.store.named) and not any(s.drift() for s in segments)
 
     def remove(self) -> dict[int, Tensor]:
         """Restore model and optimizer, keeping what was trained; returns the masters by id of their parameter."""

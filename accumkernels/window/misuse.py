@@ -275,7 +275,8 @@ class MisuseDetector(Follower):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside a window: the gradients of {count} micro-batches are in the "
                 "accumulator, and this step would not see them. Call acc.step(optimizer) instead, or, in the long "
-                "form, acc.finalize(optimizer) before; acc.zero_() drops the window (AK20)"
+                "form, acc.finalize(optimizer) before; acc.zero_() drops the window. In a trainer, "
+                "step the optimizer that it has prepared (AK20)"
             )
 
     def _check_handed_out(self, optimizer: Optimizer) -> None:
@@ -323,7 +324,8 @@ class MisuseDetector(Follower):
         raise RuntimeError(
             "torch.nn.utils.clip_grad_norm_ (or clip_grad_value_, get_total_norm, clip_grads_with_norm_) inside a "
             "window finds no .grad, since the gradients are in the accumulator: delete it and call acc.step(optimizer, "
-            "max_norm=...), or clip between acc.finalize(optimizer) and the step (AK21)"
+            "max_norm=...), or clip between acc.finalize(optimizer) and the step. In a trainer, clip by its "
+            "own means: accelerator.clip_grad_norm_(), self.clip_gradients() (AK21)"
         )
 
     def _holds(self, params: list[Tensor]) -> bool:

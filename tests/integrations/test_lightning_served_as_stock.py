@@ -15,7 +15,7 @@ from tests.support.trainers import quiet_trainer
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.callbacks import BackboneFinetuning  # noqa: E402
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
@@ -72,7 +72,7 @@ def assert_close(one, two):
     """And something was trained."""
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    assert not all(same_bits(a, b) for a, b in zip(one.parameters(), mlp().parameters(), strict=True))
+    assert not all(same_bits(a, b) for a, b in zip(one.parameters(), mlp().parameters(), strict=False))
 
 
 def test_backbone_finetuning():
@@ -81,6 +81,17 @@ def test_backbone_finetuning():
         *both(
             lambda: Module(lambda module: torch.optim.AdamW(module.head.parameters(), lr=0.01)),
             lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False),
+            epochs=3,
+        )
+    )
+
+
+def test_model_pruning():
+    """After each epoch parameters have other names."""
+    assert_close(
+        *both(
+            lambda: Module(lambda module: torch.optim.SGD(module.parameters(), lr=0.1)),
+            lambda: ModelPruning("l1_unstructured", amount=0.3),
             epochs=3,
         )
     )
@@ -114,6 +125,24 @@ class OnIterator(Module):
 def test_a_step_that_takes_an_iterator():
     """What `.grad` holds at `optimizer.step()` is stepped."""
     assert_close(*both(OnIterator, steps=1))
+
+
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_around_the_trainer(how):
+    """torch's optimizer, or torch's clipping, in manual optimization: the error names what Lightning has for it."""
+
+    class Around(Module):
+        automatic_optimization = False
+
+        def training_step(self, data, index):
+            self.manual_backward(self.loss(data))
+            if how == "step":
+                self.optimizers(use_pl_optimizer=False).step()
+            else:
+                nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+    with pytest.raises(RuntimeError, match="In a trainer, (step the optimizer that it has|clip by its own means)"):
+        quiet_trainer(FusedAccumulation(), steps=1).fit(Around())
 
 
 class NeedsClosure(torch.optim.SGD):

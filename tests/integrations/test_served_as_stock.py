@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
 
 from tests.support.backends import same_bits
 from tests.support.models import batch, big_batch_grads, mlp, relative_error
@@ -252,6 +253,27 @@ def test_parameters_that_nobody_steps(caplog):
     assert [record.message for record in caplog.records if "no optimizer steps" in record.message] == [
         "accumkernels: no optimizer steps '0.weight', '0.bias', so that no gradient of it is accumulated"
     ]
+
+
+def test_pruning():
+    """Parameters get other names between windows, and are the same."""
+    models = []
+    for cls in BOTH:
+        accelerator = make(cls)
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for i in range(24):
+            if i in (8, 16):
+                prune.l1_unstructured(model[0], "weight", 0.3)
+            elif i == 20:
+                assert (model[0].weight == 0).any()
+                prune.remove(model[0], "weight")
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, i))
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+    assert_bits(*models)
 
 
 def test_a_late_parameter_has_a_master():
