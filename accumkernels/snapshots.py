@@ -93,7 +93,7 @@ def _put_back(value: Any) -> Callable[[], object] | None:
     """What puts back the state of a random generator, or the elements of a small array of NumPy; None for all else."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return functools.partial(value.setstate, value.getstate())
     numpy = sys.modules.get("numpy")
     if numpy is None:

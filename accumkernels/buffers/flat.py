@@ -157,7 +157,7 @@ class HandedOut:
         self.views = [self._view(segment) for segment in segments]
         self.unkept = list(map(getrefcount, self.views))
         self.storage = tensor.untyped_storage()
-        self._once: set[str] = set()  # what was looked for, and is not again
+        self._once: set[str] = set()  # what was looked for, and is not again; and whether a graph was captured
 
     def _view(self, segment: Segment) -> Tensor:
         # Detached, it shares memory and version but is no view for torch, which refuses detach_() on views (fastai's
@@ -182,7 +182,7 @@ class HandedOut:
         self.renew()
         counts = list(map(getrefcount, self.views))
         kept = [i for i, (count, unkept) in enumerate(zip(counts, self.unkept, strict=True)) if count > unkept]
-        if not self.storage.resizable() or not all(_may_move(self.views[index]) for index in kept):
+        if not (self.storage.resizable() and all(self._may_move(self.views[index]) for index in kept)):
             return False
         for index in kept:
             _move(self.views[index])
@@ -209,7 +209,7 @@ class HandedOut:
                     continue
                 if found._base is self._tensor:
                     of_main_grad += 1
-                elif not _may_move(found):
+                elif not self._may_move(found):
                     return False
                 else:
                     moved = True
@@ -225,6 +225,14 @@ class HandedOut:
             )
         return True
 
+    def stay(self) -> None:
+        """Keep the buffer where it is: a CUDA graph holds its address."""
+        self._once.add("captured")
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        """Whether only Python holds a tensor: what DLPack has exported holds it in C++, and keeps the address."""
+        return tensor._use_count() == 1 or "captured" in self._once  # type: ignore[attr-defined]
+
     def _holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the buffer."""
         try:
@@ -238,11 +246,6 @@ class HandedOut:
 def _is_plain(kind: type) -> bool:
     """Whether these are tensors with memory of their own, which DTensors and fake tensors leave to a plain one."""
     return Tensor in kind.__mro__ and kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-
-
-def _may_move(tensor: Tensor) -> bool:
-    """Whether only Python holds a tensor: what DLPack has exported holds it in C++, and keeps the address."""
-    return tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
 def _move(tensor: Tensor) -> None:
@@ -461,6 +464,12 @@ class FlatBuffer:
         if self._uses is None:
             self._uses = use_count(self._exposed.storage._cdata)
         return self._exposed.views
+
+    def stay(self) -> None:
+        """Keep the memory, also where others have its address: a CUDA graph has it, too."""
+        self.expose()
+        assert self._exposed is not None
+        self._exposed.stay()
 
     def renew_handed_out(self) -> None:
         """Make anew what was handed out and given other memory (`p.grad.data = ...`)."""

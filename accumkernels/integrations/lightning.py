@@ -271,7 +271,7 @@ class FusedAccumulation(pl.Callback):
     ) -> None:
         """Open the next window after a step, unless hooks may look at its gradients, and ask for the batch's weight."""
         for window in self._windows:
-            if self._manual or window.folds:
+            if self._manual or window.folds or window.outgrown:
                 window.open()
         self._stepped, self._begins = [], False
         # A step that takes an iterator has no batch yet.

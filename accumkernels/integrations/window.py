@@ -133,6 +133,11 @@ class TrainerWindow:
         return self._splits_together or self.engine.store.sharded
 
     @property
+    def outgrown(self) -> bool:
+        """Whether `open` makes a new accumulator, which belongs before the next forward."""
+        return self._current.outgrown
+
+    @property
     def spent(self) -> bool:
         """Whether it has ended, and its gradients were stepped or dropped."""
         if not self.finalized or self.stepped or self.dropped:

@@ -211,7 +211,10 @@ class End:
         state = store.state()
         squares = self._noise.sums(store.layout.device) if self._noise.measuring else None
         touched = store.touched_bytes()
-        self._graphs = self._graphs or is_capturing(state.device)
+        if not self._graphs and is_capturing(state.device):
+            self._graphs = True
+            for buffer in store.buffers:
+                buffer.stay()
         # What frozen parameters could give back: nothing once a CUDA graph may hold its addresses.
         idle = b"" if self._graphs or window.phase is Phase.AVERAGED else store.idle(touched)
         report = LocalStats(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from accumkernels.buffers import flat
+from accumkernels.window import end
 from tests.support.loop import K, Loop
 
 
@@ -169,6 +170,23 @@ def test_arrays_of_numpy_get_the_memory():
     assert (kept == before).all()
     first, second, third, fourth = addresses
     assert first == second == kept.ctypes.data != third == fourth
+
+
+def test_memory_that_a_graph_holds_stays(monkeypatch):
+    """What C++ holds is moved there, as long as nobody else has its address."""
+    loop = Loop()
+    p = next(loop.model.parameters())
+    kept = None
+    for number, window in enumerate(loop.windows(3)):
+        loop.accumulate(window)
+        with monkeypatch.context() as patch:
+            patch.setattr(end, "is_capturing", lambda device, first=number == 0: first)
+            loop.acc.finalize(loop.optimizer)
+        if kept is None:
+            kept, before, address = elsewhere(p.grad), p.grad.clone(), loop.acc.main_grad(p).data_ptr()
+        loop.acc.zero_()
+        assert loop.acc.main_grad(p).data_ptr() == address
+        assert torch.equal(kept.grad, before)
 
 
 def test_what_cannot_be_found_is_said_once_and_not_looked_for_again(caplog, monkeypatch):

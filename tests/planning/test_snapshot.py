@@ -354,3 +354,11 @@ def test_without_parameters():
     assert (model.codebook.sum(), model.counter, model.calls) == (0, 0, 0)
     assert not hasattr(model, "seen")
     assert (model.weight.sum(), model.large.sum()) == (1e2, 1e4)
+
+
+def test_generators_without_a_state():
+    """The system's entropy is left alone."""
+    model = nn.Linear(1, 1)
+    model.entropy = random.SystemRandom()
+    Snapshot(model).restore()
+    assert 0 <= model.entropy.random() < 1
