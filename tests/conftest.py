@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +16,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers, and what they start, share t
 import torch
 
 from tests.support import starts
+
+frozen = pytest.StashKey[int]()  # number of modules whose objects the garbage collector leaves out
 
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported: without a GPU its kernels are tested in its interpreter.
@@ -89,10 +92,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path not in starting)
 
 
-def pytest_collection_finish():
-    """Trainers, and errors of memory, have garbage collected, which would look at all of torch and of transformers."""
-    gc.collect()
-    gc.freeze()
+def pytest_runtest_setup(item):
+    """Trainers and planning have garbage collected, which would look at all that was imported each time."""
+    if len(sys.modules) > item.session.stash.get(frozen, 0) + 100 or not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+        item.session.stash[frozen] = len(sys.modules)
 
 
 def pytest_sessionfinish():
