@@ -95,6 +95,7 @@ class FusedAccumulation(pl.Callback):
         self._windows: list[TrainerWindow] = []
         self._loss: Tensor | None = None  # of the last backward, not scaled
         self._stepped: list[int] = []  # places of windows that this batch has stepped
+        self._before: list[int] = []  # micro-batches of each window that are not this batch's
         self._begins = False  # whether Lightning is about to clear gradients, and has not yet
         self._precision: Precision | None = None
         self._manual = False
@@ -161,6 +162,7 @@ class FusedAccumulation(pl.Callback):
         alone = len(trainer.optimizers) == 1
         for optimizer in driven(trainer.optimizers):
             self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, closures=True, **self._options))
+        self._before = [0] * len(self._windows)
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
         self._load()
@@ -274,6 +276,7 @@ class FusedAccumulation(pl.Callback):
             if self._manual or window.folds or window.outgrown:
                 window.open()
         self._stepped, self._begins = [], False
+        self._before = [window.accumulator.micro_batches for window in self._windows]
         # A step that takes an iterator has no batch yet.
         self._batch_weight = 1.0 if self.weight is None or batch is None else self.weight(batch)
 
@@ -484,13 +487,29 @@ class FusedAccumulation(pl.Callback):
             return kind.optimizer_step(self._precision, optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         self._take()
+        place = self._windows.index(window)
+        if self._manual:
+            self._say_averaged(window.accumulator.micro_batches - self._before[place])
+            self._before[place] = 0
         window.folds = self._nobody_reads_gradients(model)
         if not window.folds:
             window.finalize()
         self._precision._after_closure(model, optimizer)  # on_before_optimizer_step, and the Trainer's clipping
         window.step_as_agreed(result, **kwargs)
-        self._stepped.append(self._windows.index(window))
+        self._stepped.append(place)
         return result
+
+    def _say_averaged(self, backwards: int) -> None:
+        """Say once that losses of one batch, such as a GAN's, are averaged, if a window has several of them."""
+        if backwards < 2 or self.weight is not None or "averaged" in self._once:
+            return
+        self._once.add("averaged")
+        _log.warning(
+            "training_step has called manual_backward %d times before optimizer.step(): each is a micro-batch, and "
+            "their gradients are averaged, where Lightning adds them up. Right for parts of a batch; where losses add "
+            "up, such as a GAN's for real and for generated samples, call manual_backward of their sum",
+            backwards,
+        )
 
     def _nobody_reads_gradients(self, model: pl.LightningModule) -> bool:
         if self._read_elsewhere:

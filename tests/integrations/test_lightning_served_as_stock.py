@@ -253,6 +253,56 @@ class Gan(pl.LightningModule):
     batch_size = SIZE
 
 
+class SeveralLosses(Module):
+    """Backwards of several losses before a step, in one batch or over batches."""
+
+    def __init__(self, per_batch, every=1, summed=False):
+        super().__init__()
+        self.automatic_optimization = False
+        self.per_batch, self.every, self.summed = per_batch, every, summed
+
+    def training_step(self, data, index):
+        optimizer = self.optimizers()
+        losses = [self.loss(data) * (number + 1) for number in range(self.per_batch)]
+        for loss in [sum(losses)] if self.summed else losses:
+            self.manual_backward(loss)
+        if (index + 1) % self.every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ({"per_batch": 2}, {}, True),
+        ({"per_batch": 2, "every": 2}, {}, True),
+        ({"per_batch": 2, "summed": True}, {}, False),
+        ({"per_batch": 1, "every": 2}, {}, False),
+        ({"per_batch": 2}, {"weight": lambda data: len(data[0])}, False),
+    ],
+)
+def test_losses_that_are_averaged_are_named(caplog, arguments, options, said):
+    """Several losses of one batch, which stock adds up and the callback averages; nothing is said of micro-batches."""
+    quiet_trainer(FusedAccumulation(**options), steps=1, epochs=2).fit(SeveralLosses(**arguments))
+    texts = [r.getMessage() for r in caplog.records if "call manual_backward of their sum" in r.getMessage()]
+    assert len(texts) == said
+
+
+def test_the_sum_of_losses_is_stocks():
+    """What the warning says to do."""
+
+    def trained(module, *callbacks):
+        torch.manual_seed(0)
+        quiet_trainer(*callbacks, steps=1, epochs=2).fit(module)
+        return module
+
+    made = lambda module: torch.optim.SGD(module.parameters(), lr=0.01)  # noqa: E731
+    stock, ours = SeveralLosses(2), SeveralLosses(2, summed=True)
+    ours.load_state_dict(stock.state_dict())
+    stock.made = ours.made = made
+    assert_close(trained(ours, FusedAccumulation()), trained(stock))
+
+
 @pytest.mark.parametrize("toggles", [False, True])
 def test_two_optimizers(toggles):
     """Each has an accumulator; `zero_grad` of one clears what the other's loss has left."""
