@@ -215,8 +215,9 @@ class Accelerator(Stock):
             self._windows = [optimizer.window for optimizer in self._optimizers if optimizer.window is not None]
 
     def _give_windows(self) -> None:
-        steps = [{id(p) for p in owned((optimizer,))} for optimizer in self._optimizers]
-        alike = driven([optimizer.optimizer for optimizer in self._optimizers])
+        params = [owned((o,)) if o.window is None else o.window.steps() for o in self._optimizers]
+        alike = driven([optimizer.optimizer for optimizer in self._optimizers], params)
+        steps = [set(map(id, mine)) for mine in params]
         for optimizer, stepped in zip(self._optimizers, steps, strict=True):
             models = [model for model in self._wrapped if any(id(p) in stepped for p in model.parameters())]
             models = models if any(optimizer.optimizer is other for other in alike) else []

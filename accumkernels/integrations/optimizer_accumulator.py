@@ -139,12 +139,21 @@ class OptimizerAccumulator:
         segments = [segment for buffer in self.engine.store.buffers for segment in buffer.segments]
         return all(id(e.param) in here for e in self.engine.store.named) and not any(s.drift() for s in segments)
 
+    def _param(self) -> Callable[[Tensor], Tensor]:
+        """The model's parameter for a tensor that the optimizer steps, which may be its master."""
+        store = self.engine.store
+        params = {id(store.target(e.param)): e.param for e in store.named}
+        return lambda tensor: params.get(id(tensor), tensor)
+
+    def stepped(self) -> list[Tensor]:
+        """The model's parameters that the optimizer steps."""
+        return list(map(self._param(), owned((self._optimizer,))))
+
     def remove(self) -> dict[int, Tensor]:
         """Restore model and optimizer, keeping what was trained; returns the masters by id of their parameter."""
         store = self.engine.store
         masters = {id(e.param): store.target(e.param) for e in store.named if store.target(e.param) is not e.param}
-        params = {id(store.target(e.param)): e.param for e in store.named}
-        self._translate(lambda tensor: params.get(id(tensor), tensor))
+        self._translate(self._param())
         self.accumulator.remove()
         self._cleanup.close()
         return masters
@@ -179,13 +188,15 @@ def silent(ddp: DistributedDataParallel) -> Iterator[None]:
     """Keep the module silent until the last of its windows is closed."""
     if ddp not in _silences:
         _silences[ddp] = _Shared(Silence(ddp))
-    _silences[ddp].windows += 1
+    shared = _silences[ddp]
+    shared.windows += 1
     try:
         yield
     finally:
-        _silences[ddp].windows -= 1
-        if _silences[ddp].windows == 0:
-            _silences.pop(ddp).held.remove()
+        shared.windows -= 1
+        if shared.windows == 0:
+            _silences.pop(ddp, None)  # not there any more where garbage is collected
+            shared.held.remove()
 
 
 @contextlib.contextmanager
@@ -194,13 +205,14 @@ def counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
     if ddp not in _no_syncs:
         ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
         _no_syncs[ddp] = _Shared(ddp.no_sync)
-    _no_syncs[ddp].windows += 1
+    shared = _no_syncs[ddp]
+    shared.windows += 1
     try:
-        yield _no_syncs[ddp].held
+        yield shared.held
     finally:
-        _no_syncs[ddp].windows -= 1
-        if _no_syncs[ddp].windows == 0:
-            del _no_syncs[ddp]
+        shared.windows -= 1
+        if shared.windows == 0:
+            _no_syncs.pop(ddp, None)
             del ddp.no_sync
 
 

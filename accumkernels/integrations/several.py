@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,26 +20,29 @@ from .window import TrainerWindow
 _log = logger(__name__)
 
 
-def driven(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+def driven(optimizers: Sequence[Optimizer], stepped: Sequence[Sequence[Tensor]] | None = None) -> list[Optimizer]:
     """The optimizers that can have windows of their own; others are left to the trainer.
 
     Optimizers without parameters are left to the trainer. So are optimizers that share some, since a gradient that
     several optimizers step belongs to no single window.
 
+    Args:
+        optimizers: The trainer's.
+        stepped: The model's parameters that each of them steps; None: those that it holds, which may be masters.
+
     Raises:
         ValueError: Optimizers share parameters, and torch.distributed runs several ranks. Accumulators keep
             DistributedDataParallel silent, so nothing would reduce the gradients that are left to the trainer.
     """
-    owners: dict[int, int] = {}
-    for p in owned(optimizers):
-        owners[id(p)] = owners.get(id(p), 0) + 1
-    shared = [o for o in optimizers if any(owners[id(p)] > 1 for p in owned((o,)))]
+    params = [owned((o,)) for o in optimizers] if stepped is None else stepped
+    owners = Counter(id(p) for mine in params for p in mine)
+    shared = [o for o, mine in zip(optimizers, params, strict=True) if any(owners[id(p)] > 1 for p in mine)]
     if shared:
         names = ", ".join(type(o).__name__ for o in shared)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             raise ValueError(f"{names} step the same parameters, which is not accumulated over ranks: keep them apart")
         _log.warning("%s step the same parameters: their gradients are left to the trainer", names)
-    return [o for o in optimizers if owned((o,)) and not any(o is other for other in shared)]
+    return [o for o, mine in zip(optimizers, params, strict=True) if mine and not any(o is other for other in shared)]
 
 
 def backward_of_all(

@@ -144,6 +144,10 @@ class TrainerWindow:
             return self.finalized
         return all(p.grad is None for p in self.accumulator.parameters())  # by way of the model
 
+    def steps(self) -> list[Tensor]:
+        """The model's parameters that the optimizer steps, itself or by their masters."""
+        return self._current.stepped()
+
     def targets(self, params: list[Tensor]) -> list[Tensor]:
         """The tensors that the optimizer steps for these parameters of the model."""
         return self.accumulator.param_groups([{"params": params}])[0]["params"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +19,7 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.utils import GradientAccumulationPlugin  # noqa: E402
 
 import accumkernels as ak  # noqa: E402
+from accumkernels.integrations import optimizer_accumulator  # noqa: E402
 from accumkernels.integrations.accelerate import Accelerator, fuse  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread", "fresh_state")]
@@ -243,6 +247,38 @@ def test_master_weights():
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in params]
     assert set(optimizer.state) == set(params)
     ak.FusedAccumulator(model).remove()
+
+
+def test_masters_stay_when_something_else_is_prepared():
+    """The optimizer steps masters then, which no model has: its accumulator is kept, and apart from those of others."""
+    accelerator = make(Accelerator, accumulator_options={"master_weights": True})
+    model, other = mlp(torch.bfloat16), mlp(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    accumulator = accelerator.accumulator
+    accelerator.prepare(loader(SIZE))
+    accelerator.prepare_model(other)
+    assert accelerator.accumulators == [accumulator]
+    accelerator.prepare(adamw(other.parameters()))
+    assert len(accelerator.accumulators) == 2
+    assert accelerator.accumulators[0] is accumulator
+    second = accelerator.prepare(adamw(model.parameters()))  # whose gradients belong to no single window
+    assert optimizer.window is None
+    assert second.window is None
+
+
+@pytest.mark.parametrize("held", [optimizer_accumulator.counting, optimizer_accumulator.silent])
+def test_collected_with_its_module(held, monkeypatch):
+    """After an exception, with all that refers to each other: nothing is raised on the way."""
+    monkeypatch.setattr(optimizer_accumulator, "Silence", lambda module: nn.Identity())
+    monkeypatch.setattr(nn.Identity, "remove", lambda self: None, raising=False)
+    raised = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    module = nn.Linear(2, 2)
+    module.held = held(module)
+    module.held.__enter__()
+    del module
+    gc.collect()
+    assert raised == []
 
 
 def test_saved_before_gradients_are_cleared(tmp_path):

@@ -212,6 +212,19 @@ def test_masters_are_resumed(tmp_path):
     assert three.state.global_step == 4
 
 
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
+def test_evaluation_leaves_masters(tmp_path, optim):
+    """The Trainer prepares a loader for it, and trains on in the masters' bits."""
+    arguments = {"options": {"master_weights": True}, "optim": optim, "num_train_epochs": 2}
+    plain = train(Trainer, tmp_path / "a", 16, gpt2(torch.bfloat16), **arguments)
+    evaluating = build(Trainer, tmp_path / "b", 16, gpt2(torch.bfloat16), **arguments)
+    evaluating.eval_dataset = Samples(4)
+    evaluating.args.eval_strategy = "epoch"
+    evaluating.train()
+    assert len(logged(evaluating, "eval_loss")) == 2
+    assert bits_agree(evaluating, plain)
+
+
 def test_what_train_leaves(tmp_path):
     """The model is free afterwards, and a second `train()` goes on."""
     stock, ours = build(STOCK, tmp_path, 16, bf16=True), build(Trainer, tmp_path, 16, bf16=True)
