@@ -89,7 +89,8 @@ class FusedAccumulationMixin(Base):
         self._loss_is = loss_is
         self._probe = LossProbe(self)
         self._endings: Endings  # of the current `train`
-        self._logged: Tensor | None = None  # sum of the means of a window that the Trainer takes for its loss
+        self._adds_means = False  # whether the Trainer adds up the means of a window, and takes that for its loss
+        self._logged: Tensor | None = None  # losses that the Trainer had added up before the window, if any
         self._items: Tensor | int | None = None
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
         super().__init__(*args, **kwargs)
@@ -257,8 +258,7 @@ class FusedAccumulationMixin(Base):
                 "micro-batches: the gradient would be their mean, where transformers adds them up. Add up the losses, "
                 "and run one backward (override compute_loss)"
             )
-        if means:
-            self._logged = loss if self._logged is None else self._logged + loss
+        self._adds_means = means
         return loss
 
     def _backward_batch(self, compute: Callable[[Any], Tensor], inputs: Any, means: bool, steps: int) -> Tensor:
@@ -278,13 +278,17 @@ class FusedAccumulationMixin(Base):
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer, which calls it after a step. Of means it has added up the loss that it takes them for."""
-        if self._logged is not None and not self.accelerator.inside_a_window:  # an epoch may end inside one
-            trained = self.accelerator.accumulator.metrics()["loss"] - self._logged
-            tr_loss += torch.where(trained.isfinite(), trained, 0)
-            self._logged = None
-        return super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if self._adds_means and not self.accelerator.inside_a_window:  # an epoch may end inside one
+            loss = self.accelerator.accumulator.metrics()["loss"]
+            loss = loss if self._logged is None else self._logged + loss
+            tr_loss.copy_(torch.where(loss.isfinite(), loss, tr_loss))
+            self._adds_means = False
+        result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        self._logged = tr_loss.clone()
+        return result
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._adds_means, self._logged = False, None
         self._compare_ranks()
         if self.model_wrapped is not self.model:  # by an earlier train(), and the Trainer does not prepare it again
             self.accelerator.adopt(self.model_wrapped)

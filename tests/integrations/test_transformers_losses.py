@@ -388,6 +388,18 @@ def test_rows_count_without_labels(tmp_path, caplog):
     assert off(stock.model, model, truth) > 0.02
 
 
+def test_a_micro_batch_without_labels_is_not_in_the_log(tmp_path):
+    """Its mean is NaN, which transformers leaves out; the window's loss is that of the others, not their sum."""
+    data, rows = Rows(24), slice(10, 12)  # the second micro-batch of the second window
+    for sample in data.samples[rows]:
+        sample["labels"] = torch.tensor(-100)
+    model = transformers.DistilBertForSequenceClassification(DISTILBERT(num_labels=CLASSES))
+    trainer = fit(Trainer, tmp_path, model, data, lr=0.0, logging_steps=2)
+    with torch.no_grad():
+        means = [model.double()(**data.batch(start, start + 8)).loss.item() for start in (0, 8, 16)]
+    assert logged(trainer, "loss") == pytest.approx([(means[0] + means[1]) / 2], rel=1e-5)
+
+
 @pytest.mark.parametrize("divides", ["no", "args", "trainer", "told"])
 def test_loss_functions_that_get_no_number(tmp_path, divides):
     """Without labels the Trainer adds up what they return: right if it is divided by the number of micro-batches."""
