@@ -36,6 +36,7 @@ from .window.checkpoint import check, load, save, share
 from .window.coupled import CoupledLoss
 from .window.end import End, Part
 from .window.grad_scaler import LossScaler
+from .window.loss_items import labels_of
 from .window.micro_batch import MicroBatchRunner
 from .window.misuse import MisuseDetector, Patience
 from .window.noise_scale import NoiseMeter
@@ -278,7 +279,7 @@ class Engine:
     @functools.cached_property
     def sample_mean(self) -> SampleMean:
         """Finds out which losses are means over samples."""
-        return SampleMean()
+        return SampleMean(labels_of)
 
     def drawing(self, batch: Any) -> list[torch.device]:
         """Accelerators whose random numbers a batch may draw: those of all parameters, frozen ones too, and its own."""
@@ -450,7 +451,7 @@ class _Parts:
         self,
         engine: Engine,
         call: LossAndWeight,
-        unweighted: Callable[[Any, Sequence[int]], None] | None,
+        unweighted: Callable[[Any, Sequence[int], Tensor], None] | None,
         agree: Callable[[Sequence[int]], list[int]] | None,
         divided_by: float | Tensor | None,
         is_last: Callable[[], bool],
@@ -475,7 +476,7 @@ class _Parts:
             kept = None if check is None else tree_map(lambda leaf: leaf, part)  # a loss may take labels out
             found = self._call(part, len(indices))
             if check is not None and found is not None and not found.given:
-                check(kept, indices)
+                check(kept, indices, found.loss)
             kept = None
             if found is not None:
                 self._add(found.loss, found.weight, last and not whole)

@@ -93,7 +93,8 @@ def to_device(tree: Any, device: torch.device) -> Any:
 # ---- A batch as samples: counts them, asks what each costs, and takes some of them as a micro-batch
 
 _IGNORED = -100  # torch's `ignore_index` of losses that average
-_MANY = 8  # tensors of one kind in a list; fields of a batch are fewer
+# In a list; fields of a batch are fewer, and so are batches of several loaders.
+_MANY_TENSORS, _MANY_RECORDS = 8, 4
 Cost = Callable[[Any], float] | Iterable[float] | Tensor | None
 
 
@@ -116,7 +117,7 @@ class Samples(Protocol):
         """What each sample costs if nobody says."""
 
     def items(self) -> list[float] | None:
-        """How many items of each sample a loss may average; None: as many as it costs."""
+        """How many items of each sample a loss may average, where the samples say so."""
 
     def part(self, indices: Sequence[int]) -> Any:
         """Some samples as a micro-batch."""
@@ -170,11 +171,13 @@ class TreeSamples:
         """Refuse lists of samples that were not made a tensor, and would be cut along a dimension of each."""
         if self._is_list(tree):
             return
-        if isinstance(tree, list) and len(tree) > _MANY and all(isinstance(item, Tensor) for item in tree):
-            if len({(item.dtype, item.dim()) for item in tree}) == 1 and tree[0].dim() > 0:
+        if isinstance(tree, list) and len(set(map(form, tree))) == 1 and _leads_to_tensors(tree):
+            bare = isinstance(tree[0], Tensor)
+            if len(tree) > (_MANY_TENSORS if bare else _MANY_RECORDS) and not (bare and tree[0].dim() == 0):
                 raise ValueError(
-                    f"{path} is a list of {len(tree)} tensors of {self._count} rows each: if they are samples, stack "
-                    "them, or pass a list of samples with collate; if each has a row per sample, make it a tuple"
+                    f"{path} is a list of {len(tree)} {'tensors' if bare else 'records'} of {self._count} rows each: "
+                    "if they are samples, stack them, or pass a list of samples with collate; if each has a row per "
+                    "sample, make it a tuple"
                 )
         for place, child in _children(tree, path) or ():
             self._check_collated(child, place)
@@ -208,23 +211,30 @@ class TreeSamples:
     def items(self) -> list[float] | None:
         """See `Samples`: in each row, the labels that are not -100, or what a mask of zeros and ones keeps.
 
-        The first tensor whose rows differ tells; all rows count 1 where none does.
+        The first tensor or array whose rows differ tells; else any that has such a mark.
         """
+        alike: list[float] | None = None
         for _, leaf in tree_leaves(self._batch, is_leaf=self._is_list):
-            if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_floating_point():
-                continue
-            if leaf.dim() == 0 or len(leaf) != self._count:
-                continue
-            kept = leaf.reshape(self._count, -1) != _IGNORED
-            if bool(kept.all()):  # no labels, or a label of each sample
-                if leaf.dim() == 1:
-                    continue
-                is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
-                kept = leaf.flatten(1) != 0 if is_mask else kept
-            counts: list[float] = kept.sum(1).tolist()
-            if len(set(counts)) > 1:
-                return counts
-        return [1.0] * len(self)
+            marks = self._marks(leaf)
+            if marks is not None:
+                counts: list[float] = marks.sum(1).tolist()
+                if len(set(counts)) > 1:
+                    return counts
+                alike = counts
+        return alike
+
+    def _marks(self, leaf: Any) -> Any:
+        """Which items of each row count, `[samples, items]`; None if a leaf does not say."""
+        if not _is_sized(leaf) or isinstance(leaf, tuple | list) or len(leaf) != self._count:
+            return None
+        if isinstance(leaf, Tensor) and (type(leaf) is not Tensor or leaf.layout is not torch.strided):
+            return None
+        rows = leaf.reshape(self._count, -1)
+        if not _has_fractions(leaf):
+            kept = rows != _IGNORED
+            if not bool(kept.all()):
+                return kept
+        return rows != 0 if leaf.ndim > 1 and _is_mask(rows[:1]) and _is_mask(rows) else None
 
     def part(self, indices: Sequence[int]) -> Any:
         """See `Samples`; views, if they are in a row. Containers are new: a loss may take its labels out of them."""
@@ -249,6 +259,15 @@ def _is_sized(leaf: Any) -> bool:
         return leaf.dim() > 0
     numpy = sys.modules.get("numpy")
     return isinstance(leaf, tuple | list) or (numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.ndim > 0)
+
+
+def _has_fractions(leaf: Any) -> bool:
+    return leaf.is_floating_point() if isinstance(leaf, Tensor) else leaf.dtype.kind not in "biu"
+
+
+def _is_mask(values: Any) -> bool:
+    """Whether these are zeros and ones, or truths."""
+    return bool(((values == 0) | (values == 1)).all())
 
 
 def _leads_to_tensors(tree: Any) -> bool:

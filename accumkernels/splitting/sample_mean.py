@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ _UNEQUAL = 2  # times as expensive as the cheapest samples are those that they a
 _ROUNDING = 1e-5  # of a loss: what another order of its sum may change; samples are computed in equal shapes
 _EPS = 8  # the same in units of the loss's dtype
 _GROWTH = 0.1  # of a loss; half as many samples more have half as large a sum more
+_LAST_NODES = 8
+Items = Sequence[float] | Mapping[int, float]  # of samples, by their place in the batch
+Take = Callable[[Sequence[int]], Any]  # collates some samples
 
 
 class SampleMean:
@@ -32,9 +35,13 @@ class SampleMean:
     In a mean over samples it is half the sum of theirs; a mean over tokens counts the half with the longer ones more.
     All three have the same shapes, so that a sample's loss is the same number in each of them. A sum would pass, but
     grows with the number of samples.
+
+    Args:
+        labels_of: How many labels a loss averages where it ignores others, as far as its graph says so; else None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, labels_of: Callable[[Tensor], float | None]) -> None:
+        self._labels_of = labels_of
         self._known: set[Any] = set()
         self._tries: dict[Any, tuple[int, int]] = {}  # by kind, tries that told nothing and batches since the last
         self._warned = False
@@ -46,13 +53,14 @@ class SampleMean:
         costs: Sequence[float],
         part: Any,
         indices: Sequence[int],
+        loss: Tensor,
     ) -> None:
         """Refuse a loss that is neither a mean over samples nor comes with a weight.
 
         `loss_fn` is called without gradients, on four to six samples. The modules that it calls run in eval mode; their
         buffers and attributes, and the random state, are kept. If the samples tell nothing, since they have the same
         loss or the same cost, later batches are asked, ever more rarely. A tree of tensors is asked only where its rows
-        show that a mean over their items would be unequal; see `TreeSamples.items`.
+        show that a mean over their items would be unequal (see `TreeSamples.items`), or where the loss ignores labels.
 
         Args:
             loss_fn: The user's.
@@ -60,6 +68,7 @@ class SampleMean:
             costs: Of each sample of a list.
             part: Some of them, collated; a few are cut out of it, or others are collated if these tell less.
             indices: Which they are.
+            loss: Of this part, with its graph.
 
         Raises:
             ValueError: The loss is another mean, or a sum.
@@ -67,19 +76,18 @@ class SampleMean:
         function: Any = loss_fn
         while isinstance(function, functools.partial):
             function = function.func
-        kind = getattr(function, "__code__", type(function)), form(samples.sample(0))
+        items = samples.items()
+        shows = items is not None and len(set(items)) > 1
+        if not (samples.padded or shows) and self._labels_of(loss) in (None, sum((items or costs)[i] for i in indices)):
+            return
+        kind = getattr(function, "__code__", type(function)), form(samples.sample(0)), _last_nodes(loss), shows
         if kind in self._known:
             return
         tries, since = self._tries.get(kind, (0, 0))
         if tries and since < 2 ** (tries - 1) - 1:
             self._tries[kind] = tries, since + 1
             return
-        items = samples.items()
-        if items is not None:
-            costs = items
-            if len(set(items)) == 1:
-                self._tries[kind] = tries + 1, 0
-                return
+        costs = items or costs
         outer = sys.exc_info()[1]
         try:
             with self._untouched() as begin_anew:
@@ -113,8 +121,8 @@ class SampleMean:
         begin_anew: Callable[[], None],
     ) -> bool | None:
         """Whether the loss is a mean over samples; None if this cannot be told."""
-        for chosen, take in _selections(samples, costs, indices, part):
-            found = self._compare_halves(loss_fn, take, _halves(chosen, costs), costs, begin_anew)
+        for chosen, take, items in _selections(samples, costs, indices, part):
+            found = self._compare_halves(loss_fn, take, _halves(chosen, items), items, begin_anew)
             if found is not None:
                 return found
         return None
@@ -122,9 +130,9 @@ class SampleMean:
     def _compare_halves(
         self,
         loss_fn: Callable[[Any], Any],
-        take: Callable[[Sequence[int]], Any],
+        take: Take,
         halves: list[list[int]],
-        costs: Sequence[float],
+        items: Items,
         begin_anew: Callable[[], None],
     ) -> bool | None:
         """Whether it is for these samples; `take` collates some of them."""
@@ -140,8 +148,9 @@ class SampleMean:
             begin_anew()
             found.append(float(loss_of(*half * times)))
         both, one, other, grown = found
-        if not all(map(math.isfinite, found)):  # as of a sample without labels
-            return None
+        if not all(map(math.isfinite, found)):
+            # The mean over no label is NaN. The half that has none spoils it alone, but not with the other together.
+            return False if math.isfinite(both) else None
         rounding = max(_EPS * torch.finfo(first.dtype).eps, _ROUNDING) * max(map(abs, found))
         if abs(both - (one + other) / 2) > rounding:
             random = abs(float(loss_of(*one_half, *other_half)) - both) > rounding  # with other random numbers
@@ -150,7 +159,7 @@ class SampleMean:
             return None if random else False
         if abs(grown - other) > _GROWTH * abs(other):  # a sum
             return False
-        of_one, of_both = (sum(costs[index] for index in half) for half in (one_half, one_half + other_half))
+        of_one, of_both = (sum(items[index] for index in half) for half in (one_half, one_half + other_half))
         share = of_one / of_both if of_both else 0.5
         return True if abs(share - 0.5) * abs(one - other) > 2 * rounding else None
 
@@ -190,39 +199,58 @@ class SampleMean:
             )
 
 
-def _halves(indices: Sequence[int], costs: Sequence[float]) -> list[list[int]]:
+def _last_nodes(loss: Tensor) -> tuple[str, ...]:
+    """The last nodes of a loss's graph: one function may compute several losses."""
+    nodes: list[Any] = [loss.grad_fn]
+    names: list[str] = []
+    while nodes and len(names) < _LAST_NODES:
+        node = nodes.pop()
+        if node is not None:
+            names += [node.name()] if node.name() != "ToCopyBackward0" else []  # which autocast inserts
+            nodes += [child for child, _ in reversed(node.next_functions)]
+    return tuple(names)
+
+
+def _halves(indices: Sequence[int], items: Items) -> list[list[int]]:
     """Two expensive samples and the two cheapest, or one of each: samples that weigh alike have no class weights, too.
 
     The expensive ones are no more so than they must, since all are padded to them.
     """
-    order = sorted(indices, key=lambda index: -costs[index])
+    order = sorted(indices, key=lambda index: -items[index])
     number = min(2, len(order) // 2)
     others, cheap = order[:-number], order[-number:]
-    unequal = [index for index in others if costs[index] >= _UNEQUAL * costs[cheap[0]]]
+    unequal = [index for index in others if 0 < items[index] >= _UNEQUAL * items[cheap[0]]]
     return [unequal[-number:] if len(unequal) >= number else others[:number], cheap]
 
 
 def _selections(
     samples: Samples, costs: Sequence[float], indices: Sequence[int], part: Any
-) -> Iterator[tuple[Sequence[int], Callable[[Sequence[int]], Any]]]:
+) -> Iterator[tuple[Sequence[int], Take, Items]]:
     """Samples to compare, with what collates them: of a part, as it is, and then the most unequal of the whole batch.
 
     Before training, long texts have nearly the same mean, and only short ones another.
     """
-    take, differ = _rows_of(part, indices), len(set(costs)) > 1
     extremes = sum(_halves(range(len(costs)), costs), [])
-    if take is not None and len(indices) > 1 and (not differ or len({costs[index] for index in indices}) > 1):
-        yield indices, take
-        if not differ or set(extremes) <= set(indices):
+    differ = len(set(costs)) > 1
+    take, items = _rows_of(part, indices, costs)
+    if take is not None and len(indices) > 1 and (not differ or len({items[index] for index in indices}) > 1):
+        yield indices, take, items
+        if set(extremes) <= set(indices):
             return
-    yield extremes, _rows_of(samples.part(extremes), extremes) or samples.part
+    take, items = _rows_of(samples.part(extremes), extremes, costs)
+    yield extremes, take or samples.part, items
 
 
-def _rows_of(part: Any, indices: Sequence[int]) -> Callable[[Sequence[int]], Any] | None:
-    """A function that takes some samples out of the part that these have been collated to; None if it has no rows."""
+def _rows_of(part: Any, indices: Sequence[int], costs: Sequence[float]) -> tuple[Take | None, Items]:
+    """A function that takes some samples out of the part that these have been collated to; None if it has no rows.
+
+    With their items, as far as the rows show them: of a text with a prompt, its labels are fewer than its tokens.
+    """
     with contextlib.suppress(TypeError, ValueError):
         rows = TreeSamples(part)
         if len(rows) == len(indices):
             places = {index: place for place, index in enumerate(indices)}
-            return lambda chosen: rows.part([places[index] for index in chosen])
-    return None
+            items = rows.items()
+            found = dict(zip(indices, items, strict=True)) if items else costs
+            return lambda chosen: rows.part([places[index] for index in chosen]), found
+    return None, costs

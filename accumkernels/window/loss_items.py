@@ -105,6 +105,15 @@ def is_divided_sum(node: Node) -> bool:
     return sums and items_of(node, [2]) is not None
 
 
+def labels_of(loss: Tensor) -> float | None:
+    """How many labels a loss averages, if it is known to ignore others; reads the device."""
+    items = items_of(loss.grad_fn, [_MOST_NODES])
+    if items is None or _LABELS.isdisjoint(items.kind):
+        return None
+    number = float(items.number)
+    return number if number < math.prod(items.shape) else None
+
+
 def _of_loss(node: Node, way: list[object], divisor: float | Tensor | None) -> Items | None:
     """Read one of torch's own losses."""
     inner, output = node.next_functions[0]

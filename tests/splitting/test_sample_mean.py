@@ -234,6 +234,8 @@ TREES = {
     "labels of -100": marked(REAL),
     "a mask of zeros and ones": {"ids": marked(REAL)["ids"], "mask": REAL.long()},
     "a mask of truths": {"ids": marked(REAL)["ids"], "mask": REAL},
+    "a mask of fractions": {"ids": marked(REAL)["ids"], "mask": REAL.float()},
+    "an array": {"ids": marked(REAL)["ids"], "mask": REAL.numpy()},
     "in a part all alike": marked(torch.cat([torch.ones(4, 10, dtype=torch.bool), REAL])),
 }
 
@@ -246,7 +248,8 @@ def test_trees(batch, right):
     acc = ak.FusedAccumulator(model)
 
     def loss(part, model=model):
-        labels = part["labels"] if "labels" in part else torch.where(part["mask"].bool(), part["ids"], -100)
+        mask = torch.as_tensor(part["mask"]).bool() if "mask" in part else None
+        labels = part["labels"] if mask is None else torch.where(mask, part["ids"], -100)
         return (samples_mean if right else tokens)(model, {"ids": part["ids"], "labels": labels})
 
     if not right:
@@ -258,6 +261,77 @@ def test_trees(batch, right):
     acc.finalize()
     grads = [g for g in truth(model, lambda twin: loss(batch, twin))[1] if g is not None]
     assert relative_error([g for g in grads_of(acc) if g is not None], grads) < SINGLE
+
+
+def prompts(without, tokens=12):
+    """Rows of a prompt and a completion, some of them cut within the prompt, so that they have no label."""
+    ids = texts([tokens] * 8, seed=without)
+    labels = [torch.where(torch.arange(tokens) < 2 + row, -100, text) for row, text in enumerate(ids)]
+    labels[:without] = [torch.full((tokens,), -100)] * without
+    return list(zip(ids, labels, strict=True))
+
+
+def one_label(without):
+    """A class for each row, some of them unknown."""
+    return [(text, label[-1]) for text, label in prompts(without)]
+
+
+def of_pairs(model, part):
+    """The mean over the labels there are."""
+    ids, labels = part
+    logits = model(ids)
+    return cross_entropy(logits.flatten(0, 1) if labels.dim() > 1 else logits[:, -1], labels.flatten())
+
+
+def stacked(pairs):
+    """All samples have one length."""
+    return tuple(map(torch.stack, zip(*pairs, strict=True)))
+
+
+@pytest.mark.parametrize("made", [prompts, one_label])
+@pytest.mark.parametrize("collate", [None, stacked])
+@pytest.mark.parametrize("without", [1, 2, 3, 5])
+def test_rows_without_a_label(made, collate, without):
+    """Whose loss alone is NaN: a mean over labels is refused all the same, also where a whole part has none."""
+    model = Text(0.0)
+    acc = ak.FusedAccumulator(model)
+    batch = made(without)
+    with pytest.raises(ValueError, match="the loss is not a mean over samples"):
+        acc.backward_batch(
+            batch if collate else stacked(batch), lambda part: of_pairs(model, part), collate=collate, micro_batch=4
+        )
+    assert acc.micro_batches == 0
+
+
+def test_labels_of_another_number_are_ignored():
+    """Rows do not show it, but the loss's graph does, in the batch in which labels are unequal first."""
+    model = Text(0.0)
+    acc = ak.FusedAccumulator(model)
+
+    def loss(ids):
+        return cross_entropy(model(ids).flatten(0, 1), ids.flatten(), ignore_index=0)
+
+    ids = torch.stack(texts([10] * 6)).clamp(min=1)
+    for _ in range(3):
+        acc.backward_batch(ids, loss, micro_batch=2)
+    with pytest.raises(ValueError, match="the loss is not a mean over samples"):
+        acc.backward_batch(torch.where(REAL, ids, 0), loss, micro_batch=2)
+
+
+def test_a_loss_of_many_kinds():
+    """One function may compute several losses: what was found of one does not hold for another."""
+    model = Text(0.0)
+    acc = ak.FusedAccumulator(model)
+    criterion = samples_mean
+
+    def loss(part):
+        return criterion(model, part)
+
+    acc.backward_batch(texts(), loss, collate=padded, budget=80)
+    acc.zero_()
+    criterion = tokens
+    with pytest.raises(ValueError, match="the loss is not a mean over samples"):
+        acc.backward_batch(texts(), loss, collate=padded, budget=80)
 
 
 @pytest.mark.parametrize("count", [10, 4])
@@ -287,7 +361,7 @@ def test_trees_whose_tensors_are_of_other_kinds():
 
     report = acc.backward_batch({"x": torch.randn(6, 4), "odd": odd}, loss, micro_batch=2)
     assert len(calls) == len(report.sizes) == 3
-    assert TreeSamples({"x": torch.randn(6, 4), "sparse": sparse}).items() == [1.0] * 6
+    assert TreeSamples({"x": torch.randn(6, 4), "sparse": sparse}).items() is None
 
 
 def test_cuts_what_is_collated():

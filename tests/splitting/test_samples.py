@@ -332,3 +332,21 @@ def test_samples_that_were_not_collated(wrap):
     """A list of as long sequences, or of images, would be cut inside of each."""
     with pytest.raises(ValueError, match="list of 12 tensors of 12 rows each: if they are samples, stack them"):
         TreeSamples(wrap([torch.ones(12, 3) for _ in range(12)]))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"ids": torch.ones(32), "labels": torch.ones(32)},
+        (torch.ones(32), torch.tensor(1)),
+        (torch.ones(32), 1),
+    ],
+    ids=["a dict", "a pair", "a class"],
+)
+@pytest.mark.parametrize("wrap", [lambda items: items, lambda items: {"x": items}])
+def test_records_that_were_not_collated(sample, wrap):
+    """As a loss of one's own may collate them; a tuple of batches, as of several loaders, is a container."""
+    with pytest.raises(ValueError, match="list of 5 records of 32 rows each: if they are samples, stack them"):
+        TreeSamples(wrap([sample] * 5))
+    assert len(TreeSamples(wrap((sample,) * 5))) == 32
+    assert len(TreeSamples(wrap([sample] * 4))) == 32
