@@ -343,3 +343,19 @@ def test_no_reference_cycles_with_the_scaler():
     finally:
         gc.enable()
     assert copy.deepcopy(model) is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"overflow": "microbatch"}], ids=str)
+def test_gradients_of_zeros_without_memory(options):
+    """Forward-mode derivatives leave them for parameters that the derivative does not depend on."""
+    scale, shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+    acc = ak.FusedAccumulator([scale, shift], **options)
+    x = torch.arange(3.0)
+    for loss in (
+        lambda: (scale * (x + shift)).square().mean(),
+        lambda: torch.func.jvp(lambda x: scale * (x + shift), (x,), (torch.ones(3),))[1].square().mean(),
+    ):
+        acc.backward(loss())
+    acc.finalize()
+    assert torch.equal(scale.grad, (2 / 3 * x.square() + 2 / 3) / 2)
+    assert torch.equal(shift.grad, 2 / 3 * x / 2)

@@ -257,6 +257,19 @@ def test_what_is_meant_is_left_alone(loop, caplog):
     assert caplog.records == []
 
 
+def test_what_zero_grad_cannot_take_back_is_named(caplog):
+    """With `release="backward"` a loss's own backward has added its gradients, as of adversarial samples."""
+    loop = Loop(release="backward")
+    for window in loop.windows():
+        for x, y in window:
+            loop.loss(x, y).backward()
+            loop.model.zero_grad()
+            loop.acc.backward(loop.loss(x, y))
+        loop.acc.step(loop.optimizer)
+    (record,) = caplog.records
+    assert "zero_grad() in between cannot take them back" in record.getMessage()
+
+
 def test_warnings_come_once(caplog):
     """In ten windows as in one."""
     loop = Loop()

@@ -109,7 +109,8 @@ class Segment:
                 f"the gradient of {self.name!r} has {grad.numel()} elements, its parameter had {self.numel} at "
                 "construction"
             )
-        if grad.is_contiguous() if self.contiguous else grad.stride() == self.stride:
+        same_order = grad.is_contiguous() if self.contiguous else grad.stride() == self.stride
+        if same_order and not grad._is_zerotensor():  # zeros without memory, of forward-mode derivatives
             return grad
         return torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
