@@ -392,7 +392,7 @@ class FusedAccumulator:
         if weight is None:
             weight = 1.0
             if "unequal items" not in engine.misuse.once:
-                engine.misuse.note_items(loss, sys._getframe(2))  # above `opaque`
+                engine.misuse.note_items(loss, sys._getframe(1).f_back)  # above `opaque`; None if C has called
         else:  # a wrong one is an error before backward runs
             weight = as_scalar(weight, "weight", self._store.layout.devices[0])
         engine.backward(loss, engine.micro_batch(weight, last=last), **kwargs)

@@ -517,20 +517,14 @@ class Masters(Follower):
         self._stamp(pairs)
 
     def _edited(self) -> list[_Pair]:
-        """Pairs whose parameter may have been written to since the last call, and by somebody else."""
+        """Pairs whose parameter may have been written to since it had its master's value, and by somebody else."""
         params = list(map(_param, self._pairs.values()))
         versions = dict(zip(self._pairs, _versions(params), strict=True))
         memory = dict(zip(self._pairs, _memory(params), strict=True))
         if versions == self._versions and memory == self._memory:
             return []
-        old_versions, self._versions = self._versions, versions
-        old_memory, self._memory = self._memory, memory
-        edited = []
-        for key, pair in self._pairs.items():
-            if versions[key] != old_versions[key] or memory[key] != old_memory[key]:
-                edited.append(pair)
-                self._watch(pair)
-        return edited
+        kept, at = self._versions, self._memory
+        return [pair for key, pair in self._pairs.items() if versions[key] != kept[key] or memory[key] != at[key]]
 
     def take_over(self) -> None:
         """Copy into the masters what somebody has written to the model's parameters, element by element.
@@ -538,11 +532,14 @@ class Masters(Follower):
         Elements that the edit has left as they were keep their master, which is more precise. Nothing is read from the
         device, and no value of a parameter that nobody has edited is read at all.
         """
-        for pair in self._edited():
+        edited = self._edited()
+        for pair in edited:
             # A changed dtype or shape is refused with the parameter's name when a window begins or ends.
             if pair.segment.drift() is None:
                 master = local(pair.master).detach()
                 _take_edited(pair.param, master, out=master)
+            self._watch(pair)
+        self._stamp(edited)
 
     def _watch(self, pair: _Pair) -> None:
         """Let no other storage get the address of the parameter's, as long as this is compared."""
@@ -618,12 +615,18 @@ class Masters(Follower):
             )
 
     def values(self) -> dict[int, Tensor]:
-        """The masters that have values, and more bits than their parameters, by id of these."""
+        """The masters that have values, and more bits than their parameters, by id of these.
+
+        With edits of the parameters, or loading would round the masters over them. The masters themselves get these
+        later: a loop that saves averaged weights puts the others back.
+        """
         pairs = self._pairs.values()
-        found: dict[int, Tensor] = {
-            id(pair.param): pair.master for pair in pairs if pair.master.dtype != pair.segment.dtype
-        }
-        return found | {key: self._masters[key] for key in self._waiting}
+        found = {id(pair.param): pair.master.detach() for pair in pairs if pair.master.dtype != pair.segment.dtype}
+        for pair in self._edited():
+            if id(pair.param) in found and pair.segment.drift() is None:
+                found[id(pair.param)] = master = pair.master.detach().clone()
+                _take_edited(pair.param, local(master), out=local(master))
+        return found | {key: self._masters[key].detach() for key in self._waiting}
 
     def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
         """Param groups with every parameter replaced by the tensor that an optimizer steps for it."""

@@ -70,10 +70,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
     Raises:
         RuntimeError: the state should cover all ranks, but they accumulate different parameters.
     """
-    masters = {}
-    if store.masters is not None:
-        store.masters.take_over()  # or loading would round the masters over the edit
-        masters = store.masters.values()
+    masters = {} if store.masters is None else store.masters.values()
     of_all = reduced or store.sharded
     state, flags, of_window = store.state().clone(), [b.flags.clone() for b in store.buffers], window.state_dict()
     loss = window.loss.sums()

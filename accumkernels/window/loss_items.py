@@ -216,10 +216,12 @@ def items_at(loss: Tensor, caller: Any) -> Items | None:
 
     Args:
         loss: The loss.
-        caller: The frame that has called backward. A loop that calls it in two places may want it so: a
+        caller: The frame that has called backward, if any. A loop that calls it in two places may want it so: a
             discriminator's real and generated samples, new ones and those of a memory.
     """
-    return items_of(loss.grad_fn, [_MOST_NODES], (id(caller.f_code), caller.f_lasti)) if loss.numel() == 1 else None
+    if loss.numel() != 1 or caller is None:
+        return None
+    return items_of(loss.grad_fn, [_MOST_NODES], (id(caller.f_code), caller.f_lasti))
 
 
 def unequal_items(found: Sequence[Items | None], micro_batches: int, once: set[str]) -> str | None:

@@ -144,9 +144,9 @@ class MisuseDetector(Follower):
         if not first and self._uncounted():
             _log.warning(
                 "gradients of another loss were added while its backward ran (release='backward'), and count in the "
-                "micro-batch of this acc.backward: zero_grad() in between cannot take them back. Ask for what you need, "
-                "torch.autograd.grad(loss, inputs), or freeze the parameters meanwhile; if the gradients are meant, pass "
-                "the sum of the losses to acc.backward (AK39)"
+                "micro-batch of this acc.backward: zero_grad() in between cannot take them back. Ask for what you "
+                "need, torch.autograd.grad(loss, inputs), or freeze the parameters meanwhile; if the gradients are "
+                "meant, pass the sum of the losses to acc.backward (AK39)"
             )
         if not first or not (self._uncounted() or any(map(_is_something, grads))):
             self.once.add("leftovers")  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them

@@ -244,6 +244,32 @@ def test_an_edit_before_a_checkpoint():
         assert all(torch.equal(a, b) for a, b in zip(resumed, runs[0], strict=True))
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_averaged_weights_that_are_saved(saves):
+    """Put into the model for its checkpoint, and taken out: masters keep the bits that the model has not."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    optimizer = torch.optim.AdamW(acc.parameters(), lr=0.01)
+    train(acc, model, optimizer)
+    weights = values(model.parameters())
+    each(lambda p: p.mul_(0.5))(model)
+    averaged = values(model.parameters())
+    if saves:
+        saved = acc.state_dict()["masters"]
+        assert all(torch.equal(a.bfloat16(), b) for a, b in zip(saved.values(), averaged, strict=True))
+    for p, weight in zip(model.parameters(), weights, strict=True):
+        p.detach().copy_(weight)
+    window(acc, model)
+    acc.step(optimizer)
+    twin = mlp(torch.bfloat16)
+    theirs = ak.FusedAccumulator(twin, master_weights=True)
+    other = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    train(theirs, twin, other)
+    window(theirs, twin)
+    theirs.step(other)
+    assert all(map(torch.equal, acc.parameters(), theirs.parameters()))
+
+
 def test_frozen_again():
     """A layer that is edited while it is frozen again goes on from there when it is unfrozen."""
     model = Mixed(torch.bfloat16)
