@@ -282,3 +282,9 @@ def test_the_warning_is_right(loop):
         loop.acc.zero_()
         assert len(loop.said()) == 1
     assert errors[0] > 0.05 and errors[1] < 1e-6 and not math.isnan(errors[0])
+
+
+def test_a_caller_without_a_frame():
+    """Where C code calls backward nothing can be told of two places."""
+    loss = torch.ones(3, requires_grad=True).mean()
+    assert loss_items.items_at(loss, None) is None
