@@ -126,10 +126,11 @@ class Samples(Protocol):
 class TreeSamples:
     """A tree of tensors or NumPy arrays with samples along the first dimension, and of lists with one item per sample.
 
-    The number of samples is that of the first tensor with more than one row, those inside of inner lists last. What has
-    no dimension, one item or one row goes into every micro-batch whole, and so does what is no tensor, array or list. A
-    list that leads to tensors has one item per sample if it is as long as the batch and none of its tensors is; else it
-    is a container, and so is a list of other lists that has another length than the batch.
+    The number of samples is that of the first tensor with more than one row, those inside of inner lists last, or of
+    the first array if there is no tensor. What has no dimension, one item or one row goes into every micro-batch whole,
+    and so does what is no tensor, array or list. A list that leads to tensors has one item per sample if it is as long
+    as the batch and none of its tensors is; else it is a container, and so is a list of other lists that has another
+    length than the batch.
 
     Args:
         batch: Tuples, lists, mappings and dataclasses of tensors.
@@ -143,7 +144,8 @@ class TreeSamples:
     padded = False
 
     def __init__(self, batch: Any) -> None:
-        tensors = [(path, leaf) for path, leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        sized = [(path, leaf) for path, leaf in tree_leaves(batch) if _is_sized(leaf)]
+        tensors = [found for found in sized if isinstance(found[1], Tensor)] or sized
         if not tensors and _children(batch, "batch") is None:
             raise wrong_type("batch", "a tree of tensors with samples along the first dimension", batch)
         if not tensors:
@@ -273,7 +275,8 @@ def _is_mask(values: Any) -> bool:
 def _leads_to_tensors(tree: Any) -> bool:
     if isinstance(tree, tuple | list):  # maybe of many tokens
         return any(map(_leads_to_tensors, tree))
-    return isinstance(tree, Tensor) or any(_leads_to_tensors(child) for _, child in _children(tree, "") or ())
+    found = isinstance(tree, Tensor) or _is_sized(tree)
+    return found or any(_leads_to_tensors(child) for _, child in _children(tree, "") or ())
 
 
 class ListSamples:

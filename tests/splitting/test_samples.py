@@ -325,6 +325,9 @@ def test_arrays_are_split_like_tensors():
         assert (part["y"] == array[list(indices)]).all()
     with pytest.raises(ValueError, match=r"batch\['y'\] has 5 samples"):
         TreeSamples({"x": ROWS, "y": array[:5]})
+    alone = TreeSamples((array, array[:, 0]))
+    assert len(alone) == 12
+    assert (alone.part([1, 7])[1] == array[[1, 7], 0]).all()
 
 
 @pytest.mark.parametrize("wrap", [lambda items: items, lambda items: {"x": items}, lambda items: (items, ROWS)])
