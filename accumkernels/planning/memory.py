@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,21 @@ from torch.optim import Optimizer
 
 from .. import devices
 from ..arguments import as_bytes
-from ..batch_statistics import uses_batch_statistics
 from ..buffers.flat import buffer_dtype
 from ..capture.inbox import default_bucket_bytes
-from ..errors import expect_iterable, wrong_type
+from ..errors import expect_iterable, is_oom_error, wrong_type
 from ..offload.checks import host_bytes
 from ..snapshots import RandomState, Snapshot
-from ..splitting.memory import BLOCK, LiveBytes, Memory, format_bytes, memory_of, one_device
+from ..splitting.memory import (
+    BLOCK,
+    LiveBytes,
+    Memory,
+    clear_frames,
+    format_bytes,
+    memory_of,
+    one_device,
+    tensors_of,
+)
 from .training import Training, as_device, is_callable, is_module, positive_int, training_for
 
 PARTS = ("parameters", "gradients", "accumulators", "optimizer", "activations", "workspace")
@@ -42,9 +51,10 @@ class MemoryReport:
         activations: The batch, and what the forward pass leaves for backward; only the part that the peak has on top of
             the parts above, since gradients reuse the memory of activations that backward has freed.
         workspace: The rest of the peak: temporaries of backward and of the optimizer's step.
-        per_sample: The growth of the peak of forward and backward per sample.
+        per_sample: The growth of the peak per sample, where the batch is large.
         training_peak: The most in use in forward and backward; `total` is larger if the optimizer's step needs more.
         predicted: Whether it was traced with fake tensors.
+        lines: Pairs (bytes, bytes per sample), one for each moment of the step that is the peak at some batch size.
         host: Bytes of host memory that `cpu_offload` takes: sums, masters, pinned slots and the optimizer's state.
     """
 
@@ -58,6 +68,7 @@ class MemoryReport:
     per_sample: float
     training_peak: int
     predicted: bool
+    lines: tuple[tuple[float, float], ...] = field(repr=False)
     host: int = 0
 
     @property
@@ -66,14 +77,20 @@ class MemoryReport:
         return sum(getattr(self, part) for part in PARTS)
 
     def predict(self, batch_size: int) -> int:
-        """Extrapolate `total` to another batch size, along the slope `per_sample`."""
-        grown = self.training_peak + self.per_sample * (positive_int(batch_size, "batch_size") - self.batch_size)
-        step = self.total if self.total > self.training_peak else 0
+        """Predict `total` at another batch size, where another moment of the step may be the peak.
+
+        It is what a report at that size says, if the same ops run there and what they return grows evenly, to within
+        the blocks of 512 bytes that an accelerator's allocator gives. Where ops depend on the size (loops over chunks
+        of the batch), or one sample was measured and two do not fit, larger batches are predicted as if gradients grew
+        with them: too large.
+        """
+        if positive_int(batch_size, "batch_size") == self.batch_size:
+            return self.total
         fixed = self.parameters + self.gradients + self.accumulators + self.optimizer
-        return max(round(grown), step, fixed)
+        return max(fixed, *(math.ceil(nbytes + growth * batch_size) for nbytes, growth in self.lines))
 
     def fits(self, nbytes: int | str, batch_size: int | None = None) -> bool:
-        """Whether a batch (this one, or another size along the slope) fits in a memory of `nbytes`, as in "24GiB".
+        """Whether a batch (of this size, or of another by `predict`) fits in a memory of `nbytes`, as in "24GiB".
 
         Not all of a device's memory is available: leave room for its context (some 0.5 GB under CUDA), library
         workspaces and fragmentation; 10 % of its memory is a good margin.
@@ -103,8 +120,14 @@ class _Peaks(NamedTuple):
     optimizer: int
     forward: int  # bytes that the forward pass left on top of the fixed parts
     training: int  # peak of forward and backward
-    total: int  # peak of the whole step
+    update: int  # peak of the optimizer's step
+    moments: list[int]  # bytes alive after each op of the step
     host: int = 0  # of host memory
+
+    @property
+    def total(self) -> int:
+        """The peak of the whole step."""
+        return max(self.training, self.update)
 
 
 class _Meter:
@@ -113,10 +136,14 @@ class _Meter:
     Args:
         live: Counts; entered.
         memory: Of the device.
+
+    Attributes:
+        moments: Bytes alive after each op of the parts.
     """
 
-    def __init__(self, live: LiveBytes, memory: Memory) -> None:
+    def __init__(self, live: RecordedBytes, memory: Memory) -> None:
         self.live = live
+        self.moments: list[int] = []
         self._memory = memory
         self._foreign = 0  # bytes on the device that do not belong to the training
 
@@ -131,8 +158,10 @@ class _Meter:
     def peak(self, part: Callable[[], object]) -> int:
         """Run a part of a step; return the most bytes alive meanwhile."""
         self.live.reset_peak()
+        self.live.moments.clear()
         with self._memory.measured():
             part()
+        self.moments += self.live.moments
         return self.live.peak if self._memory.peak is None else self._memory.peak - self._foreign
 
 
@@ -168,7 +197,7 @@ def _steps(
     accumulate: Callable[[], None] = lambda: None,
 ) -> _Peaks:
     batches, live = training.source(size, training.device), meter.live
-    forward = gradients = peak = total = 0
+    forward = gradients = peak = 0
 
     def micro_batch() -> None:
         nonlocal forward, gradients
@@ -180,14 +209,43 @@ def _steps(
         gradients = live.nbytes(p.grad for p in training.model.parameters() if p.grad is not None)
 
     for step in range(2):
+        meter.moments.clear()
         for _ in range(training.accumulate or 1):
             found = meter.peak(micro_batch)
             peak = max(peak, found) if step else 0
-            total = max(total, found) if step else 0
             accumulate()
         found = meter.peak(update)
-        total = max(total, found) if step else 0
-    return _Peaks(0, gradients, 0, 0, forward, peak, total)
+    return _Peaks(0, gradients, 0, 0, forward, peak, found, meter.moments)
+
+
+class RecordedBytes(LiveBytes):
+    """Records what is alive after each op, too, in bytes that are not rounded, which grow evenly with the batch.
+
+    Args:
+        granularity: As for `LiveBytes`.
+        device: As for `LiveBytes`.
+
+    Attributes:
+        moments: Bytes alive after each op.
+    """
+
+    def __init__(self, granularity: int = 1, device: torch.device | None = None) -> None:
+        super().__init__(granularity=granularity, device=device)
+        self.moments: list[int] = []
+        self._unrounded = LiveBytes(device=device)
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """See `LiveBytes`."""
+        tensors = list(tensors)
+        self._unrounded.add(tensors)
+        return super().add(tensors)
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op, and record."""
+        result = super().call(func, args, kwargs)
+        self._unrounded.add(tensors_of(result))
+        self.moments.append(self._unrounded.live)
+        return result
 
 
 # ---- with sums, masters and optimizer state in host memory
@@ -284,10 +342,10 @@ def memory_report(
 ) -> MemoryReport:
     """Report where the memory of a training step goes at one batch size.
 
-    Runs two training steps at `batch_size`, and two at half of it for the slope; afterwards model, optimizer and random
-    generators are as before, bit for bit. Tensors are counted as ops return them, once per storage, which works on
-    every device but does not see what an op, a library or compiled code allocates inside. On CUDA the allocator's own
-    peak is used instead, and its surplus counts as workspace.
+    Runs two training steps at `batch_size`, and two at half of it (below 4 samples at twice, if that fits) to see what
+    grows; afterwards model, optimizer and random generators are as before, bit for bit. Tensors are counted as ops
+    return them, once per storage, which works on every device but does not see what an op, a library or compiled code
+    allocates inside. On CUDA the allocator's own peak is used instead, and its surplus counts as workspace.
 
     With `fake=True` nothing is allocated or computed: copies of model and optimizer, made of fake tensors, take the
     steps as if on `device`, so a laptop can plan for a card that it does not have. If torch has no CUDA, CPU kernels
@@ -342,23 +400,54 @@ def memory_report(
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in owned for p in params):
         raise ValueError("optimizer owns none of the model's trainable parameters")
-    smallest = 2 if uses_batch_statistics(model) else 1  # one sample has no variance
-    sizes = [size, size // 2] if size // 2 >= smallest else [size, 2 * size] if fake else [size]
     measure = _predict if fake else _measure
-    peaks = [measure(training, optimizer, n) for n in sizes]
-    return _report(size, peaks[0], _slope(sizes, peaks), fake)
+    peaks = measure(training, optimizer, size)
+    # Some ops treat a single sample otherwise, and BatchNorm takes no batch of one.
+    first = 2 if fake and size == 1 else size
+    other = first // 2 if first >= 4 else 2 * first
+    try:
+        at_first = peaks if first == size else measure(training, optimizer, first)
+        lines = _lines(first, at_first, other, measure(training, optimizer, other), fake)
+    except BaseException as error:
+        if other < size or not is_oom_error(error):
+            raise
+        clear_frames(error)
+        lines = _bounds(size, peaks)
+    return _report(size, peaks, lines, fake)
 
 
-def _slope(sizes: list[int], peaks: list[_Peaks]) -> float:
-    if len(sizes) == 1:  # this is the smallest size, and there may be no room for more
-        return peaks[0].forward / sizes[0]
-    return max(0.0, (peaks[0].training - peaks[1].training) / (sizes[0] - sizes[1]))
+def _lines(size: int, peaks: _Peaks, other: int, others: _Peaks, predicted: bool) -> list[tuple[float, float]]:
+    """Lines over the batch size: what is alive at each moment of a step."""
+    if len(peaks.moments) != len(others.moments):  # which ops run depends on the size
+        lines = _bounds(size, peaks)
+        for nbytes, fewer in ((peaks.training, others.training), (peaks.update, others.update)):
+            growth = max(0.0, (nbytes - fewer) / (size - other))
+            lines.append((nbytes - growth * size, growth))
+        return lines
+    # What the allocator rounds up stays, and what ops allocate inside, which is measured alone, goes on growing.
+    more, at_other = (found.total - max(found.moments) for found in (peaks, others))
+    inside = 0.0 if predicted else max(0.0, (more - at_other) / (size - other))
+    lines = []
+    for nbytes, fewer in zip(peaks.moments, others.moments, strict=True):
+        growth = inside + min(max(0.0, (nbytes - fewer) / (size - other)), nbytes / size)
+        lines.append((nbytes + more - growth * size, growth))
+    return lines
 
 
-def _report(size: int, peaks: _Peaks, slope: float, predicted: bool) -> MemoryReport:
+def _bounds(size: int, peaks: _Peaks) -> list[tuple[float, float]]:
+    """Lines that no larger batch exceeds, from one size: as if gradients and casts of weights grew, too."""
+    fixed = min(peaks.training, peaks.parameters + peaks.accumulators + peaks.optimizer)
+    return [(fixed, (peaks.training - fixed) / size), (peaks.update, 0.0)]
+
+
+def _report(size: int, peaks: _Peaks, lines: list[tuple[float, float]], predicted: bool) -> MemoryReport:
     fixed = peaks.parameters + peaks.gradients + peaks.accumulators + peaks.optimizer
     total = max(peaks.total, fixed)
     activations = min(peaks.forward, total - fixed)
+    largest: list[tuple[float, float]] = []
+    for line in sorted(lines, reverse=True):
+        if not largest or line[1] > largest[-1][1]:  # else one that begins higher and grows as fast is always above it
+            largest.append(line)
     return MemoryReport(
         batch_size=size,
         parameters=peaks.parameters,
@@ -367,9 +456,10 @@ def _report(size: int, peaks: _Peaks, slope: float, predicted: bool) -> MemoryRe
         optimizer=peaks.optimizer,
         activations=activations,
         workspace=total - fixed - activations,
-        per_sample=slope,
+        per_sample=largest[-1][1],
         training_peak=peaks.training,
         predicted=predicted,
+        lines=tuple(largest),
         host=peaks.host,
     )
 
@@ -379,7 +469,7 @@ def _measure(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
     snapshot.include(optimizer)
     device, memory = training.device, memory_of(training.device, None)
     memory.let_go()
-    live = LiveBytes(granularity=BLOCK if devices.counts_memory(device) else 1, device=one_device(device))
+    live = RecordedBytes(granularity=BLOCK if devices.counts_memory(device) else 1, device=one_device(device))
     try:
         for param in training.model.parameters():
             param.grad = None
@@ -500,7 +590,7 @@ class FakeDevice:
             state.restore()
 
 
-class LiveFakeBytes(LiveBytes):
+class LiveFakeBytes(RecordedBytes):
     """Counts fake tensors, and supplies what only real tensors know.
 
     A number read from a fake tensor is 1; a missing device is replaced by the fakes'.
@@ -518,4 +608,4 @@ class LiveFakeBytes(LiveBytes):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta", self._device.type):
             kwargs = {**kwargs, "device": self._device}
-        return func(*args, **kwargs)
+        return super().call(func, args, kwargs)
