@@ -264,7 +264,15 @@ def _demo(
         memory="memory in torch's allocator" if devices.counts_memory(device) else "tensors alive at a time",
         batch=f"a batch of {batch}, accumulated {LINES_AT_A_TIME} at a time, on a budget of {budget / 1e6:,.0f} MB",
     )
-    report.print_conclusion(console, runs[1], runs[2], "tokens", scaled=amp == "float16", clips=True)
+    report.print_conclusion(
+        console,
+        runs[1],
+        runs[2],
+        "tokens",
+        scaled=amp == "float16",
+        cache_casts=amp_dtype is not None,
+        clips=True,
+    )
     settings = {
         "steps": steps,
         "seed": seed,

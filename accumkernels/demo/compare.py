@@ -410,9 +410,16 @@ def report_on(
     big, stock, fused = runs
     wrong = fused.gradient_errors["full"] > max(WRONG, 4 * big.gradient_errors["full"])  # False where that is nan
     where = " in eval mode" if comparison.evaluates else ""
-    scaled = comparison.init_scale is not None
     report.print_conclusion(
-        console, stock, fused, comparison.unit, scaled=scaled, clips=False, mode=where, loop=not wrong
+        console,
+        stock,
+        fused,
+        comparison.unit,
+        scaled=comparison.init_scale is not None,
+        cache_casts=comparison.training.amp_dtype is not None and not arguments.no_cache_casts,
+        clips=False,
+        mode=where,
+        loop=not wrong,
     )
     if wrong:
         console.print(

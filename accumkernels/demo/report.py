@@ -38,7 +38,7 @@ activations.""",
 
 YOUR_LOOP = """\
 Before your own loop, and in it:
-    acc = accumkernels.FusedAccumulator(model, {options}cache_casts=True)
+    acc = accumkernels.FusedAccumulator(model{options})
     acc.backward(loss, weight={unit})  # for {backward}
     acc.step(optimizer{clips})  # {steps}, zeroes"""
 
@@ -144,7 +144,16 @@ def print_table(console: Console, runs: Sequence[Run], **settings: Any) -> None:
 
 
 def print_conclusion(
-    console: Console, stock: Run, fused: Run, unit: str, *, scaled: bool, clips: bool, mode: str = "", loop: bool = True
+    console: Console,
+    stock: Run,
+    fused: Run,
+    unit: str,
+    *,
+    scaled: bool,
+    cache_casts: bool,
+    clips: bool,
+    mode: str = "",
+    loop: bool = True,
 ) -> None:
     """Print in a sentence what was seen on this machine, and what to change in one's own loop.
 
@@ -154,6 +163,7 @@ def print_conclusion(
         fused: What is compared.
         unit: What is counted per second, and weighs a micro-batch.
         scaled: Whether there was a GradScaler.
+        cache_casts: Whether FusedAccumulator kept autocast's copies.
         clips: Whether gradients were clipped.
         mode: Where gradients were compared, as " in eval mode".
         loop: Whether to say what to change.
@@ -170,7 +180,7 @@ def print_conclusion(
     if not loop:
         return
     text = YOUR_LOOP.format(
-        options="scaler=scaler, " if scaled else "",
+        options=(", scaler=scaler" if scaled else "") + (", cache_casts=True" if cache_casts else ""),
         unit="len(x)" if unit == "samples" else unit,
         backward="scaler.scale(loss / K).backward()" if scaled else "(loss / K).backward()",
         clips=", max_norm=1.0" if clips else "",

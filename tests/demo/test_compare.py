@@ -165,6 +165,20 @@ def test_keyword_batches_and_autocast(compare):
     assert "return (loss, weight)" not in " ".join(made.out.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--amp", "bf16"], "FusedAccumulator(model, cache_casts=True)"),
+        (["--amp", "bf16", "--no-cache-casts"], "FusedAccumulator(model)"),
+        ([], "FusedAccumulator(model)"),
+    ],
+)
+def test_recommends_what_was_measured(compare, options, line):
+    """Not copies of weights that the model edits, nor those of an autocast that is not there."""
+    made = compare(*options, model=nn.Linear(6, 4), make_batch=images, loss_fn=nn.functional.cross_entropy)
+    assert f"acc = accumkernels.{line}\n" in made.out
+
+
 def test_the_dtype_of_the_model_is_named(compare):
     """Without autocast it is what rounds; a picture of errors of one part in a hundred must not say float32."""
     half = {"make_batch": lambda n: (images(n)[0].bfloat16(), images(n)[1]), "loss_fn": nn.functional.cross_entropy}

@@ -380,7 +380,8 @@ class TestReport:
         stock.gradient_errors, fused.gradient_errors = {"full": 0.2, "short": 0.75}, {"full": 0.004, "short": 0.003}
         text = io.StringIO()
         scaled = amp == "float16"
-        report.print_conclusion(Console(file=text, width=200), stock, fused, "tokens", scaled=scaled, clips=True)
+        console = Console(file=text, width=200)
+        report.print_conclusion(console, stock, fused, "tokens", scaled=scaled, cache_casts=True, clips=True)
         for part in ("1.80 times", "0.4 %", "20 %", "0.3 %", "75 %", "cache_casts=True", line):
             assert part in text.getvalue()
         assert ("scaler=scaler" in text.getvalue()) == (amp == "float16")
