@@ -93,10 +93,10 @@ class MemoryReport:
         """Whether a batch (of this size, or of another by `predict`) fits in a memory of `nbytes`, as in "24GiB".
 
         Not all of a device's memory is available: leave room for its context (some 0.5 GB under CUDA), library
-        workspaces and fragmentation; 10 % of its memory is a good margin.
+        workspaces and fragmentation; 10 % of its memory is a good margin. A number below 2**20 must have its unit.
         """
         total = self.total if batch_size is None else self.predict(batch_size)
-        return total <= as_bytes(nbytes, "nbytes")
+        return total <= as_bytes(nbytes, "nbytes", of_a_device=True)
 
     def __str__(self) -> str:
         rows = [(part, getattr(self, part)) for part in PARTS] + [("total", self.total)]
@@ -494,19 +494,20 @@ def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | 
     Args:
         path: Where to write it.
         reports: One for each bar.
-        limit: Bytes of the device, as a number or as in "24GiB"; None for no line.
+        limit: Bytes of the device, as in "24GiB" or as a number of at least 2**20; None for no line.
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError, ValueError: `reports` is no iterable, or empty.
+        TypeError, ValueError: `reports` is no iterable of reports, or empty, or `limit` is no device's memory.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('pictures need matplotlib: pip install "accumkernels[demo]"') from error
-    bars = sorted(
-        expect_iterable(reports, "reports", "an iterable of MemoryReports"), key=lambda report: report.batch_size
-    )
+    bars = list(expect_iterable(reports, "reports", "an iterable of MemoryReports"))
+    if not all(isinstance(report, MemoryReport) for report in bars):
+        raise wrong_type("reports", "an iterable of MemoryReports", reports)
+    bars.sort(key=lambda report: report.batch_size)
     if not bars:
         raise ValueError("reports is empty: there is nothing to draw")
     colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#999999")  # Okabe and Ito
@@ -520,7 +521,7 @@ def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | 
             axes.bar(labels, heights, bottom=bottom, color=colour, label=part, width=0.7)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     if limit is not None:
-        nbytes = as_bytes(limit, "limit")
+        nbytes = as_bytes(limit, "limit", of_a_device=True)
         axes.axhline(nbytes / 1e6, color="#D55E00", linestyle="--", label=f"limit: {nbytes / 1e6:,.0f} MB")
     axes.set_title("Memory of a training step")
     axes.set_xlabel("micro-batch size (samples)")

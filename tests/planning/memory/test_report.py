@@ -186,13 +186,16 @@ def test_slope(fake):
     # A sample's own tensors are at least its image and what its ReLUs and convolutions keep.
     assert at[64].per_sample > 4 * (3 * 256 + 2 * 16 * 256 + 2 * 16 * 64)
     assert at[1].total == at[1].predict(1)
-    assert at[16].fits(at[16].total)
-    assert not at[16].fits(at[16].total - 1)
+    assert at[16].fits(f"{at[16].total} B")
+    assert not at[16].fits(f"{at[16].total - 1} B")
     assert at[16].fits(at[16].predict(64), 64)
     assert not at[16].fits(at[16].predict(64) - 1, 64)
     assert at[16].fits("1 TiB") and not at[16].fits("1 B")
     with pytest.raises(ValueError, match="nbytes must be positive, got 0"):
         at[16].fits(0)
+    for twelve in (12, "12"):
+        with pytest.raises(ValueError, match=f"nbytes={twelve!r} is less than a mebibyte: add the unit"):
+            at[16].fits(twelve)
 
 
 ZOO = {
@@ -346,6 +349,12 @@ def test_picture(tmp_path):
     assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (1080, 600)
     with pytest.raises(ValueError, match="reports is empty"):
         draw_memory(tmp_path / "none.png", [])
+    with pytest.raises(ValueError, match="limit=12 is less than a mebibyte: add the unit"):
+        draw_memory(tmp_path / "none.png", reports, limit=12)
+    for swapped in (tmp_path / "none.png", "none.png"):
+        with pytest.raises(TypeError, match="reports must be an iterable of MemoryReports, got .*none.png"):
+            draw_memory(reports, swapped)
+    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize(
