@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..batch_statistics import uses_batch_statistics
 from ..ranks.choice import check_kind
-from .training import one_of, positive_int, training_for
+from .training import DataEnd, one_of, positive_int, training_for
 from .trial import Trial, Trials, describe_peak
 
 Mode = Literal["power", "binsearch"]
@@ -29,8 +29,8 @@ class BatchSize(int):
 
     Attributes:
         tried: Every size tried, in order: (size, ok, peak_bytes, samples_per_second).
-        reason: Why it is not larger: "oom" (a larger size did not fit), "max" (`max_batch_size`) or
-            "dataset" (`dataset_size`); with several ranks, on the one with the smallest answer.
+        reason: Why it is not larger: "oom" (a larger size did not fit), "max" (`max_batch_size`) or "dataset"
+            (`dataset_size`, or the data of `make_loader` end); with several ranks, on the one with the smallest answer.
         optimizer_seconds: Time of an optimizer step; None if it was not measured.
         accumulate: Micro-batches per optimizer step in the trials; None if they ran without an accumulator.
     """
@@ -134,7 +134,7 @@ def find_batch_size(
             least 2**20. A CPU's memory runs out far too late for a trial; there the limit applies to the tensors alive
             after each op.
         make_loader: `make_loader(n)` returns a DataLoader, or any iterable, of batches as `make_batch` makes them;
-            samples per second then include loading.
+            samples per second then include loading. Sizes that it cannot fill are not tried.
         process_group: The ranks whose smallest answer counts; None for all, False for this one alone.
         progress: Show a progress bar; by default on a terminal, where rich is installed.
 
@@ -167,15 +167,23 @@ def find_batch_size(
         trials = Trials(training, num_iterations, memory_limit, margin)
         tried: list[Trial] = []
         failures: list[str] = []
+        larger: list[tuple[int, str]] = []  # sizes that cannot be, and why
         updates: list[float] = []  # seconds of an optimizer step, one measurement per size that fits
 
         def fits(size: int) -> bool:
-            trial, failure, parts = trials.try_size(size, training.accumulate)
+            try:
+                trial, failure, parts = trials.try_size(size, training.accumulate)
+            except DataEnd:
+                if not updates:
+                    raise
+                larger.append((size, "dataset"))
+                return False
             tried.append(trial)
             if trial.ok:
                 updates.append(parts[-1])
             else:
                 failures.append(failure)
+                larger.append((size, "oom"))
             return trial.ok
 
         with trials, trial_progress(progress) as trials.on_step:
@@ -188,7 +196,7 @@ def find_batch_size(
     except BaseException:
         gather(None)  # the other ranks wait for an answer
         raise
-    everyones = gather((largest, "oom" if failures else bound))
+    everyones = gather((largest, min(larger)[1] if larger else bound))
     for rank, found in enumerate(everyones):
         if found is None:
             raise RuntimeError(f"find_batch_size: rank {rank} failed; its own error says why")

@@ -145,7 +145,7 @@ def is_ours(error: BaseException) -> bool:
 _REASONS = {
     "oom": "larger ones run out of memory",
     "max": "max_batch_size allows no larger one",
-    "dataset": "dataset_size allows no larger one",
+    "dataset": "there are no more samples",
 }
 
 

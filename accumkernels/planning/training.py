@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from .. import devices
 from ..accumulator import FusedAccumulator
 from ..buffers.store import has_accumulator
-from ..errors import expect, wrong_type
-from ..splitting.batches import TreeSamples, to_device
+from ..errors import expect, short, wrong_type
+from ..splitting.batches import TreeSamples, to_device, tree_leaves
 
 # ---- Checks of what users give
 
@@ -202,9 +202,28 @@ def made_batches(make_batch: Callable[[int], Any]) -> Source:
 
     def batches(size: int, device: torch.device) -> Iterator[Any]:
         while True:
-            yield to_device(_checked(make_batch(size), "make_batch"), device)
+            yield to_device(_of_size(_checked(make_batch(size), "make_batch"), size), device)
 
     return batches
+
+
+def _of_size(batch: Any, size: int) -> Any:
+    """Check that a batch is not smaller than it should be, where its samples can be counted, and return it."""
+    try:
+        count = len(TreeSamples(batch))
+    except (TypeError, ValueError):
+        return batch
+    # Samples may be along another dimension, or be joined into one that is longer.
+    if count < size and not any(isinstance(leaf, Tensor) and size in leaf.shape for _, leaf in tree_leaves(batch)):
+        raise ValueError(
+            f"make_batch({size}) returned {count} samples: make it return {size}, or pass dataset_size if there are "
+            "no more"
+        )
+    return batch
+
+
+class DataEnd(ValueError):
+    """A loader has fewer samples than one batch."""
 
 
 def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
@@ -213,14 +232,19 @@ def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
     def batches(size: int, device: torch.device) -> Iterator[Any]:
         loader = make_loader(size)
         while True:
-            full = 0
-            for batch in loader:
-                if len(TreeSamples(_checked(batch, "make_loader"))) != size:
+            full = count = 0
+            found = iter(loader)
+            for batch in found:
+                count = len(TreeSamples(_checked(batch, "make_loader")))
+                if count != size:
                     break  # the last one
                 full += 1
                 yield to_device(batch, device)
             if not full:
-                raise ValueError(f"make_loader({size}): the loader's first batch does not have {size} samples")
+                ends = count < size and next(found, None) is None
+                raise (DataEnd if ends else ValueError)(
+                    f"make_loader({size}): the loader's first batch does not have {size} samples"
+                )
 
     return batches
 
@@ -346,10 +370,14 @@ def _check_trainable(model: nn.Module, fake: bool) -> None:
 def _source(input_shape: Any, output_shape: Any, make_batch: Any, make_loader: Any) -> Source:
     if make_batch is not None and make_loader is not None:
         raise ValueError("give make_batch or make_loader, not both")
-    if make_batch is not None:
-        return made_batches(is_callable(make_batch, "make_batch"))
-    if make_loader is not None:
-        return loaded_batches(is_callable(make_loader, "make_loader"))
+    for name, made, source in (("make_batch", make_batch, made_batches), ("make_loader", make_loader, loaded_batches)):
+        if made is None:
+            continue
+        is_callable(made, name)
+        for other, shape in (("input_shape", input_shape), ("output_shape", output_shape)):
+            if shape is not None:
+                raise ValueError(f"give {name} or {other}, not both: got {other}={short(shape)}")
+        return source(made)
     if input_shape is None and output_shape is None:
         raise ValueError("give make_batch, which makes a batch of n samples, or input_shape and output_shape")
     return dummy_batches(input_shape, output_shape)

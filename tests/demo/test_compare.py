@@ -288,7 +288,7 @@ def test_float32_where_float64_does_not_run(compare):
         ),
         ([], {"model": nn.Sequential(Noise(), nn.Linear(6, 4))}, "not deterministic: two forwards of the same batch"),
         ([], {"loss_fn": lambda o, t: o.sum() * torch.nan}, "the loss of a micro-batch of 4 is nan"),
-        ([], {"make_batch": lambda n: images(5)}, "the factory's batch of 32 has 5 samples"),
+        ([], {"make_batch": lambda n: images(5)}, "make_batch(32) returned 5 samples"),
         (["--accumulate", "1"], {}, "--accumulate 1 accumulates nothing"),
         (["--micro-batch-size", "0"], {}, "--micro-batch-size must be at least 1, got 0"),
         (["--rounds", "0"], {}, "--rounds must be at least 1, got 0"),

@@ -140,7 +140,7 @@ def test_fit_options(factories, capsys):
     assert "batch size 9: max_batch_size allows no larger one" in capsys.readouterr().out
     arguments = ["--dataset-size", "6", "--amp", "bf16", "--multiple-of", "3", "--accumulate", "2", "--margin", "0.1"]
     assert main(["fit", "user_factories:fit", *arguments, "--memory-limit", "1MiB", "--num-iterations", "3"]) == 0
-    assert "batch size 6: dataset_size allows no larger one" in capsys.readouterr().out
+    assert "batch size 6: there are no more samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -196,4 +196,4 @@ def test_as_a_process(factories):
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert "batch size 4: dataset_size allows no larger one" in result.stdout
+    assert "batch size 4: there are no more samples" in result.stdout

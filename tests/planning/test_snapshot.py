@@ -126,7 +126,8 @@ def build(stepped=True):
 
 def fit(model, **kwargs):
     """Try 2, 4 and 8."""
-    return ak.find_batch_size(model, "cpu", (3,), (3,), 8, num_iterations=2, **kwargs)
+    shapes = () if "make_batch" in kwargs else ((3,), (3,))
+    return ak.find_batch_size(model, "cpu", *shapes, dataset_size=8, num_iterations=2, **kwargs)
 
 
 def out_of_memory(output, target):

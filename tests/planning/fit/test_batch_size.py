@@ -55,7 +55,8 @@ def _empty_log():
 def fit(model, dataset_size=CAP, **kwargs):
     """On random inputs, with the fewest steps."""
     kwargs.setdefault("num_iterations", 2)
-    return ak.find_batch_size(model, "cpu", (2,), (2,), dataset_size, **kwargs)
+    shapes = () if "make_loader" in kwargs or "make_batch" in kwargs else ((2,), (2,))
+    return ak.find_batch_size(model, "cpu", *shapes, dataset_size=dataset_size, **kwargs)
 
 
 def expected(limit, cap, mode, start=1):
@@ -277,10 +278,49 @@ def test_loader():
     assert found == 6
     assert made == [trial.size for trial in found.tried]
     assert set(_log.sizes) == set(made)
-    with pytest.raises(ValueError, match="the loader's first batch does not have 16 samples"):
-        fit(Device(None), 16, make_loader=make_loader)
     with pytest.raises(ValueError, match="make_batch or make_loader, not both"):
         fit(Device(None), make_loader=make_loader, make_batch=torch.zeros)
+
+
+@pytest.mark.parametrize(
+    ("limit", "mode", "answer"),
+    [(None, "power", (8, "dataset")), (None, "binsearch", (10, "dataset")), (9, "binsearch", (9, "oom"))],
+)
+def test_the_end_of_the_loader_is_that_of_the_data(limit, mode, answer):
+    """Sizes that it cannot fill do not fit, as those beyond dataset_size; the largest that fits is the answer."""
+    data = torch.utils.data.TensorDataset(torch.randn(10, 2), torch.randn(10, 2))
+    loader = lambda n: torch.utils.data.DataLoader(data, batch_size=n)  # noqa: E731
+    found = fit(Device(limit), None, mode=mode, make_loader=loader)
+    assert (int(found), found.reason) == answer
+    assert all(trial.size <= 10 for trial in found.tried)
+
+
+def test_batches_that_ignore_the_size():
+    """Are refused, from a loader with more of them, too; other layouts of a batch are not."""
+    data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.randn(12, 2))
+    with pytest.raises(ValueError, match=r"make_loader\(8\): the loader's first batch does not have 8 samples"):
+        ak.measure_step_costs(
+            nn.Linear(2, 2), "cpu", 8, make_loader=lambda n: torch.utils.data.DataLoader(data, batch_size=4)
+        )
+    with pytest.raises(ValueError, match="the loader's first batch does not have 1 samples"):
+        fit(Device(None), make_loader=lambda n: torch.utils.data.DataLoader(data, batch_size=4))
+    with pytest.raises(ValueError, match="the loader's first batch does not have 2 samples"):
+        fit(Device(None), make_loader=lambda n: torch.utils.data.DataLoader(data, batch_size=1))
+    with pytest.raises(ValueError, match=r"make_batch\(8\) returned 4 samples: .* or pass dataset_size"):
+        fit(Device(None), make_batch=lambda n: (torch.randn(4, 2), torch.randn(4, 2)))
+    for layout in ((lambda n: (3, n, 2)), (lambda n: (5 * n, 2))):
+        found = fit(
+            Device(None), 8, make_batch=lambda n, layout=layout: (torch.randn(layout(n)), torch.randn(layout(n)))
+        )
+        assert found == 8
+
+
+@pytest.mark.parametrize("maker", ["make_batch", "make_loader"])
+def test_shapes_beside_batches(maker):
+    """One of them would be ignored."""
+    for shape in ("input_shape", "output_shape"):
+        with pytest.raises(ValueError, match=rf"give {maker} or {shape}, not both: got {shape}=\(2,\)"):
+            ak.find_batch_size(nn.Linear(2, 2), "cpu", **{maker: lambda n: None, shape: (2,)})
 
 
 def test_needs_no_shapes_beside_make_batch():
