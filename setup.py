@@ -295,5 +295,9 @@ if __name__ == "__main__":
         **describe(os.environ.get("ACCUMKERNELS_SOURCE_URL", "").rstrip("/")),
         ext_modules=[] if cause else [Extension("accumkernels._native", sources=[])],
         cmdclass={"build": FreshBuild, "build_ext": NativeBuildExt, "bdist_wheel": AnyPythonWheel},
-        options={"egg_info": {"tag_build": os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")}},
+        options={
+            "egg_info": {"tag_build": os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")},
+            # A folder on the path, which comes before the clone's own if that is named accumkernels; a finder does not.
+            "editable_wheel": {"mode": "compat"},
+        },
     )

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,15 @@ def test_wheel_serves_any_python_and_carries_the_version_suffix(project: Project
     info = json.loads(json.loads(header.partition("ACCUMKERNELS_BUILD_INFO ")[2]))
     assert info["version"] == version
     assert (info["cuda"], info["archs"], info["commit"]) == (None, [], None)
+
+
+def test_in_place_the_clone_is_on_the_path(project: Project, tmp_path: Path) -> None:
+    """Beside a clone named accumkernels a finder comes too late: the folder itself would be imported as a namespace."""
+    done = project.setup("editable_wheel", "--dist-dir", str(tmp_path), ACCUMKERNELS_BUILD="0")
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(*tmp_path.glob("*.whl")) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        assert wheel.read(path).decode().strip() == str(project.root)
 
 
 def test_a_copy_without_history_takes_the_commit_it_is_given(project: Project) -> None:
