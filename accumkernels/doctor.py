@@ -141,6 +141,7 @@ _ADVICE = (
     (r"torch is built without CUDA", "install a CUDA build of torch"),
     (r"built without CUDA", "build with a CUDA toolkit: ACCUMKERNELS_BUILD_CUDA=1 pip install . in a clone"),
     (r"triton is not installed", "pip install triton (for Windows: triton-windows)"),
+    (r"ACCUMKERNELS_CPU", "set it to avx2 or portable, or unset it"),
     (r"TRITON_INTERPRET", "unset TRITON_INTERPRET: it is for tests on the CPU"),
     (r"self-test", "do not train with it: take another backend=, and report this output"),
 )
@@ -321,6 +322,9 @@ def examine() -> dict[str, Any]:
         note(
             f"the native library is built from version {library['version']}, the package is {__version__}", "built from"
         )
+    limit = os.environ.get("ACCUMKERNELS_CPU", "")
+    if limit not in ("", "avx512", "avx2", "portable"):  # csrc/cpu/dispatch.cpp reads it, and cannot warn
+        note(f"ACCUMKERNELS_CPU={limit!r} is no instruction set, and has no effect", "ACCUMKERNELS_CPU", serious=False)
     unused = why_no_gpu()
     if unused is not None:
         note(f"the NVIDIA driver {driver()} is loaded, but {unused}", unused, torch.version.cuda is not None)

@@ -150,6 +150,16 @@ def test_driver_without_a_gpu_in_torch(torch_cuda, visible, said, status, monkey
     assert said in out
 
 
+@pytest.mark.parametrize("limit", ["nonsense", "AVX2", "avx2", ""])
+def test_an_unknown_instruction_set_is_named(limit, monkeypatch, capsys):
+    """The kernels take the best one then, as if nothing had been set."""
+    monkeypatch.setenv("ACCUMKERNELS_CPU", limit)
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert (f"note: ACCUMKERNELS_CPU={limit!r} is no instruction set" in out) == (limit not in ("avx2", ""))
+    assert ("advice: set it to avx2 or portable" in out) == (limit not in ("avx2", ""))
+
+
 @pytest.mark.parametrize(
     ("cause", "words"),
     [
