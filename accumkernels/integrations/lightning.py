@@ -35,7 +35,7 @@ with needs("lightning", oldest="2.4"):
 
 _log = logger(__name__)
 
-# Code that overrides one of these may look at `.grad` between the last backward of a window and the next window.
+# The user's code in one of these may look at `.grad` between the last backward of a window and the next window.
 _READERS = (
     "on_before_optimizer_step",
     "on_before_zero_grad",
@@ -44,7 +44,7 @@ _READERS = (
     "configure_gradient_clipping",
     "optimizer_step",
 )
-_OTHERS = ("torch", "lightning", "pytorch_lightning", "accumkernels")  # whose code skips no gradient of the user's
+_OTHERS = ("torch", "lightning", "pytorch_lightning", "accumkernels")  # whose code is not after gradients
 _CALLED = {"__init__", "__call__", "forward"}  # where an object's name is all that code says
 _COMMUNICATE = ("reduce", "all_gather")  # methods of strategies that training_step may call
 
@@ -194,9 +194,8 @@ class FusedAccumulation(pl.Callback):
                 if window is not None:
                     self._lightning_optimizers.append(optimizer)
                     optimizer.zero_grad = optimizer.optimizer.zero_grad = _ZeroGrad(window, self._drops)
-        hooked = [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in trainer.callbacks if c is not self)]
-        for owner, base in hooked if self._windows else ():
-            if type(owner).on_after_backward is not base.on_after_backward or "on_after_backward" in vars(owner):
+        for owner in (pl_module, *trainer.callbacks) if self._windows else ():
+            if _is_users(owner, "on_after_backward"):
                 self._say_taken(f"{type(owner).__name__}.on_after_backward()")
         if self._manual and self._windows and not self._leaves and (reader := _reader_of_grad(pl_module)):
             self._say_taken(f"{reader}(), which reads .grad,")
@@ -512,11 +511,8 @@ class FusedAccumulation(pl.Callback):
         )
 
     def _nobody_reads_gradients(self, model: pl.LightningModule) -> bool:
-        if self._read_elsewhere:
-            return False
-        callbacks = [c for c in model.trainer.callbacks if not type(c).__module__.startswith("lightning.")]
-        hooks = [(type(c), pl.Callback) for c in callbacks if c is not self] + [(type(model), pl.LightningModule)]
-        return all(getattr(kind, name, None) is getattr(base, name, None) for kind, base in hooks for name in _READERS)
+        owners = (model, *model.trainer.callbacks)
+        return not self._read_elsewhere and not any(_is_users(owner, name) for owner in owners for name in _READERS)
 
     def _clip_gradients(
         self,
@@ -602,6 +598,12 @@ class _ZeroGrad:
             self._window.close()
         else:
             self._window.drop_grads(set_to_none)
+
+
+def _is_users(owner: pl.LightningModule | pl.Callback, name: str) -> bool:
+    """Whether a hook runs code of the user's, which an object may have for itself, as each LambdaCallback has."""
+    hook = getattr(owner, name, None)
+    return hook is not None and (name in vars(owner) or str(hook.__module__).partition(".")[0] not in _OTHERS)
 
 
 def _reader_of_grad(module: pl.LightningModule) -> str | None:

@@ -15,7 +15,7 @@ from tests.support.trainers import quiet_trainer
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning  # noqa: E402
+from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback, ModelPruning, Timer  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
@@ -143,6 +143,54 @@ def test_around_the_trainer(how):
 
     with pytest.raises(RuntimeError, match="In a trainer, (step the optimizer that it has|clip by its own means)"):
         quiet_trainer(FusedAccumulation(), steps=1).fit(Around())
+
+
+def halve(module):
+    """An edit of `.grad` that passes by None."""
+    for p in module.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def hooked_callback(kind):
+    """A callback whose own `on_before_optimizer_step` halves gradients."""
+    callback = kind()
+    callback.on_before_optimizer_step = lambda trainer, module, optimizer: halve(module)
+    return callback
+
+
+HOOKS = {
+    "lambda callback": lambda: LambdaCallback(on_before_optimizer_step=lambda _, module, optimizer: halve(module)),
+    "of a callback": lambda: hooked_callback(pl.Callback),
+    "of Lightning's callback": lambda: hooked_callback(Timer),
+    "on_before_optimizer_step": lambda module: lambda optimizer: halve(module),
+    "configure_gradient_clipping": lambda module: lambda *_, **__: halve(module),
+}
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_hooks_of_objects(where):
+    """A hook that an object has for itself, not by its class, changes gradients too."""
+
+    def make():
+        module = Module(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+        if hasattr(module, where):
+            setattr(module, where, HOOKS[where](module))
+        return module
+
+    assert_close(*both(make, *([] if hasattr(pl.LightningModule, where) else [HOOKS[where]])))
+
+
+def test_callbacks_of_lightning_read_no_gradients():
+    """So averaging goes on in the optimizer's own pass, after which there is none; nor do subclasses without a hook."""
+    left = []
+
+    class Longer(Timer):
+        def on_train_epoch_end(self, trainer, module):
+            left.extend(p.grad is not None for p in module.parameters())
+
+    quiet_trainer(FusedAccumulation(), Timer(), Longer()).fit(Module())
+    assert left and not any(left)
 
 
 class NeedsClosure(torch.optim.SGD):
