@@ -24,11 +24,11 @@ from ..accumulator import FusedAccumulator
 from ..errors import expect, logger, needs
 from ..splitting.run import BatchReport
 from .several import backward_coupled_of_all, driven, run_for_all
-from .window import TrainerWindow, split_options
+from .window import NOT_RUN, TrainerWindow, split_options
 
 with needs("lightning", oldest="2.4"):
     import lightning.pytorch as pl
-    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -197,8 +197,9 @@ class FusedAccumulation(pl.Callback):
         for owner in (pl_module, *trainer.callbacks) if self._windows else ():
             if _is_users(owner, "on_after_backward"):
                 self._say_taken(f"{type(owner).__name__}.on_after_backward()")
-        if self._manual and self._windows and not self._leaves and (reader := _reader_of_grad(pl_module)):
-            self._say_taken(f"{reader}(), which reads .grad,")
+        if self._manual and self._windows and not self._leaves:
+            if reader := _reader_of_grad(pl_module, trainer.optimizers):
+                self._say_taken(f"{reader}(), which reads .grad,")
 
     def _say_taken(self, who: str) -> None:
         """Say once that gradients are not where FGM, textual inversion and their like look for them."""
@@ -484,18 +485,35 @@ class FusedAccumulation(pl.Callback):
         if window is None:
             kind = type(self._precision)
             return kind.optimizer_step(self._precision, optimizer, model=model, closure=closure, **kwargs)
-        result = closure()
         self._take()
         place = self._windows.index(window)
+        again = None
+        if self._manual and window.evaluates and closure is not do_nothing_closure:
+            again = functools.partial(self._evaluate, window, optimizer, model, closure)
+        ran = window.reached or window.accumulator.micro_batches > self._before[place]  # a backward of this batch
+        result = NOT_RUN if again is not None and ran and not window.finalized else closure()
+        self._take()
         if self._manual:
             self._say_averaged(window.accumulator.micro_batches - self._before[place])
             self._before[place] = 0
-        window.folds = self._nobody_reads_gradients(model)
+        window.folds = again is None and self._nobody_reads_gradients(model)
         if not window.folds:
             window.finalize()
-        self._precision._after_closure(model, optimizer)  # on_before_optimizer_step, and the Trainer's clipping
-        window.step_as_agreed(result, **kwargs)
+        if result is not NOT_RUN:
+            self._precision._after_closure(model, optimizer)  # on_before_optimizer_step, and the Trainer's clipping
+        window.step_as_agreed(result, again=again, **kwargs)
         self._stepped.append(place)
+        return None if result is NOT_RUN else result
+
+    def _evaluate(
+        self, window: TrainerWindow, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any]
+    ) -> Any:
+        """Run a closure of manual optimization where the optimizer evaluates it: SAM, at weights that it has moved."""
+        assert self._precision is not None
+        result = closure()
+        self._take()
+        window.finalize()
+        self._precision._after_closure(model, optimizer)
         return result
 
     def _say_averaged(self, backwards: int) -> None:
@@ -606,8 +624,10 @@ def _is_users(owner: pl.LightningModule | pl.Callback, name: str) -> bool:
     return hook is not None and (name in vars(owner) or str(hook.__module__).partition(".")[0] not in _OTHERS)
 
 
-def _reader_of_grad(module: pl.LightningModule) -> str | None:
+def _reader_of_grad(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> str | None:
     """The name of a function that `training_step` may call and that reads a tensor's `.grad`; torch's are left out.
+
+    Of optimizers, too, as SAM's `first_step`, but for what is called where gradients are there.
 
     Code that skips a `.grad` of None says nothing when it runs, so its names are all there is to see.
     """
@@ -630,6 +650,8 @@ def _reader_of_grad(module: pl.LightningModule) -> str | None:
             found += [vars(value).get(name) for value in found if isinstance(value, ModuleType) for name in attributes]
             found += [vars(module).get(name, children.get(name)) for name in attributes]
             waiting += _functions_of(module, attributes)
+            for optimizer in optimizers:
+                waiting += _functions_of(optimizer, attributes - {"step", "zero_grad"})
             for value in found:
                 if all(value is not kind for kind in type(module).__mro__):  # whose methods are found already
                     waiting += _functions_of(value, attributes | _CALLED)

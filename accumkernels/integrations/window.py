@@ -138,6 +138,12 @@ class TrainerWindow:
         return self._current.outgrown
 
     @property
+    def evaluates(self) -> bool:
+        """Whether the optimizer gets a closure that it may evaluate at weights that it has moved: the model's."""
+        masters = self.engine.store.masters
+        return self._needs_closure and self._scaler is None and not (masters is not None and masters.values())
+
+    @property
     def spent(self) -> bool:
         """Whether it has ended, and its gradients were stepped or dropped."""
         if not self.finalized or self.stepped or self.dropped:
@@ -442,7 +448,13 @@ class TrainerWindow:
             norm.copy_(found)
 
     def step(
-        self, result: Any = None, *, max_norm: float | Tensor | None = None, fold: bool = False, **kwargs: Any
+        self,
+        result: Any = None,
+        *,
+        max_norm: float | Tensor | None = None,
+        fold: bool = False,
+        again: Callable[[], Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Step the optimizer and update the scale, as GradScaler does; a window with an overflow is skipped.
 
@@ -453,6 +465,7 @@ class TrainerWindow:
             max_norm: Clip to this norm.
             fold: No code looks at `.grad` any more, so the optimizer's own pass averages and clips if it can. `.grad`
                 is None afterwards.
+            again: See `once`.
             **kwargs: Of the optimizer's `step`.
 
         Returns:
@@ -479,7 +492,7 @@ class TrainerWindow:
                     self.optimizer.step(**kwargs)
                 return None
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
-            args = (once(self.optimizer, result),) if self._needs_closure else ()
+            args = (once(self.optimizer, result, again),) if self._needs_closure else ()
             if self._scaler is not None:
                 assert self.engine.window.outcome is not None
                 verdict = self.engine.window.outcome.verdict
@@ -580,20 +593,40 @@ def check_optimizer_once(optimizer: Optimizer) -> None:
         )
 
 
-def once(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
-    """A closure for an optimizer that needs one, whose backward has already run."""
-    calls = iter([result])
+NOT_RUN = object()  # the result of a closure that the optimizer itself is to run
+
+
+def once(optimizer: Optimizer, result: Any, again: Callable[[], Any] | None = None) -> Callable[[], Any]:
+    """A closure for an optimizer that needs one, whose backward has already run.
+
+    The result is that of weights and gradients as they are now: SAM changes them before it evaluates.
+
+    Args:
+        optimizer: Evaluates it.
+        result: What the first evaluation returns; or NOT_RUN.
+        again: Runs the closure in a window of its own, in other evaluations; None: they are refused.
+    """
+    now = functools.partial(_versions, [p for group in optimizer.param_groups for p in group["params"]])
+    before, results = now(), [] if result is NOT_RUN else [result]
 
     def closure() -> Any:
-        try:
-            return next(calls)
-        except StopIteration:
-            raise TypeError(
-                f"{type(optimizer).__name__} evaluates its closure twice in one step, which FusedAccumulator cannot "
-                "drive inside a trainer: gradients of the first evaluation are those of a whole window"
-            ) from None
+        if results and now() == before:
+            return results.pop()
+        if again is not None:
+            return again()
+        raise TypeError(
+            f"{type(optimizer).__name__} evaluates its closure twice in one step, or after it has changed weights or "
+            "gradients, as SAM, which FusedAccumulator cannot drive here: gradients of the first evaluation are those "
+            "of a whole window. Lightning's manual optimization can, without a GradScaler and masters of 16-bit "
+            "parameters: closure(), then optimizer.step(closure). For loops of your own see docs/swapping.md"
+        )
 
     return closure
+
+
+def _versions(params: list[Tensor]) -> list[tuple[int, int, int | None]]:
+    """What differs after a change of weights or of `.grad`s."""
+    return [(p._version, id(p.grad), None if p.grad is None else p.grad._version) for p in params]
 
 
 @contextlib.contextmanager

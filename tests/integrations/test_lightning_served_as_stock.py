@@ -221,6 +221,128 @@ def test_an_optimizer_that_calls_a_closure():
     assert_close(*both(lambda: Module(lambda module: CallsClosure(module.parameters(), lr=0.1))))
 
 
+class Sam(torch.optim.Optimizer):
+    """As https://github.com/davda54/sam: evaluates the closure at weights that it has moved along the gradient."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    def first_step(self):
+        """Move."""
+        self.moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.before = [p.detach().clone() for p in self.moved]
+        norm = torch.stack([p.grad.norm() for p in self.moved]).norm()
+        with torch.no_grad():
+            for p in self.moved:
+                p.add_(p.grad, alpha=(0.5 / norm).item())
+        self.zero_grad()
+
+    def second_step(self):
+        """Move back, and step."""
+        with torch.no_grad():
+            for p, before in zip(self.moved, self.before, strict=True):
+                p.copy_(before)
+        self.base.step()
+
+    def step(self, closure):
+        """Of the gradients that are there."""
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+class WholeSam(Sam):
+    """Evaluates the closure at the weights as they are, too."""
+
+    def step(self, closure):
+        """Of no gradients."""
+        closure()
+        super().step(closure)
+
+
+class Sharp(Module):
+    """A step with a closure in manual optimization, which may have run before; `drops` gradients in it."""
+
+    def __init__(self, kind, runs=False, drops=False, **options):
+        super().__init__(lambda module: kind(module.parameters(), lr=0.1), **options)
+        self.automatic_optimization = False
+        self.runs, self.drops = runs, drops
+
+    def training_step(self, data, index):
+        optimizer = self.optimizers()
+
+        def closure():
+            if self.drops:
+                optimizer.zero_grad()
+            loss = self.loss(data)
+            self.manual_backward(loss)
+            return loss
+
+        if self.runs:
+            closure()
+        optimizer.step(closure=closure)
+        optimizer.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.steps = getattr(self, "steps", 0) + 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (Sam, True),
+        (Sam, True, True),
+        (WholeSam,),
+        (WholeSam, False, True),
+        (NeedsClosure,),
+        (NeedsClosure, True, True),
+        (torch.optim.SGD,),
+    ],
+)
+def test_closures_in_manual_optimization(arguments, caplog):
+    """Are run where the optimizer evaluates them: SAM steps by the gradient at weights that it has moved."""
+    stock, ours = both(lambda: Sharp(*arguments), steps=1)
+    assert_close(stock, ours)
+    assert ours.steps == stock.steps
+    assert caplog.records == []
+
+
+def test_sam_where_closures_have_run():
+    """An error, where one at other weights cannot be run: in automatic optimization, and with masters."""
+    with pytest.raises(TypeError, match="after it has changed weights or gradients, as SAM"):
+        quiet_trainer(FusedAccumulation()).fit(Module(lambda module: Sam(module.parameters(), lr=0.1)))
+    callback = FusedAccumulation(master_weights=True)
+    with pytest.raises(TypeError, match="after it has changed weights or gradients, as SAM"):
+        quiet_trainer(callback, steps=1, precision="bf16-true").fit(Sharp(Sam, True))
+
+
+class SharpInParts(Sharp):
+    """SAM's two methods, each after a backward."""
+
+    def training_step(self, data, index):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(data))
+        optimizer.first_step()
+        self.manual_backward(self.loss(data))
+        optimizer.second_step()
+        optimizer.zero_grad()
+
+
+def test_methods_of_optimizers_that_read_gradients(caplog):
+    """Find them with the option; without it, they are named before they fail."""
+    stock, ours = SharpInParts(Sam), SharpInParts(Sam)
+    quiet_trainer(steps=1).fit(stock)
+    quiet_trainer(FusedAccumulation(release="microbatch"), steps=1).fit(ours)
+    assert_close(stock, ours)
+    assert caplog.records == []
+    with pytest.raises(RuntimeError, match="non-empty TensorList"):
+        quiet_trainer(FusedAccumulation(), steps=1).fit(SharpInParts(Sam))
+    (found,) = caplog.records
+    assert found.getMessage().startswith("accumkernels: Sam.first_step(), which reads .grad, finds no .grad")
+
+
 class ForgetsClosure(torch.optim.SGD):
     """Does not call it, which Lightning refuses: its own test_optimizer_step_no_closure_raises."""
 
