@@ -493,6 +493,8 @@ class FusedAccumulation(pl.Callback):
         ran = window.reached or window.accumulator.micro_batches > self._before[place]  # a backward of this batch
         result = NOT_RUN if again is not None and ran and not window.finalized else closure()
         self._take()
+        if window.stepped and not self._manual:  # an epoch without backwards: StochasticWeightAveraging's for BatchNorm
+            window.open()
         if self._manual:
             self._say_averaged(window.accumulator.micro_batches - self._before[place])
             self._before[place] = 0

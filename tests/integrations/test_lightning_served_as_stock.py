@@ -15,7 +15,13 @@ from tests.support.trainers import quiet_trainer
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback, ModelPruning, Timer  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BackboneFinetuning,
+    LambdaCallback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
@@ -95,6 +101,30 @@ def test_model_pruning():
             epochs=3,
         )
     )
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_weight_averaging_with_batchnorm(reads):
+    """The extra pass, in which nothing runs backward, leaves the averaged weights, whose step in Lightning is stale."""
+    averaged = []
+
+    class Normalized(Module):
+        def __init__(self):
+            super().__init__(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+            self.head = nn.Sequential(nn.BatchNorm1d(9), *self.head)
+
+        def on_train_batch_start(self, batch, index):
+            if self.trainer.current_epoch == 3:
+                averaged.append([p.detach().clone() for p in self.parameters()])
+
+    ours = Normalized()
+    if reads:
+        ours.on_train_batch_end = lambda *_: None
+    before = [p.detach().clone() for p in ours.parameters()]
+    quiet_trainer(FusedAccumulation(), StochasticWeightAveraging(1e-2, swa_epoch_start=1), epochs=3).fit(ours)
+    assert len(averaged) == 8
+    assert all(same_bits(a, p) for a, p in zip(averaged[0], ours.parameters(), strict=True))
+    assert not any(map(same_bits, before, ours.parameters()))
 
 
 def test_a_parameter_that_nobody_steps(caplog):
