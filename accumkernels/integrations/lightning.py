@@ -144,7 +144,8 @@ class FusedAccumulation(pl.Callback):
         """Make the accumulators.
 
         Raises:
-            ValueError: The strategy shards or accumulates by itself; or batches are to be split in manual optimization.
+            ValueError: The strategy shards or accumulates by itself; batches are to be split in manual optimization; or
+                there is a weight of batches that training_step takes from an iterator.
         """
         strategy = trainer.strategy
         ddp = type(strategy) is DDPStrategy  # by type: DeepSpeedStrategy is one
@@ -152,6 +153,11 @@ class FusedAccumulation(pl.Callback):
             raise ValueError(
                 f"FusedAccumulation with {type(strategy).__name__}: use strategy='ddp', or ModelParallelStrategy to "
                 "shard the model (FSDP2)"
+            )
+        if self.weight is not None and "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+            raise ValueError(
+                "FusedAccumulation(weight=...) with training_step(dataloader_iter): the callback does not see which "
+                "batch a loss is of. Let training_step take a batch, as training_step(batch, batch_idx)"
             )
         saved = self._saved
         self._release()
@@ -277,8 +283,7 @@ class FusedAccumulation(pl.Callback):
                 window.open()
         self._stepped, self._begins = [], False
         self._before = [window.accumulator.micro_batches for window in self._windows]
-        # A step that takes an iterator has no batch yet.
-        self._batch_weight = 1.0 if self.weight is None or batch is None else self.weight(batch)
+        self._batch_weight = 1.0 if self.weight is None else self.weight(batch)
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Lightning begins a window, in automatic optimization: its `zero_grad` drops what no step has used.

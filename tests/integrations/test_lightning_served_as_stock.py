@@ -157,6 +157,12 @@ def test_a_step_that_takes_an_iterator():
     assert_close(*both(OnIterator, steps=1))
 
 
+def test_weights_of_an_iterator():
+    """Are refused before training: what it has given may not be the batch of the loss."""
+    with pytest.raises(ValueError, match=r"weight=...\) with training_step\(dataloader_iter\)"):
+        quiet_trainer(FusedAccumulation(weight=len), steps=1).fit(OnIterator())
+
+
 @pytest.mark.parametrize("how", ["step", "clip"])
 def test_around_the_trainer(how):
     """torch's optimizer, or torch's clipping, in manual optimization: the error names what Lightning has for it."""
