@@ -54,11 +54,11 @@ class FusedAccumulation(pl.Callback):
 
     `accumulate_grad_batches`, `precision`, `gradient_clip_val` and the hooks of LightningModule mean what they do in
     Lightning: on one device, with `strategy="ddp"` and its variants, where a window communicates once, and with
-    ModelParallelStrategy (FSDP2). `.grad` is the averaged, unscaled gradient from `on_before_optimizer_step` on, and
-    None before. With `release="microbatch"`, after each backward it is the micro-batch's, scaled and divided as in
-    Lightning, until the next backward, the step or the batch's end; code may read and change it there. Fused optimizers
-    can be clipped in fp16 too; averaging and clipping are folded into their pass if no hook of the user's could look at
-    `.grad`.
+    ModelParallelStrategy (FSDP2). `.grad` is the averaged, unscaled gradient from `on_before_optimizer_step` on (in a
+    module's own `optimizer_step`, when the closure has run), and None before. With `release="microbatch"`, after each
+    backward it is the micro-batch's, scaled and divided as in Lightning, until the next backward, the step or the
+    batch's end; code may read and change it there. Fused optimizers can be clipped in fp16 too; averaging and clipping
+    are folded into their pass if no hook of the user's could look at `.grad`.
 
     In manual optimization each `manual_backward` is a micro-batch of the optimizers whose parameters it reaches, and
     `optimizer.step()` ends the optimizer's window. Do not divide by the number of micro-batches, and do not call
@@ -200,12 +200,21 @@ class FusedAccumulation(pl.Callback):
                 if window is not None:
                     self._lightning_optimizers.append(optimizer)
                     optimizer.zero_grad = optimizer.optimizer.zero_grad = _ZeroGrad(window, self._drops)
-        for owner in (pl_module, *trainer.callbacks) if self._windows else ():
+        if self._windows:
+            self._find_readers(trainer, pl_module)
+
+    def _find_readers(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find code that looks at `.grad` before `on_before_optimizer_step`; serve it, or say that it finds None."""
+        for owner in (pl_module, *trainer.callbacks):
             if _is_users(owner, "on_after_backward"):
                 self._say_taken(f"{type(owner).__name__}.on_after_backward()")
-        if self._manual and self._windows and not self._leaves:
-            if reader := _reader_of_grad(pl_module, trainer.optimizers):
-                self._say_taken(f"{reader}(), which reads .grad,")
+        methods = {"training_step" if self._manual else "optimizer_step"}
+        if not self._manual and self._split is None and not _is_users(pl_module, "optimizer_zero_grad"):
+            methods = set()  # windows are Lightning's, and can end before `optimizer_step` goes on
+            if _is_users(pl_module, "optimizer_step"):
+                trainer.precision_plugin.post_backward = self._post_backward
+        if reader := _reader_of_grad(pl_module, trainer.optimizers, methods):
+            self._say_taken(f"{reader}(), which reads .grad,")
 
     def _say_taken(self, who: str) -> None:
         """Say once that gradients are not where FGM, textual inversion and their like look for them."""
@@ -254,7 +263,7 @@ class FusedAccumulation(pl.Callback):
     def _release(self) -> None:
         self._saved = None
         if self._precision is not None:
-            for name in ("optimizer_step", "clip_gradients", "clip_grad_by_norm", "backward"):
+            for name in ("optimizer_step", "clip_gradients", "clip_grad_by_norm", "backward", "post_backward"):
                 vars(self._precision).pop(name, None)
             self._precision = None
         if self._strategy is not None:
@@ -345,6 +354,15 @@ class FusedAccumulation(pl.Callback):
             windows[0].run(run, tensor, self._batch_weight, leaves=self._leaves)
         else:
             run_for_all(windows, tensor, self._batch_weight, run, self._leaves)
+
+    def _post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
+        """Call the hooks; average, since the module's `optimizer_step` may look at gradients before it steps."""
+        assert self._precision is not None
+        loss = type(self._precision).post_backward(self._precision, tensor, module)
+        if not module.trainer.fit_loop._should_accumulate():
+            self._take()
+            self._windows[0].finalize()
+        return loss
 
     def backward_coupled(
         self,
@@ -631,8 +649,8 @@ def _is_users(owner: pl.LightningModule | pl.Callback, name: str) -> bool:
     return hook is not None and (name in vars(owner) or str(hook.__module__).partition(".")[0] not in _OTHERS)
 
 
-def _reader_of_grad(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> str | None:
-    """The name of a function that `training_step` may call and that reads a tensor's `.grad`; torch's are left out.
+def _reader_of_grad(module: pl.LightningModule, optimizers: Iterable[Optimizer], methods: Set[str]) -> str | None:
+    """The name of a function that a module's methods may call and that reads a tensor's `.grad`; torch's are left out.
 
     Of optimizers, too, as SAM's `first_step`, but for what is called where gradients are there.
 
@@ -640,7 +658,7 @@ def _reader_of_grad(module: pl.LightningModule, optimizers: Iterable[Optimizer])
     """
     seen: set[FunctionType] = set()
     children = dict(module.named_children())
-    waiting = [*_functions_of(module, {"training_step"})]
+    waiting = [*_functions_of(module, methods)]
     while waiting:
         function = waiting.pop()
         if function in seen:

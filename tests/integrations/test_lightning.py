@@ -282,7 +282,7 @@ def test_what_fit_leaves():
     with pytest.raises(RuntimeError, match="only while"):
         _ = callback.accumulator
     ak.FusedAccumulator(model).remove()
-    names = {"optimizer_step", "clip_gradients", "clip_grad_by_norm", "backward"}
+    names = {"optimizer_step", "clip_gradients", "clip_grad_by_norm", "backward", "post_backward"}
     assert not names & set(vars(one.precision_plugin))
 
     class Fails(Regression):

@@ -217,6 +217,51 @@ def test_hooks_of_objects(where):
     assert_close(*both(make, *([] if hasattr(pl.LightningModule, where) else [HOOKS[where]])))
 
 
+class EditsInStep(Module):
+    """Changes gradients after the closure, or at its end."""
+
+    def __init__(self, wraps=False):
+        super().__init__(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+        self.wraps = wraps
+
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        def wrapped():
+            loss = closure()
+            halve(self)
+            return loss
+
+        if self.wraps:
+            super().optimizer_step(epoch, index, optimizer, wrapped)
+        else:
+            loss = wrapped()
+            optimizer.step(lambda: loss)
+
+
+BY_VALUE = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+
+
+@pytest.mark.parametrize("options", [{}, BY_VALUE, {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize("wraps", [False, True])
+def test_optimizer_step_edits_gradients(wraps, options, caplog):
+    """Those that the optimizer then steps with."""
+    assert_close(*both(lambda: EditsInStep(wraps), epochs=2, **options))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_optimizer_step_that_finds_no_gradients(splits, caplog):
+    """As where it counts micro-batches itself: said once, and by the function's name."""
+
+    class Counts(EditsInStep):
+        def optimizer_zero_grad(self, epoch, index, optimizer):
+            optimizer.zero_grad()
+
+    callback = FusedAccumulation(split=2) if splits else FusedAccumulation()
+    quiet_trainer(callback).fit((EditsInStep if splits else Counts)())
+    (found,) = caplog.records
+    assert found.getMessage().startswith("accumkernels: halve(), which reads .grad, finds no .grad")
+
+
 def test_callbacks_of_lightning_read_no_gradients():
     """So averaging goes on in the optimizer's own pass, after which there is none; nor do subclasses without a hook."""
     left = []
