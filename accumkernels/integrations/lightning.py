@@ -104,6 +104,7 @@ class FusedAccumulation(pl.Callback):
         self._leaves = (
             split is None and options.get("release") == "microbatch"
         )  # whether `.grad` is there after backward
+        self._edited = False  # whether the module's own `backward` looks for it
         self._once: set[str] = set()  # what was said, and is not again
 
     @classmethod
@@ -213,6 +214,10 @@ class FusedAccumulation(pl.Callback):
             methods = set()  # windows are Lightning's, and can end before `optimizer_step` goes on
             if _is_users(pl_module, "optimizer_step"):
                 trainer.precision_plugin.post_backward = self._post_backward
+        if self._split is not None or self._options.get("release") == "backward":
+            methods.add("backward")
+        else:
+            self._edited = _reader_of_grad(pl_module, (), {"backward"}) is not None
         if reader := _reader_of_grad(pl_module, trainer.optimizers, methods):
             self._say_taken(f"{reader}(), which reads .grad,")
 
@@ -347,13 +352,13 @@ class FusedAccumulation(pl.Callback):
             return
         own = functools.partial(type(self._precision).backward, self._precision)
         run = lambda loss: own(loss, model, *args, **kwargs)  # noqa: E731
-        windows = self._windows
+        windows, leaves = self._windows, self._leaves or self._edited
         scaler = getattr(self._precision, "scaler", None)
         self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
         if len(windows) == 1 and windows[0].alone:
-            windows[0].run(run, tensor, self._batch_weight, leaves=self._leaves)
+            windows[0].run(run, tensor, self._batch_weight, leaves=leaves)
         else:
-            run_for_all(windows, tensor, self._batch_weight, run, self._leaves)
+            run_for_all(windows, tensor, self._batch_weight, run, leaves)
 
     def _post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
         """Call the hooks; average, since the module's `optimizer_step` may look at gradients before it steps."""

@@ -262,6 +262,29 @@ def test_optimizer_step_that_finds_no_gradients(splits, caplog):
     assert found.getMessage().startswith("accumkernels: halve(), which reads .grad, finds no .grad")
 
 
+class EditsInBackward(Module):
+    """Changes gradients at its end."""
+
+    def __init__(self):
+        super().__init__(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def backward(self, loss):
+        loss.backward()
+        halve(self)
+
+
+def test_backward_edits_gradients(caplog):
+    """Of more than a bucket, too; where gradients are added while it runs, that is said once."""
+    stock, ours = EditsInBackward(), EditsInBackward()
+    quiet_trainer(steps=1).fit(stock)
+    quiet_trainer(FusedAccumulation(bucket_bytes=64), steps=1).fit(ours)
+    assert_close(stock, ours)
+    assert caplog.records == []
+    quiet_trainer(FusedAccumulation(release="backward")).fit(EditsInBackward())
+    (found,) = caplog.records
+    assert found.getMessage().startswith("accumkernels: halve(), which reads .grad, finds no .grad")
+
+
 def test_callbacks_of_lightning_read_no_gradients():
     """So averaging goes on in the optimizer's own pass, after which there is none; nor do subclasses without a hook."""
     left = []
