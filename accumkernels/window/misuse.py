@@ -146,7 +146,7 @@ class MisuseDetector(Follower):
                 "gradients of another loss were added while its backward ran (release='backward'), and count in the "
                 "micro-batch of this acc.backward: zero_grad() in between cannot take them back. Ask for what you "
                 "need, torch.autograd.grad(loss, inputs), or freeze the parameters meanwhile; if the gradients are "
-                "meant, pass the sum of the losses to acc.backward (AK39)"
+                "meant, pass the sum of the losses to acc.backward"
             )
         if not first or not (self._uncounted() or any(map(_is_something, grads))):
             self.once.add("leftovers")  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
