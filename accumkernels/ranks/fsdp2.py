@@ -8,10 +8,12 @@ which a parameter is replicated (HSDP), and where a smaller mesh has copies on o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -40,8 +42,9 @@ class Sharded(PartialRanks):
         self._sharded_by_fsdp = sharded_by_fsdp
         self._factor = DivideFactor(named)
         self._cuts: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by id: groups whose ranks each hold another part
-        meshes = {id(entry.param): _mesh(entry) for entry in named}
-        everyone = sorted({rank for ranks in meshes.values() for rank in ranks})
+        self._named = named
+        self._meshes = {id(entry.param): _mesh(entry) for entry in named}
+        everyone = sorted({rank for ranks in self._meshes.values() for rank in ranks})
         self.size, self.rank = len(everyone), everyone.index(dist.get_rank())
         self._group = Group(_group_of(everyone, [entry.param for entry in named]))
         for entry in named:
@@ -52,31 +55,39 @@ class Sharded(PartialRanks):
         self.shards = math.prod(group.size() for group in self._rows)
         for group in self._rows:
             self.shard = self.shard * group.size() + group.rank()
-        self._replicas = self._count_replicas(named, meshes)
+        asks = torch.full((1,), bool(self._list_small()), dtype=torch.int64, device=devices_of(named)[0])
+        self._asks = self.maximum(asks).item() > 0
         self.weight_key = next_key(self.size)
 
-    def _count_replicas(self, named: Sequence[NamedParameter], meshes: dict[int, tuple[int, ...]]) -> dict[int, int]:
-        """By id of a parameter, count the ranks that hold the same part of it as this one.
+    def _list_small(self) -> list[NamedParameter]:
+        """List the parameters that may have copies on other ranks, as their mesh is part of a larger one."""
+        inside = {ranks for entry in self._named if is_dtensor(entry.param) for ranks in _parts_of_mesh(entry.param)}
+        small = {ranks for ranks in self._meshes.values() if len(ranks) < self.size and ranks in inside}
+        return [entry for entry in self._named if self._meshes[id(entry.param)] in small]
+
+    @functools.cached_property
+    def _replicas(self) -> dict[int, int]:
+        """By id of a parameter, how many ranks hold the same part of it as this one; collective when first read.
 
         A parameter on a mesh of fewer ranks (for a plain one, this rank alone) may have copies on the others, like the
         norms of a tensor parallel model, or be one of many experts. Copies have equal values, and their mesh is part of
-        a larger one, whose other dimensions shard other parameters.
+        a larger one, whose other dimensions shard other parameters. The first norm asks, not the constructor: loops
+        load a checkpoint in between. Later they stay what they were then, as copies may drift apart by rounding.
         """
-        inside = {ranks for entry in named if is_dtensor(entry.param) for ranks in _parts_of_mesh(entry.param)}
-        contents = {
-            ranks: _content([entry for entry in named if meshes[id(entry.param)] == ranks], ranks)
-            for ranks in dict.fromkeys(meshes.values())
-            if len(ranks) < self.size and ranks in inside
-        }
-        copies = dict.fromkeys(meshes.values(), 1)
-        wanted = torch.full((1,), bool(contents), dtype=torch.int64, device=devices_of(named)[0])
-        if self.maximum(wanted).item():
-            everyones = self._group.gather(list(contents.values()))
-            for ranks, content in contents.items():
-                copies[ranks] = sum(content in theirs for theirs in everyones)
+        copies = dict.fromkeys(self._meshes, 1)
+        if self._asks:
+            # What is trained is judged by all that its module trains: experts may begin with the same biases.
+            modules: dict[tuple[str, tuple[int, ...]], list[NamedParameter]] = {}
+            for entry in self._list_small():
+                if entry.obstacle() is None:  # else it is frozen for ever
+                    module = entry.name.rpartition(".")[0] if entry.param.requires_grad else entry.name
+                    modules.setdefault((module, self._meshes[id(entry.param)]), []).append(entry)
+            contents = {key: _content(entries, key[1]) for key, entries in modules.items()}
+            everyones = Counter(itertools.chain.from_iterable(self._group.gather(list(contents.values()))))
+            copies |= {id(e.param): everyones[contents[key]] for key, entries in modules.items() for e in entries}
         return {
-            key: len(ranks) // math.prod(group.size() for group in self._cuts.get(key, ())) * copies[ranks]
-            for key, ranks in meshes.items()
+            key: len(ranks) // math.prod(group.size() for group in self._cuts.get(key, ())) * copies[key]
+            for key, ranks in self._meshes.items()
         }
 
     def check_trainable(self, named: Sequence[NamedParameter]) -> None:
@@ -150,8 +161,9 @@ class Sharded(PartialRanks):
         self, buffers: Sequence[FlatBuffer], norm_type: float, device: torch.device, only: Set[int] | None = None
     ) -> Tensor:
         """Norm over all touched segments of all ranks, or `only` those with these `id`s; 0-d fp64 on `device`."""
+        copies = self._replicas  # also where no segment is touched: the first time it is collective
         parts = [
-            (buffer, segment, self._replicas[id(segment.param)])
+            (buffer, segment, copies[id(segment.param)])
             for buffer in buffers
             for segment in buffer.touched_segments()
             if only is None or id(segment.param) in only
@@ -191,7 +203,7 @@ class Sharded(PartialRanks):
         Raises:
             ValueError: they are.
         """
-        if len(set(self._cuts.values())) > 1 or len(self._cuts) < len(self._replicas):
+        if len(set(self._cuts.values())) > 1 or len(self._cuts) < len(self._meshes):
             raise ValueError(
                 "noise_scale needs parameters that are all cut along the same mesh dimensions; these are not (tensor "
                 "parallel beside fully_shard)"
@@ -260,10 +272,9 @@ def _content(entries: Sequence[NamedParameter], ranks: tuple[int, ...]) -> bytes
     """Describe this rank's part of parameters that share a mesh, by a digest that is equal if all values are."""
     description = [str(ranks.index(dist.get_rank()))]
     for entry in entries:
-        if entry.obstacle() is not None:  # it is frozen for ever
-            continue
-        part = local(entry.param).detach().double()
-        description.append(f"{entry.name!r} {tuple(part.shape)} {part.sum().item()} {part.norm().item()}")
+        part = local(entry.param).detach()
+        norm = torch.linalg.vector_norm(part, dtype=torch.float64).item()
+        description.append(f"{entry.name!r} {tuple(part.shape)} {part.sum(dtype=torch.float64).item()} {norm}")
     return hashlib.blake2b("\n".join(description).encode(), digest_size=8).digest()
 
 

@@ -149,6 +149,68 @@ def plain_norms(rank, size):
     assert_close(actual, twin.parameters())
 
 
+def checkpoint_after_construction(rank, size):
+    """Plain parameters that differ by rank until a checkpoint is loaded are copies; a frozen one may always differ."""
+    model, twin = Normed().double(), Normed().double()
+    parallelize_module(
+        model,
+        init_device_mesh("cpu", (size,)),
+        {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())},
+    )
+    model.register_parameter("scale", nn.Parameter(torch.full((3,), float(rank)), requires_grad=False))
+    plain = [p for p in trainable(model) if not isinstance(p, DTensor)]
+    loaded = [p.detach().clone() for p in plain]
+    with torch.no_grad():
+        for p in plain:
+            p.normal_(generator=torch.Generator().manual_seed(rank))
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    with torch.no_grad():
+        for p, value in zip(plain, loaded, strict=True):
+            p.copy_(value)
+    stock = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in micro_batches(0):
+            acc.backward(mse_loss(model(x), y), len(x))
+        stock.zero_grad()
+        expected = total_norm(true_grads(micro_batches(0), twin))
+        assert acc.step(optimizer, max_norm=0.1).item() == pytest.approx(expected, rel=1e-12)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        stock.step()
+
+
+class OwnParts(nn.Module):
+    """A layer to cut, and plain layers: one that is the same on all ranks, and one that is each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cut, self.norm = nn.Linear(5, 8), nn.LayerNorm(8)
+        torch.manual_seed(rank)
+        self.own = nn.Linear(8, 1)
+        nn.init.zeros_(self.own.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, 5]` to `[n, 1]`."""
+        return self.own(self.norm(torch.tanh(self.cut(x))))
+
+
+def plain_parts(rank, size):
+    """Plain parameters of which each rank has its own, some of them with the same values, count on each."""
+    model = OwnParts(rank).double()
+    parallelize_module(model, init_device_mesh("cpu", (size,)), {"cut": ColwiseParallel(output_layouts=Replicate())})
+    acc = ak.FusedAccumulator(model)
+    for x, y in micro_batches(0):
+        acc.backward(mse_loss(model(x), y), len(x))
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    shared = [p.grad.full_tensor() for p in model.cut.parameters()]
+    norms = sum(p.grad.square().sum() for p in model.norm.parameters()) / size  # of other losses on each rank here
+    squares = sum(p.grad.square().sum() for p in model.own.parameters()) + norms
+    dist.all_reduce(squares)
+    expected = math.sqrt(total_norm(shared) ** 2 + squares)
+    assert acc.clip_grad_norm_(1e9).item() == pytest.approx(expected, rel=1e-12)
+
+
 def experts(rank, size):
     """Layers on a mesh of their own, other ones in each pair of ranks, though some begin alike: one norm on all."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
@@ -182,5 +244,7 @@ FOUR_RANKS = [
     tensor_parallel_too,
     unequal_weights_of_replicas,
     plain_norms,
+    checkpoint_after_construction,
+    plain_parts,
     experts,
 ]
