@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -42,16 +42,18 @@ class Sharded(PartialRanks):
         self._sharded_by_fsdp = sharded_by_fsdp
         self._factor = DivideFactor(named)
         self._cuts: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by id: groups whose ranks each hold another part
-        self._named = named
-        self._meshes = {id(entry.param): _mesh(entry) for entry in named}
-        everyone = sorted({rank for ranks in self._meshes.values() for rank in ranks})
+        meshes = {id(entry.param): _mesh(entry) for entry in named}
+        everyone = _everyone(named, meshes)
+        self._meshes = {key: ranks for key, ranks in meshes.items() if set(everyone).issuperset(ranks)}
+        self._outside = [entry for entry in named if id(entry.param) not in self._meshes]  # frozen ones
+        named = self._named = [entry for entry in named if id(entry.param) in self._meshes]
         self.size, self.rank = len(everyone), everyone.index(dist.get_rank())
         self._group = Group(_group_of(everyone, [entry.param for entry in named]))
         for entry in named:
             param: Any = entry.param
             if is_dtensor(param):
                 self._cuts[id(param)] = tuple(map(param.device_mesh.get_group, _cut_dims(param)))
-        self._rows = next(iter(self._cuts.values()))  # the groups that the noise scale's squares are sharded over
+        self._rows = next(iter(self._cuts.values()), ())  # the groups that the noise scale's squares are sharded over
         self.shards = math.prod(group.size() for group in self._rows)
         for group in self._rows:
             self.shard = self.shard * group.size() + group.rank()
@@ -94,8 +96,13 @@ class Sharded(PartialRanks):
         """Refuse trainable plain parameters that FSDP2 was told to ignore, since nobody reduces their gradients.
 
         Raises:
-            RuntimeError: names the first plain parameter.
+            RuntimeError: names the first plain parameter, or one that was unfrozen and has other ranks than all others.
         """
+        if late := [entry.name for entry in self._outside if entry.param.requires_grad]:
+            raise RuntimeError(
+                f"{late[0]!r} was frozen when the accumulator was built, and its mesh has ranks that are on no mesh of "
+                "what was trainable: freeze it again, or shard all that is trained over one mesh, or over parts of it"
+            )
         plain = [entry for entry in named if entry.param.requires_grad and not is_dtensor(entry.param)]
         if plain and self._sharded_by_fsdp and dist.get_world_size() > 1:
             raise RuntimeError(
@@ -240,6 +247,26 @@ def _mesh(entry: NamedParameter) -> tuple[int, ...]:
     return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
 
 
+def _everyone(named: Sequence[NamedParameter], meshes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks of the mesh that has those of all others; frozen parameters count if theirs fit in.
+
+    Raises:
+        ValueError: names parameters on overlapping meshes, of which ranks would find different groups.
+    """
+    trainable = [entry for entry in named if entry.param.requires_grad]
+    for entries in (named, trainable or named):
+        largest = max(entries, key=lambda entry: len(meshes[id(entry.param)]))
+        ranks = meshes[id(largest.param)]
+        others = [entry.name for entry in entries if not set(ranks).issuperset(meshes[id(entry.param)])]
+        if not others:
+            return ranks
+    raise ValueError(
+        f"params: {largest.name!r} and {others[0]!r} are on meshes that overlap, and none has the ranks of all that is "
+        "trained: shard them over one mesh, or over parts of it, as fully_shard does with tensor parallel modules "
+        "inside; freeze one; or give it to an accumulator of its own"
+    )
+
+
 def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
     """For each set of mesh dims with one that shards a DTensor, yield the ranks with this one's place along them."""
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
@@ -257,7 +284,7 @@ def _cut_dims(param: Any) -> list[int]:
     return [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and size(dim) > 1]
 
 
-def _group_of(ranks: list[int], params: Sequence[Any]) -> Any:
+def _group_of(ranks: Sequence[int], params: Sequence[Any]) -> Any:
     """Return a group of exactly these ranks: a mesh dimension's, the whole world's, or a new one."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD

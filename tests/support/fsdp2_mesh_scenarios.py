@@ -211,6 +211,47 @@ def plain_parts(rank, size):
     assert acc.clip_grad_norm_(1e9).item() == pytest.approx(expected, rel=1e-12)
 
 
+class Adapted(nn.Module):
+    """Layers to cut, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, 5]` to `[n, 1]`."""
+        return self.head(self.base(x))
+
+
+def frozen_on_another_mesh(rank, size):
+    """A tensor parallel base under a head that is sharded along the other dimension alone: frozen, or refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model, twin = Adapted().double(), Adapted().double()
+    for part in (model.base, twin.base):
+        part.requires_grad_(False)
+    parallelize_module(model.base, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model.head, mesh=mesh["data"])
+    acc = ak.FusedAccumulator(model)
+    assert acc.engine.ranks.size == 2
+    optimizer = torch.optim.SGD(trainable(model), lr=0.1)
+    for x, y in micro_batches(mesh.get_local_rank("data")):
+        acc.backward(mse_loss(model(x), y), len(x))
+    x, y = (torch.cat(parts) for parts in zip(*window(world_size=2), strict=True))
+    mse_loss(twin(x), y).backward()
+    norm = acc.step(optimizer, max_norm=0.1)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(twin.head.parameters(), 0.1).item(), rel=1e-12)
+    torch.optim.SGD(twin.head.parameters(), lr=0.1).step()
+    assert_close(full(model.head.parameters()), twin.head.parameters())
+    model.base.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'base.0.weight' was frozen when the accumulator was built"):
+        acc.backward(mse_loss(model(x), y))
+    acc.remove()
+    with pytest.raises(ValueError, match=r"'base.0.weight' and 'head.weight' are on meshes that overlap"):
+        ak.FusedAccumulator(model)
+
+
 def experts(rank, size):
     """Layers on a mesh of their own, other ones in each pair of ranks, though some begin alike: one norm on all."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
@@ -246,5 +287,6 @@ FOUR_RANKS = [
     plain_norms,
     checkpoint_after_construction,
     plain_parts,
+    frozen_on_another_mesh,
     experts,
 ]
