@@ -42,6 +42,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def whole(tensor: Any) -> Tensor | None:
+    """A tensor's value as a plain tensor; None if it is a DTensor of which this rank does not hold all."""
+    if not is_dtensor(tensor):
+        return tensor
+    return tensor.detach().to_local() if all(p.is_replicate() for p in tensor.placements) else None
+
+
 def is_offloaded(tensor: Any) -> bool:
     """Whether this is a DTensor whose shard is on the host while its mesh is not, as by FSDP2's CPUOffloadPolicy."""
     return is_dtensor(tensor) and tensor._local_tensor.device.type != tensor.device_mesh.device_type

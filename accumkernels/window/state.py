@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..buffers.parameters import move
+from ..buffers.parameters import move, whole
 from ..capture.inbox import MicroBatch
 from ..ranks.base import GlobalStats, backward_may_cross_ranks
 from .loss_weighting import grad_weight, together
@@ -58,11 +58,14 @@ class WindowLoss:
         """Add a micro-batch's loss.
 
         Args:
-            loss: One element, as the user computed it, on any device; None and larger losses do not count.
+            loss: One element, as the user computed it, on any device; None and larger losses do not count, nor do
+                DTensors that would have to be reduced first.
             weight: The micro-batch's weight; fp64 0-d if a tensor.
             drop: fp64 `[1]`, not 0 if this micro-batch and those kept before it are dropped; None if not.
             unsynced: Whether its gradients will come with a later micro-batch's, to be used or dropped with them.
         """
+        if type(loss) is not Tensor:
+            loss = whole(loss)
         if loss is not None and loss.numel() == 1:
             # Read its value now: loops like to change a loss in place later, and it may be a view of much more.
             if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import mse_loss
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn.functional import cross_entropy, mse_loss
 
 import accumkernels as ak
 from tests.support.frozen import KINDS, trainable
@@ -280,6 +280,38 @@ def experts(rank, size):
             assert norm == pytest.approx(total_norm(parts, order), rel=1e-12)
 
 
+def dtensor_losses(rank, size):
+    """A loss of `loss_parallel` trains by every call and counts in metrics; one that is not reduced yet does not."""
+    mesh = init_device_mesh("cpu", (size,))
+    for how in ("backward", "accumulate", "scaled", "weight on the device", "partial"):
+        torch.manual_seed(0)
+        model, twin = nn.Linear(5, 8).double(), nn.Linear(5, 8).double()
+        twin.load_state_dict(model.state_dict())
+        parallelize_module(model, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if how == "scaled" else None
+        acc = ak.FusedAccumulator(model, scaler=scaler)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        labels = [torch.arange(len(x)) for x, _ in micro_batches(0)]
+        for (x, _), y in zip(micro_batches(0), labels, strict=True):
+            with loss_parallel():
+                loss = cross_entropy(model(x), y)
+                if how == "partial":
+                    loss = DTensor.from_local(loss.to_local() / size, mesh, [Partial()])
+                if how == "accumulate":
+                    loss.backward()
+                    acc.accumulate(len(x), loss=loss)
+                else:
+                    acc.backward(loss, torch.tensor(len(x)) if how == "weight on the device" else len(x))
+        norm = acc.step(optimizer, max_norm=1e9)
+        mean = cross_entropy(twin(torch.cat([x for x, _ in micro_batches(0)])), torch.cat(labels))
+        mean.backward()
+        if how == "partial":
+            assert math.isnan(acc.metrics()["loss"])
+            continue
+        assert acc.metrics()["loss"].item() == pytest.approx(mean.item(), rel=1e-12)
+        assert norm.item() == pytest.approx(total_norm([p.grad for p in twin.parameters()]), rel=1e-12)
+
+
 FOUR_RANKS = [
     hybrid_sharding,
     tensor_parallel_too,
@@ -289,4 +321,5 @@ FOUR_RANKS = [
     plain_parts,
     frozen_on_another_mesh,
     experts,
+    dtensor_losses,
 ]
