@@ -36,6 +36,7 @@ ByRank = Mapping[str, Sequence[float]]  # all ranks' values of what must be alik
 
 SUM = "sum"  # numbers that are added up
 ANY = "any"  # a flag: whether any rank has set it
+DIFFERS = "differs"  # a number that may differ, bit for bit: whether it does
 
 
 class Alike(NamedTuple):
@@ -95,7 +96,9 @@ class Agreement:
         self._compared: dict[str, Tensor | float] = {}
         self._shown: dict[str, Any] = {}  # what an error needs besides
         for name, rule in table.items():
-            if not isinstance(rule, Alike):
+            if rule == DIFFERS:
+                self._compared[name] = _number(values[name])
+            elif not isinstance(rule, Alike):
                 self._places[name] = self._put(values[name])
             elif rule.nearly:
                 self._shown[name] = values[name]
@@ -125,7 +128,9 @@ class Agreement:
         return slice(start, len(self._numbers))
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the sum's view, or 0-d bool for a flag."""
+        """Return the sum's view, or 0-d bool for a flag and for what may differ."""
+        if self._table[name] == DIFFERS:
+            return self._differs[list(self._compared).index(name)]
         view = self._vector[self._places[name]]
         return view if self._table[name] == SUM else view[0] > 0
 
@@ -139,7 +144,9 @@ class Agreement:
         """
         rows, found = iter(differs), {}
         for name, rule in self._table.items():
-            if isinstance(rule, Alike):
+            if rule == DIFFERS:
+                next(rows)
+            elif isinstance(rule, Alike):
                 found[name] = next(rows) & next(rows) if rule.nearly else next(rows)
                 if rule.if_any:
                     found[name] = found[name] & flag(rule.if_any)

@@ -25,6 +25,7 @@ class LocalStats(NamedTuple):
         touched: For each segment, in the order of buffers, 1 if it holds a sum.
         dropped: Whether this rank dropped the window.
         squares: fp64 `[2]`, `sum w_i |g_i|^2` and the squared norm of the sum; None if they are not measured.
+        weights: With squares, a number that tells whether micro-batches have the same weights on all ranks.
         divisor: fp64 0-d that replaces the sum of weights; None for that sum.
         weighed_after: Whether any weight other than 1 came after its backward, too late for gradients that backward has
             already reduced over ranks.
@@ -53,6 +54,7 @@ class LocalStats(NamedTuple):
     limit: Tensor | None = None
     averaged: bool = False
     idle: bytes = b""
+    weights: float | Tensor = 0.0
 
     @property
     def loss_sums(self) -> Tensor:
@@ -67,7 +69,7 @@ class GlobalStats(NamedTuple):
     Attributes:
         state: fp64 `[4]`, zeros if any rank dropped the window.
         divisor: fp64 0-d, or None.
-        squares: fp64 0-d, nan if not every rank measured it; None if this one did not.
+        squares: fp64 0-d, nan if not every rank measured it, or none could; None if this one did not.
         loss: The result of `LocalStats.loss`, summed over ranks; None if this rank's own is right.
         touched: As in `LocalStats`, by any rank; None if the host did not look and this rank's own is right.
         dropped: Whether any rank dropped it; None if only the device knows.
@@ -241,6 +243,8 @@ class Ranks:
         if stats.loss is not None:  # other ranks take part
             look.agree(stats)
         squares = None if report.squares is None else self.sum_over_shards(report.squares)
+        if squares is not None and stats.squares is not None:
+            squares = torch.where(stats.squares.isnan(), torch.nan, squares)  # all ranks know that it does not count
         if clips and norm is None:
             norm = look.norm()
         return Ended(stats, norm, squares)

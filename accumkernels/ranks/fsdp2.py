@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter, devices_of, is_dtensor, local, move
+from ..errors import logger
 from ..ops.schema import State
-from .agreement import ANY, SAME_CLIPPING, SAME_WINDOW, SUM, Agreement, Alike, Table
+from .agreement import ANY, DIFFERS, SAME_CLIPPING, SAME_WINDOW, SUM, Agreement, Alike, Table
 from .base import GlobalStats, LocalStats, PartialRanks, next_key
 from .ddp import instances
 from .group import Group, own_group
+
+_log = logger(__name__)
 
 
 class Sharded(PartialRanks):
@@ -138,7 +141,8 @@ class Sharded(PartialRanks):
         looks = self._looks(report) or report.weighed_after
         state = torch.zeros_like(report.state) if report.dropped else report.state.clone()
         values = report._asdict() | {"state": state, "loss": report.loss_sums, "weight": state[State.WEIGHT].clone()}
-        found = Agreement(_TABLE, values, self._group, state.device, looks)
+        table = _TABLE if report.squares is None else {**_TABLE, "weights": DIFFERS}
+        found = Agreement(table, values, self._group, state.device, looks)
 
         # The device concludes this without the host.
         dropped = found["dropped"]
@@ -147,7 +151,7 @@ class Sharded(PartialRanks):
         stats = GlobalStats(
             state=torch.where(dropped, 0.0, found.flagged(state, wrong)),
             divisor=report.divisor,
-            squares=None if report.squares is None else report.squares[0],
+            squares=None if report.squares is None else torch.where(found["weights"], torch.nan, report.squares[0]),
             loss=torch.where(dropped, 0.0, found["loss"]),
             idle=report.idle,  # no rank sends sums to another
         )
@@ -156,6 +160,8 @@ class Sharded(PartialRanks):
         if not looks:
             return stats
         any_dropped, summed = found.sums["dropped"][0] > 0, found.sums["state"]
+        if stats.squares is not None and found["weights"]:
+            _warn_of_weights()
         return stats._replace(
             dropped=any_dropped,
             weight=summed[State.WEIGHT] / self.size * over_mean,
@@ -325,6 +331,15 @@ _TABLE: Table = {
         if_any="weighed_after",
     ),
 }
+
+
+@functools.cache
+def _warn_of_weights() -> None:
+    """Warn, once, that the noise scale is not measured."""
+    _log.warning(
+        "noise_scale: the micro-batches of this window have other weights on other ranks. FSDP2 has averaged their "
+        "gradients, of which the noise scale would need the sum of their weights: such windows do not count"
+    )
 
 
 def _stack(scalars: list[Tensor], device: torch.device) -> Tensor:

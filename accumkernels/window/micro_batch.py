@@ -55,6 +55,7 @@ class MicroBatchRunner:
         self._sender = ranks.sender
         self._scaler = scaler
         self._overflow = options.overflow
+        self._noise = noise
         self._weighting = LossWeighting(ranks.weight_key)
         self._once: set[str] = set()  # what was said, and is not again
         self.offload = None if store.slots is None else Offload(cast(Slots, store.slots), self)
@@ -331,6 +332,8 @@ class MicroBatchRunner:
             self._shared_loss.forget()
         self.serial = micro_batch.tag
         window.count(weight, micro_batch.ran_backward)
+        if self._noise.measuring:
+            self._noise.count(weight)
         if self.casts is not None:
             self.casts.hold()
         if micro_batch.last:

@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 
 import accumkernels as ak
 from tests.support.frozen import KINDS
-from tests.support.ranks import message
+from tests.support.ranks import logged, message
 
 SIZES = [2, 1, 3]  # of the micro-batches of a window, on every rank
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -520,6 +520,22 @@ def noise_scale(rank, size):
         assert getattr(acc.noise_scale(), what) == pytest.approx(getattr(alone.noise_scale(), what), rel=1e-11)
 
 
+def noise_scale_of_unequal_weights(rank, size):
+    """A window whose micro-batches weigh otherwise on other ranks does not count, though sums of weights are equal."""
+    model = shard(net())
+    acc = ak.FusedAccumulator(model, noise_scale=True)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.01)
+    with logged() as texts:
+        for sizes, counted in (([3, 5], 0), ([4, 4], 1), ([1, 7], 1), ([2, 5], 2)):
+            swapped = sizes[0] % 2 == 1 and rank == 1
+            for on_device, n in enumerate(reversed(sizes) if swapped else sizes):
+                x, y = data(n, rank)
+                acc.backward(mse_loss(model(x), y), torch.tensor(n) if on_device else n)
+            acc.step(optimizer)
+            assert acc.noise_scale().windows == counted
+    assert len([text for text in texts if "noise_scale" in text]) == 1
+
+
 # ---- refusals
 
 
@@ -591,6 +607,7 @@ TWO_RANKS = [
     autocast_is_left_alone,
     master_weights,
     noise_scale,
+    noise_scale_of_unequal_weights,
     what_is_refused,
     drift_is_seen,
 ]
