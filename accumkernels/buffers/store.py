@@ -206,7 +206,7 @@ class Store:
             buffers = flat_buffers(fresh, backends, self._sums_on)
             if self.masters is not None:
                 self.masters.grow(buffers)
-            for device in devices:
+            for device in devices or [self.layout.device]:  # weights count also where all is frozen
                 self.states.setdefault(device, torch.zeros(len(State), dtype=torch.float64, device=device))
         self.buffers += buffers
         for buffer in buffers:
@@ -319,8 +319,6 @@ class Store:
 
         Only the first device counts weights; overflow may be found on any.
         """
-        if not self.states:
-            return torch.zeros(len(State), dtype=torch.float64, device=self.layout.device)
         state = self.states[self.layout.device]
         if len(self.states) > 1:
             of_any = worst(self.states.values(), self.layout.device)
@@ -366,6 +364,12 @@ class Store:
         last = max(tags.values(), default=0)
         return last, [e.name for e in self.named if last and tags.get(e.name) == last]
 
+    def count(self, tag: int, weight: tuple[float, Tensor | None], drop: Tensor | None) -> None:
+        """Count micro-batch `tag`, of which no flat buffer gets anything; see the op `accumulate_`."""
+        state = self.states[self.layout.device]
+        nothing = torch.empty(0, device=state.device)
+        ops.reference.accumulate_(nothing, state, [], [], [], nothing, nothing, None, tag, *weight, None, drop)
+
     def agreed(self, state: Tensor, touched: Sequence[int] | None) -> None:
         """Adopt the state that all ranks agreed on.
 
@@ -373,8 +377,7 @@ class Store:
             state: The state of the first device.
             touched: For each segment, in the order of buffers, whether it holds a sum; None to leave that as it is.
         """
-        if self.states:
-            self.states[self.layout.device].copy_(state)
+        self.states[self.layout.device].copy_(state)
         if touched is None:
             return
         for buffer, of_buffer in self._by_buffer(touched):

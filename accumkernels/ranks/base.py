@@ -176,6 +176,7 @@ class Ranks:
         shards: How many of them hold different parts of the same gradients.
         shard: This rank's number among the shards.
         stage: This rank's number in a pipeline, whose ranks have different parameters.
+        has_stages: Whether there is a pipeline, of which a rank may have nothing to train.
         ends_together: Whether another rank may have micro-batches when this one has none, which must then take part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
         sender: Decides what to send while a backward runs.
@@ -188,6 +189,7 @@ class Ranks:
     shards = 1
     shard = 0
     stage = 0
+    has_stages = False
     ends_together = False
     reduces_sums = False
     sender = Sender()

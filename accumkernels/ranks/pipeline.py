@@ -35,6 +35,7 @@ class Pipeline(PartialRanks):
         group: The ranks of all stages.
     """
 
+    has_stages = True
     ends_together = True
 
     def __init__(self, replicas: Ranks, group: Any) -> None:

@@ -277,7 +277,7 @@ class MicroBatchRunner:
         inbox = self.captures.inbox
         if window.micro_batches == 0:
             self.prepare_window()
-        if not self._store.buffers:
+        if not self._store.buffers and not self._is_frozen_stage():
             raise RuntimeError("accumulate(): no parameter requires a gradient")
         if self._scaler.scaler is not None:
             self._scaler.check_not_unscaled(lambda o: any(self._store.place(p) is not None for p in owned((o,))))
@@ -286,7 +286,7 @@ class MicroBatchRunner:
 
         # Collect: the inbox keeps the gradients until the ops have added them.
         added, buckets = inbox.added, inbox.drain()
-        if not (buckets or added) and self._is_nothing(window, micro_batch):
+        if not (buckets or added) and not self._is_frozen_stage() and self._is_nothing(window, micro_batch):
             return
         if window.unsynced:
             window.check_unsynced(micro_batch)
@@ -372,6 +372,10 @@ class MicroBatchRunner:
         """Break the window and raise, if the offload's worker has raised."""
         if self.offload is not None and self.offload.failed:
             self.flush(window)
+
+    def _is_frozen_stage(self) -> bool:
+        """Whether this is a stage of a pipeline that trains nothing, and counts micro-batches as the others do."""
+        return self._ranks.has_stages and not any(entry.param.requires_grad for entry in self._store.named)
 
     def _is_nothing(self, window: Window, micro_batch: MicroBatch) -> bool:
         """For a call without gradients: whether there was no micro-batch, or its gradients will come later."""
@@ -461,10 +465,10 @@ class Sums:
         weight = micro_batch.weight if plain else grad_weight(micro_batch)
         scaler = self._scaler.scaler
         scaled = bucket and (scaler is not None or micro_batch.divided_by is not None)
-        if scaled and scaler is not None and scaler._scale is None:
+        first = self._store.buffers[0] if self._store.buffers else None
+        if (scaled or first is None) and scaler is not None and scaler._scale is None:
             self._ranks.prepare_scaler(scaler)
         loss_scale = self._scaler.loss_scale(micro_batch) if scaled else None
-        first = self._store.buffers[0]
         self.partial = False
         for buffer, (segments, grads) in bucket:
             squares = weighted = None
@@ -489,11 +493,15 @@ class Sums:
             if squares is not None and weighted is not None and weighted is not squares:
                 self._add_squares(squares, weighted, micro_batch)
         if count:  # the first buffer got nothing, or its gradients already hold a part of the weight
-            weight, device = micro_batch.weight, first.device
-            flags, drop = first.flags if self._checks else None, None if drops is None else drops[device]
+            weight, device = micro_batch.weight, self._store.layout.device
+            drop = None if drops is None else drops[device]
             weights = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
-            options = flags, micro_batch.tag, *weights, None, drop, None, True
-            first.accumulate(self._store.states[device], [], [], *options)
+            if first is None:
+                self._store.count(micro_batch.tag, weights, drop)
+            else:
+                flags = first.flags if self._checks else None
+                options = flags, micro_batch.tag, *weights, None, drop, None, True
+                first.accumulate(self._store.states[device], [], [], *options)
         self.partial = False
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, micro_batch: MicroBatch) -> None:

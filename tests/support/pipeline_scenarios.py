@@ -262,6 +262,35 @@ def states_of_stages(rank, size):
         acc.zero_()
 
 
+def frozen_stage(rank, size):
+    """A rank that trains nothing counts as the others do, whatever its options, and also if it was frozen later."""
+    ways = (0, True, "window"), (0, False, "microbatch"), (1, True, None), (1, False, "raise")
+    for frozen, scaled, overflow in ways:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+        pipeline = Pipeline("GPipe", scaler)
+        stages = [pipeline.twin[frozen], *(pipeline.parts if rank == frozen else ())]
+        late = overflow in ("microbatch", None)
+        for stage in stages:
+            stage.requires_grad_(late)
+        acc = ak.FusedAccumulator(pipeline.parts, scaler=scaler, overflow=overflow, process_group=dist.group.WORLD)
+        for stage in stages:
+            stage.requires_grad_(False)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        stock = torch.optim.SGD(pipeline.twin.parameters(), lr=0.1)
+        for window in range(2):
+            for i, weight in enumerate(WEIGHTS):
+                pipeline.run(window, i)
+                acc.accumulate(torch.tensor(float(weight)) if i else weight)
+            norm = acc.step(optimizer, max_norm=MAX_NORM)
+            used = [(weight, window, i, 0) for i, weight in enumerate(WEIGHTS)]
+            rounding = 1e-6 if rank == frozen else 1e-12  # a norm is fp32 where no parameter with a gradient is fp64
+            assert norm.item() == pytest.approx(pipeline.expect(used), rel=rounding)
+            nn.utils.clip_grad_norm_(pipeline.twin.parameters(), MAX_NORM)
+            stock.step()
+            pipeline.check()
+        acc.remove()
+
+
 def refused(rank, size):
     """What cannot be right for stages, by name and with what to use."""
     pipeline = Pipeline()
@@ -494,6 +523,33 @@ def sharded_stages(rank, size):
         acc.remove()
 
 
+def frozen_stages(rank, size):
+    """A stage that trains nothing, replicated or sharded as the others are, whose state is saved inside a window."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    stages, replicas = mesh.get_group("stage"), mesh.get_group("replica")
+    for shard, frozen in itertools.product((None, mesh["replica"]), range(2)):
+        pipeline = Pipeline("GPipe", group=stages, replica=rank // 2, shard=shard)
+        for part in [pipeline.twin[frozen], *(pipeline.parts if stages.rank() == frozen else ())]:
+            part.requires_grad_(False)
+        acc = ak.FusedAccumulator(pipeline.parts, process_group=replicas if shard is None else None)
+        optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+        stock = torch.optim.SGD(pipeline.twin.parameters(), lr=0.1)
+        for window in range(2):
+            for i, weight in enumerate(WEIGHTS):
+                pipeline.run(window, i)
+                acc.accumulate(weight)
+                state = acc.state_dict()
+                acc.zero_()
+                acc.load_state_dict(state)
+            norm = acc.step(optimizer, max_norm=MAX_NORM)
+            expected = pipeline.expect([(w, window, i, r) for i, w in enumerate(WEIGHTS) for r in range(2)])
+            assert norm.item() == pytest.approx(expected, rel=1e-6)  # fp32 where nothing is trained
+            nn.utils.clip_grad_norm_(pipeline.twin.parameters(), MAX_NORM)
+            stock.step()
+            pipeline.check()
+        acc.remove()
+
+
 TWO_RANKS = [
     every_schedule,
     losses_that_are_sums,
@@ -501,9 +557,10 @@ TWO_RANKS = [
     dropped_micro_batches,
     loss_and_noise,
     states_of_stages,
+    frozen_stage,
     stages_that_disagree,
     what_devices_conclude,
     clipped_on_some_stages,
     refused,
 ]
-FOUR_RANKS = [replicated_stages, sharded_stages]
+FOUR_RANKS = [replicated_stages, sharded_stages, frozen_stages]
