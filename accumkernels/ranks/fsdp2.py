@@ -214,12 +214,14 @@ class Sharded(PartialRanks):
         """Refuse to measure if parameters are sharded in different ways.
 
         Raises:
-            ValueError: they are.
+            ValueError: they are; names the first two.
         """
-        if len(set(self._cuts.values())) > 1 or len(self._cuts) < len(self._meshes):
+        first, *others = self._named
+        cut = self._cuts.get(id(first.param))
+        if other := next((entry for entry in others if self._cuts.get(id(entry.param)) != cut), None):
             raise ValueError(
-                "noise_scale needs parameters that are all cut along the same mesh dimensions; these are not (tensor "
-                "parallel beside fully_shard)"
+                f"noise_scale needs parameters that are all cut along the same mesh dimensions; {first.name!r} and "
+                f"{other.name!r} are not, as in tensor parallel models"
             )
 
     # ---- checkpoints

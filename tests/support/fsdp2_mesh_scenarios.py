@@ -85,8 +85,11 @@ def tensor_parallel_too(rank, size):
     for order in (2.0, math.inf, 1.0):
         assert acc.clip_grad_norm_(1e9, order).item() == pytest.approx(total_norm(expected, order), rel=1e-12)
     acc.remove()
-    with pytest.raises(ValueError, match="noise_scale needs parameters that are all cut"):
+    with pytest.raises(ValueError, match="'0.weight' and '2.bias' are not, as in tensor parallel models"):
         ak.FusedAccumulator(model, noise_scale=True)
+    parallelize_module(twin, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with pytest.raises(ValueError, match="'0.weight' and '2.bias' are not, as in tensor parallel models"):
+        ak.FusedAccumulator(twin, noise_scale=True)
 
 
 def unequal_weights_of_replicas(rank, size):
