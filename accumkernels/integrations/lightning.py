@@ -101,9 +101,8 @@ class FusedAccumulation(pl.Callback):
         self._manual = False
         self._lightning_optimizers: list[Any] = []
         self._saved: dict[str, Any] | None = None
-        self._leaves = (
-            split is None and options.get("release") == "microbatch"
-        )  # whether `.grad` is there after backward
+        # Whether `.grad` is there after backward.
+        self._leaves = split is None and options.get("release") == "microbatch"
         self._edited = False  # whether the module's own `backward` looks for it
         self._once: set[str] = set()  # what was said, and is not again
 
