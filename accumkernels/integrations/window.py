@@ -140,8 +140,9 @@ class TrainerWindow:
     @property
     def evaluates(self) -> bool:
         """Whether the optimizer gets a closure that it may evaluate at weights that it has moved: the model's."""
-        masters = self.engine.store.masters
-        return self._needs_closure and self._scaler is None and not (masters is not None and masters.values())
+        store = self.engine.store
+        plain = self._needs_closure and self._scaler is None
+        return plain and all(store.target(entry.param) is entry.param for entry in store.named)
 
     @property
     def spent(self) -> bool:
@@ -492,16 +493,17 @@ class TrainerWindow:
                     self.optimizer.step(**kwargs)
                 return None
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
-            args = (once(self.optimizer, result, again),) if self._needs_closure else ()
-            if self._scaler is not None:
-                assert self.engine.window.outcome is not None
-                verdict = self.engine.window.outcome.verdict
-                # Another optimizer's update has forgotten that its gradients are unscaled.
-                self.engine.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
-                self._scaler.step(self.optimizer, *args, **kwargs)
-                self._scaler.update()
-            elif not self.engine.ending.was_skipped():
-                self.optimizer.step(*args, **kwargs)
+            closure = once(self.optimizer, result, again) if self._needs_closure else contextlib.nullcontext(())
+            with closure as args:
+                if self._scaler is not None:
+                    assert self.engine.window.outcome is not None
+                    verdict = self.engine.window.outcome.verdict
+                    # Another optimizer's update has forgotten that its gradients are unscaled.
+                    self.engine.scaler.record(self.optimizer, verdict.skip, verdict.found_inf)
+                    self._scaler.step(self.optimizer, *args, **kwargs)
+                    self._scaler.update()
+                elif not self.engine.ending.was_skipped():
+                    self.optimizer.step(*args, **kwargs)
         if self.engine.ranks.size > 1:
             self.dropped = self.spent  # all ranks drop it, or the next end says which do not
         self.stepped = True
@@ -596,21 +598,29 @@ def check_optimizer_once(optimizer: Optimizer) -> None:
 NOT_RUN = object()  # the result of a closure that the optimizer itself is to run
 
 
-def once(optimizer: Optimizer, result: Any, again: Callable[[], Any] | None = None) -> Callable[[], Any]:
-    """A closure for an optimizer that needs one, whose backward has already run.
+@contextlib.contextmanager
+def once(
+    optimizer: Optimizer, result: Any, again: Callable[[], Any] | None = None
+) -> Iterator[tuple[Callable[[], Any]]]:
+    """The argument of one step of an optimizer that needs a closure, whose backward has already run.
 
-    The result is that of weights and gradients as they are now: SAM changes them before it evaluates.
+    The result is that of weights and gradients as the step finds them: SAM changes them before it evaluates.
 
     Args:
-        optimizer: Evaluates it.
+        optimizer: Evaluates the closure.
         result: What the first evaluation returns; or NOT_RUN.
         again: Runs the closure in a window of its own, in other evaluations; None: they are refused.
     """
-    now = functools.partial(_versions, [p for group in optimizer.param_groups for p in group["params"]])
-    before, results = now(), [] if result is NOT_RUN else [result]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [_versions(params)]
+    results = [] if result is NOT_RUN else [result]
+
+    def look(*_: Any) -> None:
+        if len(found) == 1:  # else in a step within the step, as of a base class, which may come after a change
+            found.append(_versions(params))
 
     def closure() -> Any:
-        if results and now() == before:
+        if results and _versions(params) == found[-1]:
             return results.pop()
         if again is not None:
             return again()
@@ -621,7 +631,11 @@ def once(optimizer: Optimizer, result: Any, again: Callable[[], Any] | None = No
             "parameters: closure(), then optimizer.step(closure). For loops of your own see docs/swapping.md"
         )
 
-    return closure
+    last = optimizer.register_step_pre_hook(look)  # after hooks of others, which may change gradients
+    try:
+        yield (closure,)
+    finally:
+        last.remove()
 
 
 def _versions(params: list[Tensor]) -> list[tuple[int, int, int | None]]:

@@ -228,6 +228,44 @@ def test_optimizers_that_need_a_closure():
         make(Accelerator).prepare(model := mlp(), torch.optim.LBFGS(model.parameters()))
 
 
+class Ascends(NeedsClosure):
+    """Moves weights before a base class evaluates the closure, as SAM."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad)
+        return super().step(closure)
+
+
+def test_hooks_on_a_step_may_change_gradients_before_its_closure():
+    """They run before the optimizer does: what it evaluates is what it finds. Its own changes are another matter."""
+    models = []
+    for cls in BOTH:
+        accelerator = make(cls)
+        model = mlp()
+        optimizer = NeedsClosure(model.parameters(), lr=1.0)
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_: [p.grad.clamp_(-1e-3, 1e-3) for p in optimizer.param_groups[0]["params"]] and None
+        )
+        model, prepared = accelerator.prepare(model, optimizer)
+        for i in range(8):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, i)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    prepared.step(lambda loss=loss: loss)
+                    prepared.zero_grad()
+        models.append(model)
+    assert_close(*models)
+    accelerator = make(Accelerator, steps=1)
+    model = mlp()
+    model, prepared = accelerator.prepare(model, Ascends(model.parameters(), lr=1.0))
+    accelerator.backward(loss_of(model, 0))
+    with pytest.raises(TypeError, match="after it has changed weights or gradients, as SAM"):
+        prepared.step(lambda: None)
+
+
 def test_parameters_that_nobody_steps(caplog):
     """Are left alone, as by accelerate, with one warning; and accumulated once the optimizer gets them."""
     models = []
