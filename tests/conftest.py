@@ -94,7 +94,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_setup(item):
     """Trainers and planning have garbage collected, which would look at all that was imported each time."""
-    if len(sys.modules) > item.session.stash.get(frozen, 0) + 100 or not gc.get_freeze_count():
+    # Not gc.get_freeze_count(), which walks over all of them.
+    if len(sys.modules) > item.session.stash.get(frozen, 0) + 100:
         gc.collect()
         gc.freeze()
         item.session.stash[frozen] = len(sys.modules)
