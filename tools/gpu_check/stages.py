@@ -18,6 +18,7 @@ TITLES = {
     3: "training: GPT-2 124M",
     4: "what each kernel does, from the hardware's counters",
 }
+_SLOW = "takes a minute on a CPU, and has tests of its own"
 _ON_A_GPU = r"\bmark\.gpu\b|\bbackends import\b"
 
 
@@ -140,7 +141,8 @@ def one_card(setting: Setting) -> Part:
 
 def demo(setting: Setting) -> Part:
     """What a newcomer sees."""
-    return benchmark(setting, "demo", "demo", "demo_{}.csv", "--runs 1", "--runs 1 --steps 1", 150)
+    part = benchmark(setting, "demo", "demo", "demo_{}.csv", "--runs 1", "--runs 1 --steps 1", 150)
+    return dataclasses.replace(part, missing=lambda: _SLOW if setting.rehearse else None)
 
 
 def third(setting: Setting) -> list[Part]:
@@ -219,7 +221,7 @@ def fourth(setting: Setting) -> list[Part]:
     report = [setting.python, "-m", "benchmarks.compile_report", "--json", str(setting.folder / "compile_report.json")]
 
     def missing() -> str | None:
-        return "takes a minute on a CPU, and has tests of its own" if setting.rehearse else setting.missing("triton")()
+        return _SLOW if setting.rehearse else setting.missing("triton")()
 
     return [
         build(setting),
