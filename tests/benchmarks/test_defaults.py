@@ -1,12 +1,16 @@
-"""benchmarks.defaults: a row per cell, and none is measured twice; benchmarks.demo: the rows of the demo."""
+"""benchmarks.defaults: a row per cell, and none is measured twice; benchmarks.demo: its command and its rows."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from accumkernels.__main__ import main
+from accumkernels.demo import command, train
 from benchmarks import defaults, demo, pictures
 from benchmarks.harness.results import read_csv, write_csv
 
@@ -77,6 +81,31 @@ def test_rows_of_the_demo(tmp_path):
     (picture,) = pictures.draw(tmp_path / "demo.csv", tmp_path)
     assert picture.name == "demo.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.native
+def test_command_of_the_demo(tmp_path, monkeypatch):
+    """Every run is the demo with a seed of its own, here of a model that takes no time; the file has all rows."""
+    started = []
+
+    def run(arguments: list[str], check: bool) -> None:
+        started.append(arguments)
+        assert arguments[:3] == [sys.executable, "-m", "accumkernels"]
+        assert main(arguments[3:]) == 0
+
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(command, "_seconds_of_product", lambda dtype: 1.0)
+    monkeypatch.setattr(command, "SHAPES", (train.Shape(128, 2, 4),))
+    monkeypatch.setattr(train, "SHAPES", command.SHAPES)
+    file = tmp_path / "demo.csv"
+    assert demo.main(["--device", "cpu", "--threads", "1", "--runs", "2", "--steps", "1", "--csv", str(file)]) == 0
+    assert [arguments[arguments.index("--seed") + 1] for arguments in started] == ["0", "1"]
+    rows = read_csv(file)
+    methods = ("big batch", demo.STOCK, "FusedAccumulator")
+    assert [(row["run"], row["method"]) for row in rows] == [(run, name) for run in "01" for name in methods]
+    assert all(row["windows"] == "1" and float(row["tokens_per_second"]) > 0 for row in rows)
+    assert [row["speed_to_stock"] for row in rows if row["method"] == demo.STOCK] == ["1.0", "1.0"]
 
 
 # Measured to be slower: docs/performance.md says so. A cell that leaves or joins them is a change to look at.

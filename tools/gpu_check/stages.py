@@ -141,7 +141,7 @@ def one_card(setting: Setting) -> Part:
 
 def demo(setting: Setting) -> Part:
     """What a newcomer sees."""
-    part = benchmark(setting, "demo", "demo", "demo_{}.csv", "--runs 1", "--runs 1 --steps 1", 150)
+    part = benchmark(setting, "demo", "demo", "demo_{}.csv", "--runs 1", "", 150)
     return dataclasses.replace(part, missing=lambda: _SLOW if setting.rehearse else None)
 
 
