@@ -105,10 +105,10 @@ class Training:
             (folder / "new").write_text(name)
             os.replace(folder / "new", folder / "latest")
 
-    def load(self, folder: Path) -> None:
-        """Go on from the latest checkpoint, if there is one."""
+    def load(self, folder: Path) -> bool:
+        """Go on from the latest checkpoint; whether there is one."""
         if not (folder / "latest").exists():
-            return
+            return False
         name = (folder / "latest").read_text()
         state = torch.load(folder / f"{name}.all", map_location=self.device, weights_only=True)
         sums = state["acc"]
@@ -121,6 +121,7 @@ class Training:
         if self.rank == 0:
             there = f"from window {self.window}, after {self.done} micro-batches"
             print(f"{self.size} ranks go on {there}, saved by {state['size']} ranks", flush=True)
+        return True
 
     def true(self, start: Tensor) -> Tensor:
         """The final parameters in fp64, by torch alone, on the whole batch of every window."""
@@ -158,11 +159,10 @@ def main(argv: list[str] | None = None) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     arguments.folder.mkdir(exist_ok=True)
 
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    dies = first and (arguments.kill == "machine" or rank == size - 1)
     training = Training(arguments.whole_numbers, device)
     start = training.model.weight.detach().clone()
-    training.load(arguments.folder)
+    # Not where torchrun says that it is the first try: that one may have failed before it began, by a port not free.
+    dies = not training.load(arguments.folder) and (arguments.kill == "machine" or rank == size - 1)
     ours = training.train(arguments.folder, arguments.kill if dies else None)
     training.acc.remove()
 
@@ -171,8 +171,10 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(arguments.folder)
         apart, rounding = ((ours - other).abs().max().item() for other in (uninterrupted, training.true(start)))
         moved = (ours - start).abs().max().item()
-        print(f"differs by {apart:.2g} from a run on {size} ranks that nothing interrupted, and by {rounding:.2g}")
-        print(f"from fp64; training moved parameters by {moved:.2g}")
+        print(
+            f"differs by {apart:.2g} from a run on {size} ranks that nothing interrupted, and by {rounding:.2g}\n"
+            f"from fp64; training moved parameters by {moved:.2g}"
+        )
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -40,8 +40,9 @@ def result(process: subprocess.Popen[str]) -> tuple[list[str], float, float, flo
     finally:
         process.terminate()  # if it still runs, torchrun ends its ranks
     assert process.returncode == 0, output
-    found = re.search(r"differs by (\S+) from a run .* by (\S+)\nfrom fp64; .* by (\S+)", output).groups()
-    return re.findall(r"(. ranks go on from .*)", output), *map(float, found)
+    found = re.search(r"differs by (\S+) from a run .* by (\S+)\nfrom fp64; .* by (\S+)", output)
+    assert found, output
+    return re.findall(r"(. ranks go on from .*)", output), *map(float, found.groups())
 
 
 def test_as_many_ranks(tmp_path):
