@@ -179,7 +179,7 @@ class WindowGrads:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._rounded: dict[int, Tensor] = {}
-        self._as_rounded: dict[int, tuple[int, int]] = {}  # their versions and addresses when they were last written
+        self._as_rounded: dict[int, tuple[int, int]] = {}  # their versions and storages when they were last written
 
     def divide(self, divisor: Tensor, *, only: Set[int] | None = None, but: Set[int] = frozenset()) -> None:
         """Divide sums by a 0-d tensor; a true division, like `grad / K`.
@@ -231,7 +231,7 @@ class WindowGrads:
             outputs = [self._rounded[id(s.param)] for s in segments]
             buffer.ops.scaled_copy_(outputs, [buffer.views[s.index] for s in segments], found_inf=overflow)
             for s, output in zip(segments, outputs, strict=True):
-                self._as_rounded[id(s.param)] = output._version, output.data_ptr()
+                self._as_rounded[id(s.param)] = output._version, output.untyped_storage()._cdata
         return overflow
 
     def assign_grads(self) -> None:
@@ -288,7 +288,7 @@ class WindowGrads:
             if rounded is None:
                 same = grad.data_ptr() == buffer.views[segment.index].data_ptr() and grad.stride() == segment.stride
             else:
-                now = rounded._version, grad.data_ptr()
+                now = rounded._version, grad.untyped_storage()._cdata
                 same = now == self._as_rounded[id(segment.param)] and grad.stride() == rounded.stride()
             if not (touched and same):
                 found.append((segment, grad))

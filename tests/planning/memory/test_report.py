@@ -322,6 +322,26 @@ def test_fused_optimizer():
     assert totals[0] < totals[1]
 
 
+@pytest.mark.filterwarnings("error")
+def test_predicts_without_a_warning_of_torch():
+    """Not about addresses of fake tensors; gradients of a model in 16 bits are copies, rounded from the sums."""
+    model = nn.Linear(8, 1, dtype=torch.bfloat16)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        ak.memory_report(
+            model,
+            torch.optim.SGD(model.parameters()),
+            lambda n: (torch.zeros(n, 8, dtype=torch.bfloat16), torch.zeros(n, 1, dtype=torch.bfloat16)),
+            8,
+            loss_fn=nn.functional.mse_loss,
+            accumulate=4,
+            fake=True,
+        )
+    finally:
+        torch.set_warn_always(always)
+
+
 def test_table():
     """Every part with its share, and where the numbers are from."""
     model = conv()
