@@ -44,11 +44,22 @@ CPU = torch.device("cpu")
 FP32_ERROR = 1e-5
 
 
+# The demo with one small model, as short_run's: to find out how large a model this machine trains takes long.
+SMALL = """
+import sys
+from accumkernels.__main__ import main
+from accumkernels.demo import command, train
+
+command.SHAPES = train.SHAPES = (train.Shape(128, 2, 4),)
+sys.exit(main(["demo", *sys.argv[1:]]))
+"""
+
+
 def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
-    """The demo in a process of its own, in a directory of its own, with output as in a log."""
+    """The demo with a small model in a process of its own, in a directory of its own, with output as in a log."""
     root = Path(accumkernels.__file__).parents[1]
     return subprocess.Popen(
-        [sys.executable, "-m", "accumkernels", "demo", *map(str, arguments)],
+        [sys.executable, "-c", SMALL, *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(root), "COLUMNS": "80"},
         stdout=subprocess.PIPE,
