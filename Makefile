@@ -25,7 +25,10 @@ WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CXX_SOURCES = $$(find csrc tests/cuda_host tests/cuda_device tests/simulated_device -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-all test-kernels device-check test-integrations test-recipes trainers-on-ranks test-trainers-own test-source-installs \
+# Tests start hundreds of processes, none of which is to compile the package, the tests and pytest's rewriting again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-all test-kernels device-check simulated-device test-integrations test-recipes trainers-on-ranks test-trainers-own test-source-installs \
 	test-toolkits test-torch-matrix bench wheel check docs gpu-check build clean
 
 demo: build  ## train a small GPT three ways
@@ -42,6 +45,9 @@ test-kernels: $(READY)  ## the CUDA sources, run on the host under sanitizers
 
 device-check:  ## the CUDA kernels in a program without torch or Python; on the host where there is no device
 	$(MAKE) -s -j $(WORKERS) -C tests/cuda_device $(ARGS)
+
+simulated-device: $(READY)  ## what tests/simulated_device compiles, else with its first test
+	$(PY) -c 'from tests.simulated_device import build; build.library()'
 
 test-integrations: build $(TRAINERS)  ## inside accelerate, Lightning and transformers, which it installs, and the recipes
 	$(PY) -m pytest $(SIDE_BY_SIDE) -m integrations $(ARGS)

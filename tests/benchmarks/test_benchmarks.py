@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import kernel_rows, link, pictures, ranks
+from benchmarks import kernel_rows, link, pictures, ranks, training
 from benchmarks.harness import machine, measure, results, shapes
 from benchmarks.harness.case import DTYPES, LOSS_SCALE, Case
 from benchmarks.kernel_jobs import COLD, WRITTEN, Job, Measured, merge, run
@@ -332,6 +333,21 @@ class TestCommands:
             assert row["unavailable"] or float(row["peak_MB"]) > 0
         assert all(float(r["speed_to_stock"]) == 1 for r in rows if r["method"] == STOCK)
         assert [path.name for path in pictures.draw(file, tmp_path)] == ["training.png"]
+
+    @pytest.mark.usefixtures("one_thread")
+    def test_training_compiled(self, tmp_path, monkeypatch):
+        """A graph for fp32 weights and one for 16 bits, which all methods share; memory is not counted on the CPU."""
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+        file = tmp_path / "compiled.csv"
+        options = "--model tiny --windows 1 --micro-batches 2 --dtype bf16 --threads 1 --compile --methods masters"
+        assert training.main([*options.split(), "--csv", str(file)]) == 0
+        rows = [row for row in results.read_csv(file) if not row["unavailable"]]
+        assert [row["method"] for row in rows[:2]] == [STOCK, "FusedAccumulator, masters"]
+        assert [row["graphs"] for row in rows] == ["1", "1", "0"]
+        for row in rows:
+            assert (row["model"], row["peak_MB"]) == ("tiny, torch.compile", "")
+            assert float(row["tokens_per_second"]) > 0
 
     def test_wrong_arguments(self):
         """Named, with what there is."""
