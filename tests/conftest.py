@@ -94,11 +94,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_setup(item):
     """Trainers and planning have garbage collected, which would look at all that was imported each time."""
-    # Not gc.get_freeze_count(), which walks over all of them.
-    if len(sys.modules) > item.session.stash.get(frozen, 0) + 100:
+    if item.path != item.session.stash.get(frozen, None):
         gc.collect()
         gc.freeze()
-        item.session.stash[frozen] = len(sys.modules)
+        item.session.stash[frozen] = item.path
 
 
 def pytest_sessionfinish():
