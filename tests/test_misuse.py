@@ -178,6 +178,24 @@ def update_after_step():
     loop.scaler.update()
 
 
+def update_between(fused=False, accumulators=1):
+    """scaler.update after each of two optimizers, as in Lightning Fabric: the second would unscale once more."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01, fused=fused) for module in model]
+    modules, groups = ([model], [optimizers]) if accumulators == 1 else (list(model), [[o] for o in optimizers])
+    accs = [ak.FusedAccumulator(module, scaler=scaler) for module in modules]
+    for x, y in (torch.randn(2, 5), torch.randn(2, 3)), (torch.randn(2, 5), torch.randn(2, 3)):
+        scaler.scale(mse_loss(model(x), y)).backward()
+        for acc in accs:
+            acc.accumulate()
+    for acc, group in zip(accs, groups, strict=True):
+        acc.finalize(*group)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def without_update():
     """scaler.update forgotten in the long form."""
     loop = Loop(scaled=True)
@@ -400,6 +418,13 @@ MISUSES = {
     "unscale_": Misuse(unscaled, RuntimeError, "delete that line"),
     "never scaled": Misuse(never_scaled, RuntimeError, "call acc.backward(loss)"),
     "update after our step": Misuse(update_after_step, AssertionError, "No inf checks were recorded prior to update"),
+    "update between two steps": Misuse(update_between, RuntimeError, "call scaler.update() once, after all steps"),
+    "update between two steps, fused": Misuse(
+        of(update_between, fused=True), RuntimeError, "call scaler.update() once, after all steps"
+    ),
+    "update between two accumulators' steps": Misuse(
+        of(update_between, accumulators=2), RuntimeError, "finalize it right before its step"
+    ),
     "no update": Misuse(without_update, RuntimeError, "call scaler.update()"),
     "counted twice": Misuse(counted_twice, None, "Delete acc.accumulate()"),
     "zero_grad before accumulate": Misuse(zero_grad_between, RuntimeError, "no gradient was found in any of this"),

@@ -141,6 +141,17 @@ class LossScaler:
                     "unscales in accumulate(). Drop the window with acc.zero_() to go on (AK25)"
                 )
 
+    def unscales(self, optimizer: Optimizer) -> bool:
+        """Whether `scaler.step`, which is under way, divides the optimizer's gradients by the scale.
+
+        It does so if it has no verdict of a window, as after an update, which forgets the verdicts of all optimizers.
+        """
+        if self.scaler is None:
+            return False
+        record = self.scaler._per_optimizer_states.get(id(optimizer))
+        found_inf = None if record is None else record["found_inf_per_device"]
+        return bool(found_inf) and not isinstance(found_inf, _Verdict)
+
     def check_not_stepped(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse an optimizer that was stepped since the last `scaler.update()`.
 

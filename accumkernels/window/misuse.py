@@ -266,6 +266,13 @@ class MisuseDetector(Follower):
                 self._check_closed(optimizer)
         elif id(optimizer) not in self._seen.stepped and self._seen.window.exposed:
             self._check_handed_out(optimizer)
+            if self._scaler.unscales(optimizer) and self._holds(owned((optimizer,))):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: scaler.update() came between acc.finalize() and this step, which "
+                    "unscales averages that are unscaled already: call scaler.update() once, after all steps. If each "
+                    "step updates, as optimizer.step() of Lightning Fabric does, give each optimizer an accumulator, "
+                    "and finalize it right before its step"
+                )
             unknown = self._seen.window.clipped and self._scaler.scaler is None and "unscaling" not in self.once
             if unknown and self._holds(owned((optimizer,))):  # another accumulator's optimizer may have a scale
                 self._check_not_unscaled_late(optimizer)
