@@ -23,9 +23,11 @@ from .verdict import Verdict, is_known_zero
 # ---- Facts about the optimizers that step FusedAccumulator's windows
 
 _UNWRAP = "or pass the optimizer it wraps (`optimizer.optimizer`)"
-# Wrappers that decide themselves when to step: name of the package, what to do instead.
+# Wrappers that decide themselves when to step: the module that they are in or below (the first that fits counts), what
+# to do instead.
 _TRAINERS = {
     "accelerate": f"let accumkernels.integrations.accelerate.Accelerator prepare it, {_UNWRAP}",
+    "lightning.fabric": "pass the optimizer it wraps (`optimizer.optimizer`)",
     "lightning": f"give the Trainer accumkernels.integrations.lightning.FusedAccumulation, {_UNWRAP}",
     "lightning_fabric": "pass the optimizer it wraps (`optimizer.optimizer`)",
     "pytorch_lightning": (
@@ -49,11 +51,11 @@ def check_optimizer(optimizer: object, caller: str) -> None:
     Raises:
         TypeError: says what was passed, and what to pass instead.
     """
-    package = type(optimizer).__module__.partition(".")[0]
-    if package in _TRAINERS and hasattr(optimizer, "optimizer"):
-        raise TypeError(
-            f"{caller}: {type(optimizer).__qualname__} of {package} wraps an optimizer; {_TRAINERS[package]} (AK22)"
-        )
+    module = type(optimizer).__module__
+    package = module.partition(".")[0]
+    advice = next((advice for name, advice in _TRAINERS.items() if f"{module}.".startswith(f"{name}.")), None)
+    if advice is not None and hasattr(optimizer, "optimizer"):
+        raise TypeError(f"{caller}: {type(optimizer).__qualname__} of {package} wraps an optimizer; {advice} (AK22)")
     if isinstance(optimizer, Real | Tensor):
         option = "max_norm" if caller == "step()" else "divisor"
         raise TypeError(

@@ -35,11 +35,13 @@ def test_a_missing_package_is_named(package, monkeypatch):
         ("accelerate.optimizer", "accumkernels.integrations.accelerate.Accelerator"),
         ("lightning.pytorch.core.optimizer", "accumkernels.integrations.lightning.FusedAccumulation"),
         ("pytorch_lightning.core.optimizer", "accumkernels.integrations.lightning.FusedAccumulation"),
+        ("lightning.fabric.wrappers", "FabricSGD of lightning wraps an optimizer; pass"),  # there is no Trainer
+        ("lightning_fabric.wrappers", "FabricSGD of lightning_fabric wraps an optimizer; pass"),
     ],
 )
 def test_advice_for_wrapped_optimizers(module, adapter):
     """Names the adapter, and what to pass without it."""
-    wrapped = type("Wrapped", (), {"__module__": module, "optimizer": None})()
+    wrapped = type("FabricSGD", (), {"__module__": module, "optimizer": None})()
     with pytest.raises(TypeError, match=rf"{re.escape(adapter)}.*optimizer\.optimizer"):
         ak.FusedAccumulator(mlp()).step(wrapped)
 
