@@ -131,13 +131,15 @@ def _unsharded(found: Any, param: Any) -> bool:
 
 
 def strip_prefixes(names: list[str]) -> list[str]:
-    """Parameter names without the prefixes of torch.compile and DistributedDataParallel.
+    """Parameter names without the prefixes of torch.compile, Lightning Fabric and DistributedDataParallel.
 
-    `_orig_mod.` is removed anywhere, `module.` only if all names begin with it, since a submodule may have that name.
+    `_orig_mod.` is removed anywhere, `_forward_module.` and `module.` only if all names begin with them, since a
+    submodule may have that name.
     """
     names = [".".join(part for part in name.split(".") if part != "_orig_mod") for name in names]
-    if all(name.startswith("module.") for name in names):
-        names = [name.removeprefix("module.") for name in names]
+    for prefix in ("_forward_module.", "module."):
+        if all(name.startswith(prefix) for name in names):
+            names = [name.removeprefix(prefix) for name in names]
     return names
 
 

@@ -147,10 +147,15 @@ class Silence:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile's wrapper, if it has one."""
-    while "_orig_mod" in module._modules:
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    """Return the module inside torch.compile's wrapper and Lightning Fabric's, if it has any."""
+    while (inner := next((module._modules[name] for name in _WRAPPED if name in module._modules), None)) is not None:
+        if len(list(inner.parameters())) < len(list(module.parameters())):
+            break  # not a wrapper: it has parameters of its own
+        module = inner
     return module
+
+
+_WRAPPED = ("_orig_mod", "_forward_module")
 
 
 def is_silent(ddp: DistributedDataParallel) -> bool:

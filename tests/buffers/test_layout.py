@@ -97,7 +97,9 @@ def test_segments_are_in_reverse_order_of_registration():
 
 
 def test_wrapper_prefixes_do_not_count():
-    """Names are the same under DistributedDataParallel and torch.compile, and dots inside names survive."""
+    """Names are the same under DistributedDataParallel, torch.compile and Lightning Fabric; dots inside survive."""
+    assert strip_prefixes(["_forward_module.module.0.weight", "_forward_module.module.head"]) == ["0.weight", "head"]
+    assert strip_prefixes(["_forward_module.weight", "weight"]) == ["_forward_module.weight", "weight"]
     assert strip_prefixes(["module._orig_mod.block.0.weight", "module.head"]) == ["block.0.weight", "head"]
     assert strip_prefixes(["encoder._orig_mod.weight", "submodule.weight"]) == ["encoder.weight", "submodule.weight"]
     assert strip_prefixes(["module.weight", "weight"]) == ["module.weight", "weight"]

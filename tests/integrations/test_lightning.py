@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.support.trainers import SCALE, fp16_plugins, quiet_trainer
 
 pl = pytest.importorskip("lightning.pytorch")
 
+from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
 
 import accumkernels as ak  # noqa: E402
@@ -431,3 +434,32 @@ def test_edits_of_every_backward_in_manual_optimization():
     fit(model, 2 * SIZE, FusedAccumulation(release="microbatch"), steps=1)
     expected = big_batch_grads(mlp(), *batch(2 * SIZE))
     assert relative_error(moved(model), [2 * grad for grad in expected]) < ROUNDING
+
+
+@pytest.mark.parametrize("then", ["auto", "ddp"])
+@pytest.mark.parametrize("first", ["auto", "ddp"])
+@mock.patch.dict(os.environ)  # where Fabric leaves an address
+def test_fabric(first, then, tmp_path):
+    """The long form with the module that Fabric has set up; what is saved inside a window loads into any other."""
+    x, y = batch(9)
+    whole = mlp()
+    for strategy, parts in (first, [(0, 2), (2, 6)]), (then, [(6, 9)]):
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        try:
+            model = mlp()
+            module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            with ak.FusedAccumulator(module) as acc:
+                if parts[0][0] > 0:
+                    fabric.load(tmp_path / "state", {"acc": acc})
+                for begin, end in parts:
+                    fabric.backward(nn.functional.mse_loss(module(x[begin:end]), y[begin:end]))
+                    acc.accumulate(weight=end - begin)
+                fabric.save(tmp_path / "state", {"acc": acc})
+                acc.finalize(optimizer.optimizer)
+                optimizer.step()
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    found = [before - after for before, after in zip(whole.parameters(), model.parameters(), strict=True)]
+    assert relative_error(found, big_batch_grads(whole, x, y)) < ROUNDING
