@@ -101,6 +101,7 @@ class FusedAccumulation(pl.Callback):
         self._manual = False
         self._lightning_optimizers: list[Any] = []
         self._saved: dict[str, Any] | None = None
+        self._gone: list[str] = []  # what checkpoints after `fit` lack
         # Whether `.grad` is there after backward.
         self._leaves = split is None and options.get("release") == "microbatch"
         self._edited = False  # whether the module's own `backward` looks for it
@@ -161,7 +162,7 @@ class FusedAccumulation(pl.Callback):
             )
         saved = self._saved
         self._release()
-        self._saved = saved
+        self._saved, self._gone = saved, []
         precision = strategy.precision_plugin
         scaler = getattr(precision, "scaler", None)
         model = strategy.model if strategy.model is not None else pl_module
@@ -281,6 +282,10 @@ class FusedAccumulation(pl.Callback):
         for optimizer in self._lightning_optimizers:
             del optimizer.zero_grad, optimizer.optimizer.zero_grad
         self._lightning_optimizers = []
+        if self._windows:
+            open_ = max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows)
+            masters = any(window.engine.store.masters is not None for window in self._windows)
+            self._gone = ["the fp32 masters"] * masters + [f"{open_} micro-batches of a window"] * bool(open_)
         for window in self._windows:
             window.release()
         self._windows = []
@@ -603,6 +608,13 @@ class FusedAccumulation(pl.Callback):
         """The accumulators' states: masters and an open window; empty with FSDP2."""
         self._take()
         if not self._windows:
+            if self._gone:
+                _log.warning(
+                    "a checkpoint after trainer.fit() has ended, by an exception or not, leaves out %s: a run that "
+                    "resumes from it goes on without. Let ModelCheckpoint save while it runs (every_n_train_steps=..., "
+                    "save_last=True)",
+                    " and ".join(self._gone),
+                )
             return {}
         if any(window.engine.store.sharded for window in self._windows):
             if lost := max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from unittest import mock
@@ -298,6 +299,27 @@ def test_what_fit_leaves():
     ak.FusedAccumulator(failing).remove()
     again, _ = fit(sgd(), 4 * SIZE, FusedAccumulation())
     assert relative_error(moved(again), big_batch_grads(mlp(), *batch(4 * SIZE))) < ROUNDING
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_checkpoint_after_fit_lacks(masters, fails, tmp_path, caplog):
+    """Masters and an open window are gone, which is said; nothing is said where nothing is."""
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, data, index):
+            if fails and index == 5:
+                raise ZeroDivisionError
+
+    one = quiet_trainer(FusedAccumulation(master_weights=masters), Stops(), precision="bf16-true")
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        one.fit(Regression(), loader(8 * SIZE))
+    assert caplog.records == []
+    one.save_checkpoint(tmp_path / "after.ckpt")
+    gone = ["the fp32 masters"] * masters + ["2 micro-batches of a window"] * fails
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(gone)
+    assert all(f"leaves out {' and '.join(gone)}:" in message for message in said)
 
 
 def test_errors():
