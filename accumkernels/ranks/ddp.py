@@ -17,20 +17,24 @@ _log = logger(__name__)
 _DELAYED = "_static_graph_delay_allreduce_enqueued"  # set by the first backward of a static graph
 
 
-def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
+def refuse_wrapped(named: list[tuple[str, Tensor]], ran: bool = False) -> None:
     """Refuse parameters whose gradients a DistributedDataParallel module averages in every backward.
 
     A silenced module averages nothing, so several accumulators may share its parameters. A parameter does not know its
-    reducer, so this searches all objects, once, which takes a fraction of a second.
+    reducer, so this searches all objects, which takes a fraction of a second.
+
+    Args:
+        named: Names and parameters.
+        ran: Whether only modules count that have run a forward.
 
     Raises:
         ValueError: names the first such parameter.
     """
     ours = {id(param): name for name, param in named}
-    name = _first_wrapped(ours)
+    name = _first_wrapped(ours, ran)
     if name is not None:
         gc.collect()  # the wrapper may be dead already, but held by cycles
-        name = _first_wrapped(ours)
+        name = _first_wrapped(ours, ran)
     if name is not None:
         raise ValueError(
             f"params: {name!r} belongs to a DistributedDataParallel module, which would average its gradient in every "
@@ -38,9 +42,9 @@ def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
         )
 
 
-def _first_wrapped(names: dict[int, str]) -> str | None:
+def _first_wrapped(names: dict[int, str], ran: bool) -> str | None:
     for candidate in instances(DistributedDataParallel):
-        if not is_silent(candidate):
+        if not is_silent(candidate) and (not ran or getattr(candidate, "_lazy_init_ran", False)):
             for param in candidate.parameters():
                 if id(param) in names:
                     return names[id(param)]
