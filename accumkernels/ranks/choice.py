@@ -87,8 +87,8 @@ class Choice:
         """Join the ranks that have the same parameters."""
         refuse: Callable[..., None] | None = None
         if self.ddp is None:
-            refuse = functools.partial(refuse_wrapped, [(entry.name, entry.param) for entry in named])
-            refuse()
+            refuse = functools.cache(functools.partial(refuse_wrapped, [(entry.name, entry.param) for entry in named]))
+            refuse(ran=False)
         group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
         group.check_alike(named, **options)
         if self.ddp is None:  # otherwise DistributedDataParallel's constructor has done it

@@ -17,7 +17,7 @@ _log = logger(__name__)
 _DELAYED = "_static_graph_delay_allreduce_enqueued"  # set by the first backward of a static graph
 
 
-def refuse_wrapped(named: list[tuple[str, Tensor]], ran: bool = False) -> None:
+def refuse_wrapped(named: list[tuple[str, Tensor]], ran: bool) -> None:
     """Refuse parameters whose gradients a DistributedDataParallel module averages in every backward.
 
     A silenced module averages nothing, so several accumulators may share its parameters. A parameter does not know its
