@@ -20,6 +20,7 @@ from ..errors import logger
 from ..snapshots import Snapshot
 
 DIVIDED, SUM, MEAN = "divided", "sum", "mean"
+IGNORED = -100  # label of positions that have no loss
 ISSUE = "https://github.com/huggingface/transformers/issues/47688"
 
 _FOLLOWS = 0.1  # part of a loss that the number divides, from which on it follows the number: noise may look like less
@@ -46,12 +47,17 @@ class LossProbe:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._answers: dict[Any, str] = {}
+        self._shifts: dict[Any, bool] = {}
         self._warned: set[tuple[Any, ...]] = set()
         self.runs = False
 
     def normalization(self, inputs: Any) -> str | None:
         """`DIVIDED`, `SUM` or `MEAN`; None if the loss of these inputs is not known."""
         return self._answers.get(self._form(inputs))
+
+    def shifts(self, inputs: Any) -> bool | None:
+        """Whether the mean of these inputs leaves out the first label of each row; None if that is not known."""
+        return self._shifts.get(self._form(inputs))
 
     def ask(self, window: list[Any], items: Tensor | int | None) -> None:
         """Find out about forms of inputs that are new.
@@ -68,6 +74,8 @@ class LossProbe:
             answer = self._trainer.told_normalization or self._find_out(alike, items)
             if answer is not None:
                 self._answers[form] = answer
+            if answer == MEAN and (shifts := self._find_shift(alike, items)) is not None:
+                self._shifts[form] = shifts
             if answer == MEAN and self._trainer.weighs_by_default:
                 self._report_mean(alike[0], items)
 
@@ -106,6 +114,49 @@ class LossProbe:
         except Exception:  # of code that the user has for batches of its own
             return 1.0
         return grown / loss if loss else math.nan
+
+    def _find_shift(self, alike: list[Any], items: Any) -> bool | None:
+        """Whether a mean leaves out the first label of each row, as losses that shift labels; None if unknown.
+
+        Names do not tell: among those of causal models are some that shift no labels (BART's, TrOCR's, XLNet's), and
+        loss functions of the user's may shift them or not.
+        """
+        able = torch.tensor([float(any(map(self._tells_shift, alike)))], device=self._trainer.args.device)
+        if not bool(self._trainer.accelerator.gather(able).any()):
+            return None
+        counts = self._agreed(self._counts_first, alike, items)
+        return None if math.isnan(counts) else counts == 0
+
+    def _tells_shift(self, inputs: Any) -> bool:
+        """Whether some first labels count or not, and the loss knows that others do not.
+
+        No label gets a value that there is not yet: of one that its loss does not know, a GPU makes an error for good.
+        """
+        labels = self._trainer.counted_labels(inputs)
+        if labels is None or not may_shift(inputs, labels):
+            return False
+        return bool(labels.eq(IGNORED).any()) and bool(labels[:, 0].ne(IGNORED).any())
+
+    def _counts_first(self, inputs: Any, items: Any) -> float:
+        """1 if the loss of the first labels alone differs from that of no labels, 0 if not; nan if unknown."""
+        if self._trainer.splits:
+            inputs = repeated(inputs)
+        tells = self._tells_shift(inputs)
+        if not tells and self._trainer.args.world_size == 1:
+            return math.nan  # on several ranks another may tell, and a forward may communicate
+        losses = []
+        try:
+            for kept in (1, 0):
+                changed = inputs
+                if tells:
+                    labels = inputs["labels"].clone()
+                    labels[:, kept:] = IGNORED
+                    changed = {**inputs, "labels": labels}
+                losses.append(self._compute(changed, items, training=False))
+        except Exception:  # of code that the user has for labels of its own
+            return math.nan
+        first, none = losses
+        return float(first != none and not (math.isnan(first) and math.isnan(none))) if tells else math.nan
 
     def _agreed(self, ask: Callable[[Any, Any], float], alike: list[Any], items: Any) -> float:
         """The answer for the first micro-batch that has one on any rank; nan if none has."""
@@ -186,6 +237,11 @@ class LossProbe:
             trainer.default_weight(inputs)[0],
             added if trainer.adds_up(items) else "",
         )
+
+
+def may_shift(inputs: Any, labels: Tensor | None) -> bool:
+    """Whether a loss may leave out the first label of each row of these labels."""
+    return labels is not None and "shift_labels" not in inputs and labels.dim() == 2 and labels.shape[1] > 1
 
 
 def rows(inputs: Any) -> tuple[str, int] | None:

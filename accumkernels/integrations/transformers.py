@@ -25,7 +25,7 @@ from ..arguments import Split
 from ..errors import expect, needs, wrong_type
 from ..window.checkpoint import without_window
 from .accelerate import fuse
-from .loss_probe import DIVIDED, MEAN, SUM, LossProbe, rows
+from .loss_probe import DIVIDED, IGNORED, MEAN, SUM, LossProbe, may_shift, rows
 from .window import split_options
 
 with needs("transformers", oldest="5.19"):
@@ -40,7 +40,6 @@ else:
 
 ACCUMULATOR_NAME = "accumulator.pt"  # in a checkpoint's folder
 _LOSS_IS = ("tokens", "rows", "sum")
-_IGNORED = -100  # label of positions that have no loss
 
 
 class FusedAccumulationMixin(Base):
@@ -141,9 +140,10 @@ class FusedAccumulationMixin(Base):
             inputs: The model's inputs, a micro-batch; for trainers whose collator collates nothing, a list of samples.
 
         Returns:
-            As `loss_is` says. By default the number of labels that are not -100, without the first of each row for
-            causal models, whose losses shift labels; without labels, and for CTC losses that are means, which divide
-            each row by its own labels, the number of rows, by the first tensor. Nothing is read back from the device.
+            As `loss_is` says. By default the number of labels that are not -100, without the first of each row where
+            the loss shifts labels, as `train` finds out, and otherwise by the names of causal models; without labels,
+            and for CTC losses that are means, which divide each row by its own labels, the number of rows, by the first
+            tensor. Nothing is read back from the device.
         """
         return self.default_weight(inputs)[1]
 
@@ -151,20 +151,26 @@ class FusedAccumulationMixin(Base):
         """What `micro_batch_weight` counts unless it is overridden, in words, and how many of them there are."""
         if callable(self._loss_is):
             return "loss_is", self._loss_is(inputs)
-        labels = inputs.get("shift_labels", inputs.get("labels")) if isinstance(inputs, Mapping) else None
-        config = getattr(self.model, "config", None)
-        of_rows = self._loss_is == "rows" or (
-            self._loss_is is None and getattr(config, "ctc_loss_reduction", None) == "mean"
-        )
-        if isinstance(labels, Tensor) and not of_rows:
-            ignored = getattr(config, "semantic_loss_ignore_index", _IGNORED)
+        if (labels := self.counted_labels(inputs)) is not None:
             words = "its labels that are not -100"
-            if self._is_causal() and "shift_labels" not in inputs and labels.dim() == 2 and labels.shape[1] > 1:
-                labels, words = labels[:, 1:], f"{words}, without the first of each row"
-            return words, (labels.ne(_IGNORED) & labels.ne(ignored)).sum()
-        if (found := rows(inputs)) is None:
+            if may_shift(inputs, labels):
+                found = self._probe.shifts(inputs)
+                if self._is_causal() if found is None else found:
+                    labels, words = labels[:, 1:], f"{words}, without the first of each row"
+            ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", IGNORED)
+            return words, (labels.ne(IGNORED) & labels.ne(ignored)).sum()
+        if (found_rows := rows(inputs)) is None:
             return "1, since it has neither labels nor rows", 1.0
-        return f"its rows, the length of {found[0]!r}", float(found[1])
+        return f"its rows, the length of {found_rows[0]!r}", float(found_rows[1])
+
+    def counted_labels(self, inputs: Any) -> Tensor | None:
+        """The labels that `default_weight` counts; None if it counts rows, or what `loss_is` returns."""
+        if not isinstance(inputs, Mapping) or callable(self._loss_is) or self._loss_is == "rows":
+            return None
+        if self._loss_is is None and getattr(getattr(self.model, "config", None), "ctc_loss_reduction", None) == "mean":
+            return None
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        return labels if isinstance(labels, Tensor) else None
 
     def _is_causal(self) -> bool:
         """Whether the model shifts labels, by its names, as the Trainer's count or its label smoothing takes them."""

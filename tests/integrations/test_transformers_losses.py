@@ -54,6 +54,9 @@ BART = lambda: transformers.BartConfig(  # noqa: E731
     decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0, max_position_embeddings=2 * LENGTH,
     pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
 )  # fmt: skip
+XLNET = lambda: transformers.XLNetConfig(  # noqa: E731
+    vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=16, dropout=0.0
+)  # fmt: skip
 
 
 class Rows(Samples):
@@ -98,6 +101,9 @@ HEADS = {
     "LlamaForTokenClassification": (lambda: LLAMA(num_labels=CLASSES), Positions),
     "T5ForConditionalGeneration": (T5, lambda n: Positions(n, 0)),
     "BartForConditionalGeneration": (BART, lambda n: Positions(n, 0)),
+    # Causal by their names, and their losses shift no labels.
+    "BartForCausalLM": (BART, lambda n: Positions(n, 0)),
+    "XLNetLMHeadModel": (XLNET, lambda n: Positions(n, 0)),
 }
 
 
@@ -584,11 +590,6 @@ class PerRow(Causal):
         return {"loss": losses.mean()}
 
 
-def shifted(inputs):
-    """Labels that count in a causal model."""
-    return inputs["labels"][:, 1:].ne(-100).sum()
-
-
 def weights(inputs):
     """Of the labels' classes."""
     return WEIGHTS[inputs["labels"][inputs["labels"] >= 0]].sum()
@@ -597,7 +598,6 @@ def weights(inputs):
 MEANS = {
     "class weights": (ByClass, lambda n: Positions(n, 0), weights),
     "a mean of rows": (PerRow, lambda n: Positions(n, 0), "rows"),
-    "a shift that no name promises": (Causal, lambda n: Positions(n, 0), shifted),
 }
 
 
@@ -661,12 +661,56 @@ def test_wrong_loss_is():
 # ---- labels that the loss shifts
 
 
+@pytest.mark.parametrize("promised", [True, False])
 @pytest.mark.parametrize("shift", [True, False])
-def test_labels_that_a_loss_of_ones_own_shifts(tmp_path, shift):
-    """Counted as the loss counts them, if the model's `loss_type` says so."""
+def test_labels_that_a_loss_of_ones_own_shifts(tmp_path, shift, promised):
+    """Counted as the loss counts them, whatever the model's `loss_type` says, and `loss_is="tokens"` means the same."""
     model, data = Causal(shift), Positions(SAMPLES, 0)
-    model.loss_type = "ForCausalLM" if shift else None
-    ours = fit(Trainer, tmp_path, model, data)
+    model.loss_type = "ForCausalLM" if promised else None
+    truth = big_batch(model, data)
+    assert off(fit(Trainer, tmp_path, model, data).model, model, truth) < ROUNDING
+    assert off(fit(told("tokens"), tmp_path, model, data).model, model, truth) < ROUNDING
+
+
+@pytest.mark.parametrize("split", [None, 1])
+def test_labels_that_a_loss_function_shifts_not(tmp_path, split):
+    """Of a causal model, whose data has them shifted."""
+    model, data = made(transformers.LlamaForCausalLM, LLAMA()), Positions(SAMPLES, 0)
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1).float(), labels.flatten())
+
+    class Split(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, split=split, **kwargs)
+
+    truth = big_batch(
+        model,
+        data,
+        lambda m, b: nn.functional.cross_entropy(m(b["input_ids"])["logits"].flatten(0, 1), b["labels"].flatten()),
+    )
+    assert off(fit(Split, tmp_path, model, data, loss_func=mean).model, model, truth) < ROUNDING
+
+
+def test_labels_get_no_value_that_is_new(tmp_path, caplog):
+    """A loss that has seen no -100 may end in an error on it, and names say whether it shifts labels."""
+    seen = set()
+
+    class Strict(Causal):
+        def forward(self, input_ids, labels):
+            seen.update(labels.flatten().tolist())
+            return super().forward(input_ids, labels)
+
+    data = Samples(SAMPLES)
+    for sample in data.samples:
+        sample["labels"] = sample["input_ids"].clone()
+    model = Strict()
+    model.loss_type = "ForCausalLM"
+    with caplog.at_level(logging.WARNING, "accumkernels"):
+        ours = fit(Trainer, tmp_path, model, data)
+    assert min(seen) >= 0
+    (line,) = own_warnings(caplog)
+    assert "without the first of each row" in line
     assert off(ours.model, model, big_batch(model, data)) < ROUNDING
 
 
