@@ -108,12 +108,7 @@ class Sharded(PartialRanks):
             )
         plain = [entry for entry in named if entry.param.requires_grad and not is_dtensor(entry.param)]
         if plain and self._sharded_by_fsdp and dist.get_world_size() > 1:
-            raise RuntimeError(
-                f"{plain[0].name!r} is not a DTensor, though other parameters are. FSDP2 does not reduce the gradients "
-                "of its ignored_params: shard it too, freeze it, or give it to an accumulator of its own "
-                "(process_group=). If the accumulator was built between a forward and its backward, call "
-                "model.reshard() first"
-            )
+            raise _plain_beside_sharded(plain[0].name)
 
     # ---- the end of a window
 
@@ -356,6 +351,16 @@ def _has_fsdp(params: Any) -> bool:
     return any(kind.__name__ == "FSDPModule" for module in params.modules() for kind in type(module).__mro__)
 
 
+def _plain_beside_sharded(name: str) -> RuntimeError:
+    """What a plain parameter is refused with that FSDP2 was told to ignore, or that came after `fully_shard`."""
+    return RuntimeError(
+        f"{name!r} is not a DTensor, though other parameters are. FSDP2 does not reduce the gradients of its "
+        "ignored_params, nor of parameters that were added after fully_shard, as adapters: shard it too, freeze it, "
+        "or give it to an accumulator of its own (process_group=). If the accumulator was built between a forward and "
+        "its backward, call model.reshard() first"
+    )
+
+
 def mesh_of(params: Any, named: Sequence[NamedParameter], process_group: Any, noise_scale: Any) -> Sharded | None:
     """Find the meshes of the parameters; None if none is a DTensor.
 
@@ -372,6 +377,8 @@ def mesh_of(params: Any, named: Sequence[NamedParameter], process_group: Any, no
     first = next((entry for entry in named if is_dtensor(entry.param)), None)
     if first is None:
         if isinstance(params, nn.Module) and _has_fsdp(params):
+            if any(map(is_dtensor, params.parameters())):  # frozen, and left out by a trainer, as a base under adapters
+                raise _plain_beside_sharded(named[0].name)
             raise RuntimeError(
                 f"params: {named[0].name!r} is not sharded, though fully_shard was applied: build the accumulator "
                 "before the first forward, or call model.reshard() before"

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.integrations.window import TrainerWindow
 from tests.support.frozen import KINDS
 from tests.support.ranks import logged, message
 
@@ -557,6 +558,11 @@ def what_is_refused(rank, size):
         mixed.last.bias.requires_grad_(True)
         with pytest.raises(RuntimeError, match=r"'last\.bias' is not a DTensor"):
             run_window(acc, mixed)
+
+    adapted = shard(net()).requires_grad_(False)
+    adapted.adapter = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match=r"'adapter\.weight' is not a DTensor.*added after fully_shard"):
+        TrainerWindow([adapted], torch.optim.SGD(adapted.adapter.parameters(), lr=1.0), None)
 
     unsharded = net()
     fully_shard(unsharded)
