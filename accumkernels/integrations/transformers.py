@@ -284,9 +284,10 @@ class FusedAccumulationMixin(Base):
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer, which calls it after a step. Of means it has added up the loss that it takes them for."""
-        if self._adds_means and not self.accelerator.inside_a_window:  # an epoch may end inside one
-            loss = self.accelerator.accumulator.metrics()["loss"]
-            loss = loss if self._logged is None else self._logged + loss
+        if self._adds_means:
+            loss = torch.zeros_like(tr_loss) if self._logged is None else self._logged
+            if not self.accelerator.inside_a_window:  # else an epoch ends inside of it, and its loss comes with its end
+                loss = loss + self.accelerator.accumulator.metrics()["loss"]
             tr_loss.copy_(torch.where(loss.isfinite(), loss, tr_loss))
             self._adds_means = False
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)

@@ -406,6 +406,32 @@ def test_a_micro_batch_without_labels_is_not_in_the_log(tmp_path):
     assert logged(trainer, "loss") == pytest.approx([(means[0] + means[1]) / 2], rel=1e-5)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Without a length, so that its end is seen where it comes."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_window_over_two_epochs_in_the_log(tmp_path, every):
+    """Its loss is that of its end alone, and not the sum of its means before the end of the epoch too."""
+    model, data = Causal(), Positions(SAMPLES, 0)
+    trainer = fit(Trainer, tmp_path, model, Stream(data), lr=0.0, max_steps=3, logging_steps=every)
+    samples = data.samples
+    windows = [samples[:8], samples[8:] + samples[:8], samples[8:] + samples[:8]]
+    losses = []
+    for window in windows:
+        batch = {key: torch.stack([sample[key] for sample in window]) for key in ("input_ids", "labels")}
+        losses.append(float(model(**batch)["loss"].detach()))
+    mean = sum(losses) / 3
+    assert logged(trainer, "loss") == pytest.approx(losses if every == 1 else [mean], rel=1e-5)
+    assert logged(trainer, "train_loss") == pytest.approx([mean], rel=1e-5)
+
+
 @pytest.mark.parametrize("divides", ["no", "args", "trainer", "told"])
 def test_loss_functions_that_get_no_number(tmp_path, divides):
     """Without labels the Trainer adds up what they return: right if it is divided by the number of micro-batches."""
