@@ -45,6 +45,7 @@ class FusedOptimizer(AcceleratedOptimizer):
     """What `Accelerator.prepare` returns for an optimizer. It steps the windows of its accumulator."""
 
     window: TrainerWindow | None = None  # None while no model is prepared whose parameters it steps
+    _mode: str | None = None  # of schedule-free optimizers, which have other weights in each
 
     def step(self, closure: Any = None) -> None:
         """Step at the end of a window; inside one, do nothing.
@@ -78,6 +79,22 @@ class FusedOptimizer(AcceleratedOptimizer):
                 window.drop_grads(set_to_none is not False)
             elif window.finalized or not counted:
                 window.close()
+
+    def train(self) -> None:
+        """As in accelerate; the model gets the weights of its masters."""
+        self._switch("train", super().train)
+
+    def eval(self) -> None:
+        """As in accelerate; the model gets the weights of its masters."""
+        self._switch("eval", super().eval)
+
+    def _switch(self, mode: str, switch: Callable[[], None]) -> None:
+        if self.window is None or mode == self._mode:  # transformers' Trainer asks before each micro-batch
+            switch()
+            return
+        with self.window.moving_masters():
+            switch()
+        self._mode = mode
 
     @property
     def step_was_skipped(self) -> bool:

@@ -549,6 +549,16 @@ class TrainerWindow:
         finally:
             target.grad = None
 
+    @contextlib.contextmanager
+    def moving_masters(self) -> Iterator[None]:
+        """Let other code than a step of the optimizer move its weights, and round masters into the model afterwards."""
+        masters = self.engine.store.masters
+        if masters is not None:
+            masters.take_over()  # what was written to the model
+        yield
+        if masters is not None:
+            masters.round()
+
     def close(self) -> None:
         """Drop the window, stepped or not, and open the next; collective if sums are being sent to other ranks.
 

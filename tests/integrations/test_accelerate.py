@@ -249,6 +249,61 @@ def test_master_weights():
     ak.FusedAccumulator(model).remove()
 
 
+class Averaging(torch.optim.SGD):
+    """Evaluates at the average of its weights, as schedule-free optimizers do, which change `.data`."""
+
+    training = True
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["steps"] = state.get("steps", 0) + 1
+            state.setdefault("mean", torch.zeros_like(p)).lerp_(p.detach(), 1 / state["steps"])
+
+    def train(self, mode=True):
+        for p in self.param_groups[0]["params"] if mode != self.training else ():
+            kept = p.detach().clone()
+            p.data.copy_(self.state[p]["mean"])
+            self.state[p]["mean"] = kept
+        self.training = mode
+
+    def eval(self):
+        self.train(False)
+
+
+def test_an_optimizer_that_evaluates_at_other_weights():
+    """They are in its masters, and the model gets them; what a loop has written to the model is not lost."""
+    accelerator = make(Accelerator, steps=1, accumulator_options={"master_weights": True})
+    model = mlp(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, Averaging(model.parameters(), lr=1.0))
+    masters = optimizer.param_groups[0]["params"]
+
+    def look():
+        return [p.detach().clone() for p in model.parameters()]
+
+    optimizer.train()
+    for index in range(3):
+        with accelerator.accumulate(model):
+            x, y = batch(SIZE, torch.bfloat16, seed=index)
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    trained, exact = look(), [p.detach().clone() for p in masters]
+    optimizer.eval()
+    means = look()
+    assert not any(map(torch.equal, means, trained))
+    assert all(torch.equal(mean, master.bfloat16()) for mean, master in zip(means, masters, strict=True))
+    optimizer.train()
+    assert all(map(torch.equal, look(), trained))
+    assert all(map(torch.equal, masters, exact))
+    with torch.no_grad():
+        model[0].bias.zero_()
+    optimizer.eval()
+    optimizer.train()
+    assert model[0].bias.count_nonzero() == 0
+
+
 def test_masters_stay_when_something_else_is_prepared():
     """The optimizer steps masters then, which no model has: its accumulator is kept, and apart from those of others."""
     accelerator = make(Accelerator, accumulator_options={"master_weights": True})
