@@ -336,6 +336,22 @@ def test_an_edit_of_masters_stays():
     assert all(torch.equal(p, torch.full_like(p, 0.1)) for p in model.parameters())
 
 
+def test_an_edit_of_masters_is_rounded_by_loading():
+    """As of schedule-free optimizers, which evaluate at other weights (docs/optimizers.md), inside a window too."""
+    model = mlp(torch.bfloat16)
+    with ak.FusedAccumulator(model, master_weights=True) as acc:
+        acc.backward(mse_loss(model(batch(4, torch.bfloat16)[0]), batch(4, torch.bfloat16)[1]))
+        with torch.no_grad():
+            for master in acc.parameters():
+                master.data.mul_(2.0)
+        acc.load_state_dict(acc.state_dict())
+        assert acc.micro_batches == 1
+        before = mlp(torch.bfloat16).parameters()
+        for p, master, old in zip(model.parameters(), acc.parameters(), before, strict=True):
+            assert torch.equal(p, 2 * old)
+            assert torch.equal(p, master.bfloat16())
+
+
 @pytest.mark.parametrize("form", ["step", "long", "closure"])
 def test_an_edit_inside_a_step_is_refused(form):
     """Hooks on the step find the old weights in the model, which are about to be replaced; the next step goes on."""
