@@ -129,7 +129,8 @@ class TreeSamples:
     The number of samples is that of the first tensor with more than one row, those inside of inner lists last, or of
     the first array if there is no tensor. What has no dimension, one item or one row goes into every micro-batch whole,
     and so does what is no tensor, array or list. A list that leads to tensors has one item per sample if it is as long
-    as the batch and none of its tensors is; else it is a container, and so is a list of other lists that has another
+    as the batch and no container of fields: none of its tensors is as long as the batch, or some of them have neither
+    as many rows nor one, as boxes of images. Else it is a container, and so is a list of other lists that has another
     length than the batch.
 
     Args:
@@ -155,6 +156,7 @@ class TreeSamples:
         first, counted = next(((path, leaf) for path, leaf in ordered if len(leaf) != 1), ordered[0])
         self._batch = batch
         self._count = len(counted)
+        self._counted_outside = first in outside  # of inner lists
         for path, leaf in tree_leaves(batch, is_leaf=self._is_list):
             if not _is_sized(leaf) or len(leaf) in (1, self._count):
                 continue
@@ -175,7 +177,9 @@ class TreeSamples:
             return
         if isinstance(tree, list) and len(set(map(form, tree))) == 1 and _leads_to_tensors(tree):
             bare = isinstance(tree[0], Tensor)
-            if len(tree) > (_MANY_TENSORS if bare else _MANY_RECORDS) and not (bare and tree[0].dim() == 0):
+            many = len(tree) > (_MANY_TENSORS if bare else _MANY_RECORDS) and not (bare and tree[0].dim() == 0)
+            # As many records as samples: each may be of an image, and by chance have as many boxes as there are images.
+            if many or (not bare and len(tree) > 1 and self._is_as_long(tree)):
                 raise ValueError(
                     f"{path} is a list of {len(tree)} {'tensors' if bare else 'records'} of {self._count} rows each: "
                     "if they are samples, stack them, or pass a list of samples with collate; if each has a row per "
@@ -190,8 +194,14 @@ class TreeSamples:
             return False
         if _leads_to_tensors(tree):
             rows = {len(leaf) for _, leaf in tree_leaves(tree) if _is_sized(leaf)}
-            return isinstance(tree, list) and len(tree) == self._count and self._count not in rows
+            if self._count in rows and (rows <= {1, self._count} or not self._is_as_long(tree)):
+                return False
+            return isinstance(tree, list) and len(tree) == self._count
         return len(tree) == self._count or all(_children(value, "") is None for value in tree)
+
+    def _is_as_long(self, tree: Any) -> bool:
+        """Whether a list has an item per sample, of samples that are counted elsewhere: not a loader's [x, y]."""
+        return tree is not self._batch and self._counted_outside and len(tree) == self._count
 
     def __len__(self) -> int:
         return self._count

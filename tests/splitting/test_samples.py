@@ -310,6 +310,34 @@ def test_lists_of_tensors_with_an_item_per_sample(name, first):
     assert len(part["items"]) == 2
 
 
+@pytest.mark.parametrize("rows", [(12, 3, 1), (2, 0, 12), (1, 5, 7)], ids=str)
+@pytest.mark.parametrize("record", [lambda boxes: boxes, lambda boxes: {"boxes": boxes, "id": torch.ones(1)}])
+def test_an_item_with_as_many_rows_as_samples(rows, record):
+    """By chance, as an image has as many boxes as the batch has images, among others that have not."""
+    items = [record(torch.full((rows[i % 3], 4), float(i))) for i in range(12)]
+    part = TreeSamples({"x": ROWS, "items": items}).part(range(3, 5))
+    boxes = [item["boxes"] if isinstance(item, dict) else item for item in part["items"]]
+    assert [len(found) for found in boxes] == [rows[0], rows[1]]
+    assert all((found == index).all() for index, found in enumerate(boxes, 3))
+
+
+@pytest.mark.parametrize("rows", [(2, 2), (2, 1)])
+def test_records_that_may_be_samples_or_fields(rows):
+    """Two images with at most two boxes each: cut along the boxes, each part would have those of both images."""
+    records = [{"boxes": torch.ones(n, 4), "labels": torch.ones(n)} for n in rows]
+    with pytest.raises(ValueError, match=r"batch\['y'\] is a list of 2 records of 2 rows each"):
+        TreeSamples({"x": ROWS[:2], "y": records})
+    assert len(TreeSamples({"x": ROWS[:2], "y": tuple(records)})) == 2
+    assert len(TreeSamples([{"x": ROWS[:2]}, {"x": ROWS[:2]}])) == 2
+
+
+def test_a_list_with_the_number_of_samples_has_fields():
+    """One that is as long as its tensors: another length in it is an error, and no list of samples."""
+    for batch in ([ROWS[:2], ROWS[:3]], ([ROWS[:2], ROWS[:3]],), {"x": [ROWS[:2], ROWS[:3]]}):
+        with pytest.raises(ValueError, match=r"has 3 samples \(its first dimension\), batch\S* has 2"):
+            TreeSamples(batch)
+
+
 def test_lists_of_fields_are_containers():
     """A loader's [x, y], and other tensors in a tuple or a list, are no samples, however many rows there are."""
     for fields in ([ROWS, ROWS[:, 0]], [ROWS[:2], ROWS[2:4]], (torch.tensor(1.0), ROWS[:2])):
