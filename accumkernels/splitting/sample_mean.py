@@ -37,11 +37,15 @@ class SampleMean:
     grows with the number of samples.
 
     Args:
-        labels_of: How many labels a loss averages where it ignores others, as far as its graph says so; else None.
+        may_be_no_mean: Whether the graph of a loss of so many samples, or labels, shows that it may be another.
+        has_class_weights: Whether the graph of a loss shows that its mean divides by weights that differ by class.
     """
 
-    def __init__(self, labels_of: Callable[[Tensor], float | None]) -> None:
-        self._labels_of = labels_of
+    def __init__(
+        self, may_be_no_mean: Callable[[Tensor, float], bool], has_class_weights: Callable[[Tensor], bool]
+    ) -> None:
+        self._may_be_no_mean = may_be_no_mean
+        self._has_class_weights = has_class_weights
         self._known: set[Any] = set()
         self._tries: dict[Any, tuple[int, int]] = {}  # by kind, tries that told nothing and batches since the last
         self._warned = False
@@ -60,7 +64,9 @@ class SampleMean:
         `loss_fn` is called without gradients, on four to six samples. The modules that it calls run in eval mode; their
         buffers and attributes, and the random state, are kept. If the samples tell nothing, since they have the same
         loss or the same cost, later batches are asked, ever more rarely. A tree of tensors is asked only where its rows
-        show that a mean over their items would be unequal (see `TreeSamples.items`), or where the loss ignores labels.
+        show that a mean over their items would be unequal (see `TreeSamples.items`), or where the loss ignores labels
+        or is a sum. A mean with class weights is refused without being asked, since a few samples, of one class as
+        likely as not, could not tell.
 
         Args:
             loss_fn: The user's.
@@ -76,9 +82,11 @@ class SampleMean:
         function: Any = loss_fn
         while isinstance(function, functools.partial):
             function = function.func
+        if self._has_class_weights(loss):
+            raise _refusal()
         items = samples.items()
         shows = items is not None and len(set(items)) > 1
-        if not (samples.padded or shows) and self._labels_of(loss) in (None, sum((items or costs)[i] for i in indices)):
+        if not (samples.padded or shows) and not self._may_be_no_mean(loss, sum((items or costs)[i] for i in indices)):
             return
         kind = getattr(function, "__code__", type(function)), form(samples.sample(0)), _last_nodes(loss), shows
         if kind in self._known:
@@ -100,12 +108,7 @@ class SampleMean:
         finally:
             torch.clear_autocast_cache()  # some releases of torch keep copies without a graph in it
         if found is False:
-            raise ValueError(
-                "backward_batch(): the loss is not a mean over samples, so that each part of the batch must say what "
-                "it weighs. Return that with the loss: of a mean over tokens it is their number, `return loss, (labels "
-                "!= -100).sum()`; with class weights `class_weights[labels].sum()`; of a sum 1, with "
-                "acc.step(optimizer, divisor=...). A loss that couples samples needs acc.backward_coupled"
-            )
+            raise _refusal()
         if found:
             self._known.add(kind)
         else:
@@ -197,6 +200,15 @@ class SampleMean:
                 "-100).sum()`. If it is a mean over samples, `return loss, len(labels)` says so",
                 why,
             )
+
+
+def _refusal() -> ValueError:
+    return ValueError(
+        "backward_batch(): the loss is not a mean over samples, so that each part of the batch must say what it "
+        "weighs. Return that with the loss: of a mean over tokens it is their number, `return loss, (labels != "
+        "-100).sum()`; with class weights `class_weights[labels].sum()`; of a sum 1, with acc.step(optimizer, "
+        "divisor=...). A loss that couples samples needs acc.backward_coupled"
+    )
 
 
 def _last_nodes(loss: Tensor) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ Nothing is unpacked that a hook has packed, and devices are read at most twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +112,56 @@ def labels_of(loss: Tensor) -> float | None:
         return None
     number = float(items.number)
     return number if number < math.prod(items.shape) else None
+
+
+def may_be_no_mean(loss: Tensor, samples: float) -> bool:
+    """Whether a loss's graph shows that it may be no mean over its samples: it ignores labels, or is a sum.
+
+    Args:
+        loss: The loss; the device is read for the labels that it ignores.
+        samples: Their number, or that of their labels.
+    """
+    if labels_of(loss) not in (None, samples):
+        return True
+    for node, divided in _summands(loss):
+        name, inner = node.name(), node.next_functions[0][0]
+        if name in _SUMS and not divided and inner is not None and inner.name() not in _STACKS:
+            if math.prod(node._saved_self_sym_sizes) > 1:
+                return True
+        elif (name in _ELEMENTWISE or name in _LABELS) and not divided and node._saved_reduction == _SUM:
+            return True
+    return False
+
+
+def has_class_weights(loss: Tensor) -> bool:
+    """Whether a loss, or a summand of it, is a mean with class weights that differ; reads the device."""
+    for node, _ in _summands(loss):
+        if node.name() in _LABELS and node._saved_reduction == _MEAN and _is_plain(node, "weight"):
+            weight = node._saved_weight
+            if type(weight) is Tensor and weight.numel() and bool((weight != weight[0]).any()):
+                return True
+    return False
+
+
+def _summands(loss: Tensor) -> Iterator[tuple[Node, bool]]:
+    """Yield the nodes whose results a loss is the sum of, up to constants, and whether constants divide them."""
+    nodes: list[tuple[Node, bool]] = [(loss.grad_fn, False)]
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            return
+        node, divided = nodes.pop()
+        if node is None or not node.next_functions:
+            continue
+        name = node.name()
+        if name in ("AddBackward0", "SubBackward0"):
+            nodes += [(child, divided) for child, _ in node.next_functions]
+        elif name in ("DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"):
+            if _constant(node, name) is not None:
+                nodes.append((node.next_functions[0][0], divided or name[:3] == "Div"))
+        elif name in _ONE_TO_ONE or name in _RESHAPE:
+            nodes.append((node.next_functions[0][0], divided))
+        else:
+            yield node, divided
 
 
 def _of_loss(node: Node, way: list[object], divisor: float | Tensor | None) -> Items | None:

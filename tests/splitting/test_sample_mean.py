@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import cross_entropy, dropout, mse_loss
 from torch.nn.utils.rnn import pad_sequence
 
 import accumkernels as ak
@@ -316,6 +316,55 @@ def test_labels_of_another_number_are_ignored():
         acc.backward_batch(ids, loss, micro_batch=2)
     with pytest.raises(ValueError, match="the loss is not a mean over samples"):
         acc.backward_batch(torch.where(REAL, ids, 0), loss, micro_batch=2)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 20.0])
+OF_EQUAL_ROWS = {
+    "class weights": (lambda out, y: cross_entropy(out, y, CLASS_WEIGHTS), False),
+    "class weights of a part of the loss": (
+        lambda out, y: out.mean() + cross_entropy(out, y, CLASS_WEIGHTS) / 2,
+        False,
+    ),
+    "class weights and smoothed labels": (
+        lambda out, y: cross_entropy(out, y, CLASS_WEIGHTS, label_smoothing=0.1),
+        False,
+    ),
+    "a sum": (lambda out, y: cross_entropy(out, y, reduction="sum"), False),
+    "a sum of sums": (
+        lambda out, y: mse_loss(out, out.detach() + 1, reduction="sum") + 0.1 * out.square().sum(),
+        False,
+    ),
+    "equal class weights": (lambda out, y: cross_entropy(out, y, out.new_full((3,), 2.0)), True),
+    "class weights of each sample": (
+        lambda out, y: (cross_entropy(out, y, reduction="none") * CLASS_WEIGHTS[y]).mean(),
+        True,
+    ),
+    "a sum that is divided": (lambda out, y: cross_entropy(out, y, reduction="sum") / len(y), True),
+    "a sum of one": (lambda out, y: cross_entropy(out, y)[None].sum(), True),
+    "a penalty": (lambda out, y: cross_entropy(out, y) + out.new_ones(3, requires_grad=True).sum(), True),
+}
+
+
+@pytest.mark.parametrize("case", OF_EQUAL_ROWS)
+def test_rows_without_a_mark(case):
+    """Class weights and sums, which the loss's graph shows; the rare class is in the last rows alone."""
+    loss, right = OF_EQUAL_ROWS[case]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    acc = ak.FusedAccumulator(model)
+    batch = torch.randn(12, 4), torch.tensor([0, 1] * 5 + [2, 2])
+
+    def of(part, model=model):
+        return loss(model(part[0].to(model.weight.dtype)), part[1])
+
+    if not right:
+        with pytest.raises(ValueError, match="the loss is not a mean over samples.* with class weights"):
+            acc.backward_batch(batch, of, micro_batch=4)
+        assert acc.micro_batches == 0
+        return
+    acc.backward_batch(batch, of, micro_batch=4)
+    acc.finalize()
+    assert relative_error(grads_of(acc), truth(model, lambda twin: of(batch, twin))[1]) < SINGLE
 
 
 def test_a_loss_of_many_kinds():
