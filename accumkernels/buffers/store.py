@@ -443,6 +443,9 @@ class Masters(Follower):
         named: All parameters. Each 16-bit parameter gets a master. The master of a frozen parameter has its shape but
             no memory, until the parameter is unfrozen.
         slots: If masters are in host memory; then every parameter on another device gets one, too.
+
+    Raises:
+        ValueError: Two trainable parameters begin at the same memory; names them.
     """
 
     def __init__(self, named: Sequence[NamedParameter], slots: Slots | None = None) -> None:
@@ -456,10 +459,19 @@ class Masters(Follower):
         self._memory: dict[int, Any] = {}
         self._window_steps = False
         self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
+        at: dict[Any, str] = {}  # names by memory
         for entry in named:
             p = entry.param
             offloaded = slots is not None and not _is_cpu(p.device) and p.dtype in FLOAT_DTYPES
             if offloaded or p.dtype in (torch.float16, torch.bfloat16):
+                if p.requires_grad and local(p).numel():
+                    place = local(p).untyped_storage()._cdata, local(p).storage_offset()
+                    if at.setdefault(place, entry.name) != entry.name:
+                        raise ValueError(
+                            f"params: {entry.name!r} and {at[place]!r} are two parameters in the same memory, and each "
+                            "would get a master: rounding one would undo the other's step. Make them one parameter "
+                            "(module.weight = other.weight)"
+                        )
                 device, dtype = p.device if slots is None else "cpu", buffer_dtype(p.dtype)
                 placeholder = torch.zeros((), dtype=dtype, device=device).expand(local(p).shape)
                 self._masters[id(p)] = nn.Parameter(shaped_like(placeholder, p), requires_grad=p.requires_grad)

@@ -329,6 +329,20 @@ def test_both_memory_options_together():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_two_parameters_in_the_same_memory():
+    """As a decoder whose `weight.data` is the encoder's: the master rounded last would undo the step of the other."""
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 4, bias=False), "decoder": nn.Linear(4, 4, bias=False)}).bfloat16()
+    model["decoder"].weight.data = model["encoder"].weight.data
+    with pytest.raises(ValueError, match="'decoder.weight' and 'encoder.weight' are two parameters in the same memory"):
+        ak.FusedAccumulator(model, master_weights=True)
+    ak.FusedAccumulator(model).remove()  # whose optimizer adds to the same memory twice, as in stock
+    model["decoder"].requires_grad_(False)
+    ak.FusedAccumulator(model, master_weights=True).remove()
+    empty = [nn.Parameter(torch.ones(4).bfloat16()[:0]) for _ in range(2)]
+    halves = [nn.Parameter(half) for half in torch.ones(4).bfloat16().split(2)]
+    ak.FusedAccumulator([*empty, *halves], master_weights=True)
+
+
 def test_master_weights_must_be_a_bool():
     """A truthy string is a mistake."""
     with pytest.raises(TypeError, match="master_weights must be a bool, got '"):
