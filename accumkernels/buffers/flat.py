@@ -122,9 +122,9 @@ class Segment:
         if p.device != self.device:
             return f"{self.name!r} was on {self.device} at construction and is on {p.device} now (AK05)"
         if p.shape != self.shape:
-            return f"{self.name!r} had shape {tuple(self.shape)} at construction and has {tuple(p.shape)} now"
+            return f"{self.name!r} had shape {tuple(self.shape)} at construction and has {tuple(p.shape)} now (AK05)"
         if p.stride() != self.param_stride:
-            return f"{self.name!r} had strides {self.param_stride} at construction and has {p.stride()} now"
+            return f"{self.name!r} had strides {self.param_stride} at construction and has {p.stride()} now (AK05)"
         return None
 
 
