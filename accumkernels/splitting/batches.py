@@ -127,11 +127,12 @@ class TreeSamples:
     """A tree of tensors or NumPy arrays with samples along the first dimension, and of lists with one item per sample.
 
     The number of samples is that of the first tensor with more than one row, those inside of inner lists last, or of
-    the first array if there is no tensor. What has no dimension, one item or one row goes into every micro-batch whole,
-    and so does what is no tensor, array or list. A list that leads to tensors has one item per sample if it is as long
-    as the batch and no container of fields: none of its tensors is as long as the batch, or some of them have neither
-    as many rows nor one, as boxes of images. Else it is a container, and so is a list of other lists that has another
-    length than the batch.
+    the first array if there is no tensor. It is one if a list of one item is all that has more rows beside tensors of
+    one row, as of one image with its boxes. What has no dimension, one item or one row goes into every micro-batch
+    whole, and so does what is no tensor, array or list. A list that leads to tensors has one item per sample if it is
+    as long as the batch and no container of fields: none of its tensors is as long as the batch, or some of them have
+    neither as many rows nor one, as boxes of images. Else it is a container, and so is a list of other lists that has
+    another length than the batch.
 
     Args:
         batch: Tuples, lists, mappings and dataclasses of tensors.
@@ -151,9 +152,12 @@ class TreeSamples:
             raise wrong_type("batch", "a tree of tensors with samples along the first dimension", batch)
         if not tensors:
             raise ValueError("batch has no tensor with a dimension along which its samples could be counted")
-        outside = {path for path, _ in tree_leaves(batch, is_leaf=lambda t: isinstance(t, list) and t is not batch)}
+        shallow = list(tree_leaves(batch, is_leaf=lambda t: isinstance(t, list) and t is not batch))
+        outside = {path for path, _ in shallow}
         ordered = sorted(tensors, key=lambda found: found[0] not in outside)
         first, counted = next(((path, leaf) for path, leaf in ordered if len(leaf) != 1), ordered[0])
+        if first not in outside and ordered[0][0] in outside and _is_of_one(first, shallow):
+            first, counted = ordered[0]  # a batch of one image, with its boxes in a list of one item
         self._batch = batch
         self._count = len(counted)
         self._counted_outside = first in outside  # of inner lists
@@ -263,6 +267,11 @@ class TreeSamples:
             return leaf[start:stop] if len(indices) < len(leaf) else leaf
 
         return self._take(take)
+
+
+def _is_of_one(path: str, shallow: Iterable[tuple[str, Any]]) -> bool:
+    """Whether the leaf at a path is inside of an inner list with one item."""
+    return any(isinstance(tree, list) and len(tree) == 1 and path.startswith(f"{place}[") for place, tree in shallow)
 
 
 def _is_sized(leaf: Any) -> bool:

@@ -331,6 +331,19 @@ def test_records_that_may_be_samples_or_fields(rows):
     assert len(TreeSamples([{"x": ROWS[:2]}, {"x": ROWS[:2]}])) == 2
 
 
+@pytest.mark.parametrize("boxes", [0, 1, 2, 5])
+@pytest.mark.parametrize("record", [lambda boxes: boxes, lambda boxes: {"boxes": boxes, "id": torch.ones(1)}])
+def test_one_sample(boxes, record):
+    """A loader's last image: its boxes are no samples."""
+    batch = {"items": [record(torch.ones(boxes, 4))], "x": ROWS[:1], "y": ROWS[:1]}
+    samples = TreeSamples(batch)
+    part = samples.part([0])
+    assert len(samples) == 1 and len(part["items"]) == 1 and torch.equal(part["x"], ROWS[:1])
+    found = part["items"][0]
+    assert len(found["boxes"] if isinstance(found, dict) else found) == boxes
+    assert len(TreeSamples({"fields": [ROWS]})) == len(TreeSamples([[ROWS], torch.tensor(1.0)])) == 12
+
+
 def test_a_list_with_the_number_of_samples_has_fields():
     """One that is as long as its tensors: another length in it is an error, and no list of samples."""
     for batch in ([ROWS[:2], ROWS[:3]], ([ROWS[:2], ROWS[:3]],), {"x": [ROWS[:2], ROWS[:3]]}):
