@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from tests.support import starts
 
-frozen = pytest.StashKey[int]()  # number of modules whose objects the garbage collector leaves out
+frozen = pytest.StashKey[Path]()  # the file of tests since which new objects are frozen
 
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported: without a GPU its kernels are tested in its interpreter.

@@ -122,9 +122,11 @@ class Segment:
         if p.device != self.device:
             return f"{self.name!r} was on {self.device} at construction and is on {p.device} now (AK05)"
         if p.shape != self.shape:
-            return f"{self.name!r} had shape {tuple(self.shape)} at construction and has {tuple(p.shape)} now (AK05)"
+            was, now = tuple(self.shape), tuple(p.shape)
+            return f"{self.name!r} was of shape {was} at construction and is of {now} now (AK05)"
         if p.stride() != self.param_stride:
-            return f"{self.name!r} had strides {self.param_stride} at construction and has {p.stride()} now (AK05)"
+            was, now = self.param_stride, p.stride()
+            return f"{self.name!r} was strided {was} at construction and is strided {now} now (AK05)"
         return None
 
 

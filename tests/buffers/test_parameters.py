@@ -82,7 +82,7 @@ def swapping(call, *args):
         (lambda m: m.load_state_dict(m.state_dict() | {"0.bias": torch.zeros(9)}, assign=True), "was replaced"),
         (
             lambda m: setattr(m[0].bias, "data", torch.zeros(4)),
-            r"'0.bias' had shape \(9,\) at construction and has \(4,\) now \(AK05\)",
+            r"'0.bias' was of shape \(9,\) at construction and is of \(4,\) now \(AK05\)",
         ),
         (lambda m: setattr(m[0], "bias", nn.Parameter(torch.zeros(9))), "'0.bias' was replaced"),
         (lambda m: prune.l1_unstructured(m[0], "weight", 0.3), "'0.weight' was renamed to 'weight_orig'"),
