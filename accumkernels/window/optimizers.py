@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..buffers.store import Store, has_accumulator
-from ..errors import expect, short
+from ..errors import expect, logger, short
 from ..hooks import has_global_step_pre_hooks, with_graph
 from ..ops.schema import Judged
 from .grad_scaler import LossScaler
 from .verdict import Verdict, is_known_zero
+
+_log = logger(__name__)
 
 # ---- Facts about the optimizers that step FusedAccumulator's windows
 
@@ -342,6 +344,13 @@ class OptimizerSteps:
             check_optimizer(optimizer, caller)
             if caller == "step()":
                 check_no_closure(optimizer)
+            modes = all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+            if modes and self._store.masters is not None and not self._checked:  # nothing tells when they are called
+                _log.warning(
+                    "eval() and train() of %s move the fp32 masters alone: acc.load_state_dict(acc.state_dict()) after "
+                    "each gives the model their values",
+                    type(optimizer).__name__,
+                )
         self._checked = (caller, *optimizers)
 
     def refresh(self, optimizers: Sequence[Optimizer], ignored: Set[int] | None = None) -> None:

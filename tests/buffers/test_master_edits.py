@@ -352,6 +352,28 @@ def test_an_edit_of_masters_is_rounded_by_loading():
             assert torch.equal(p, master.bfloat16())
 
 
+@pytest.mark.parametrize("masters", [True, False])
+def test_an_optimizer_with_modes_is_named(masters, caplog):
+    """Once, since nothing tells when it moves masters; without masters it moves the model's own weights."""
+
+    class ScheduleFree(torch.optim.SGD):
+        def train(self):
+            """Move the weights to where they are trained."""
+
+        def eval(self):
+            """Move them to where they are evaluated."""
+
+    model = mlp(torch.bfloat16)
+    with ak.FusedAccumulator(model, master_weights=masters) as acc:
+        optimizer = ScheduleFree(acc.parameters(), lr=0.1)
+        for _ in range(3):
+            window(acc, model)
+            acc.step(optimizer)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == masters
+    assert all("eval() and train() of ScheduleFree move the fp32 masters alone" in text for text in said)
+
+
 @pytest.mark.parametrize("form", ["step", "long", "closure"])
 def test_an_edit_inside_a_step_is_refused(form):
     """Hooks on the step find the old weights in the model, which are about to be replaced; the next step goes on."""
