@@ -146,9 +146,7 @@ class LossScaler:
 
         It does so if it has no verdict of a window, as after an update, which forgets the verdicts of all optimizers.
         """
-        if self.scaler is None:
-            return False
-        record = self.scaler._per_optimizer_states.get(id(optimizer))
+        record = None if self.scaler is None else self.scaler._per_optimizer_states.get(id(optimizer))
         found_inf = None if record is None else record["found_inf_per_device"]
         return bool(found_inf) and not isinstance(found_inf, _Verdict)
 

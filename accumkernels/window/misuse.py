@@ -266,7 +266,8 @@ class MisuseDetector(Follower):
                 self._check_closed(optimizer)
         elif id(optimizer) not in self._seen.stepped and self._seen.window.exposed:
             self._check_handed_out(optimizer)
-            if self._scaler.unscales(optimizer) and self._holds(owned((optimizer,))):
+            scaled = self._scaler.scaler is not None and self._scaler.unscales(optimizer)
+            if scaled and self._holds(owned((optimizer,))):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}: scaler.update() came between acc.finalize() and this step, which "
                     "unscales averages that are unscaled already: call scaler.update() once, after all steps. If each "
