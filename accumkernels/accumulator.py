@@ -20,6 +20,7 @@ from .hooks import opaque, profiled
 from .ops import Backend
 from .ops.schema import State
 from .ranks.base import backward_may_cross_ranks
+from .ranks.ddp import first_wrapped
 from .ranks.pipeline import refuse_late_stages
 from .splitting.batches import Cost
 from .splitting.run import BatchReport
@@ -557,14 +558,21 @@ class FusedAccumulator:
         )
 
     def _warn_of_late_weights(self) -> None:
-        name = None if "late weights" in self._once else self.engine.synchronised
+        if "late weights" in self._once:
+            return
         self._once.add("late weights")
-        if name is not None and backward_may_cross_ranks():
+        if not backward_may_cross_ranks():
+            return
+        name, what = self.engine.synchronised, "is a SyncBatchNorm, whose backward adds up"
+        if name is None:  # a module that was built after the accumulator; the constructor refuses one that was there
+            name = first_wrapped((entry.name, entry.param) for entry in self._store.named)
+            what = "is in a DistributedDataParallel module that is not the accumulator's `params` and averages"
+        if name is not None:
             _log.warning(
-                "accumulate(weight): %r is a SyncBatchNorm, whose backward adds up gradients of all ranks before the "
-                "weight is known; unequal weights then give another gradient. Call acc.backward(loss, weight), which "
-                "puts them into losses",
+                "accumulate(weight): %r %s gradients of all ranks in backward, before the weight is known; unequal "
+                "weights then give another gradient. Call acc.backward(loss, weight), which puts them into losses",
                 name,
+                what,
             )
 
     def _check_last(self, last: bool) -> bool:

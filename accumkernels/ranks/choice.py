@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +85,8 @@ class Choice:
         self, named: Sequence[NamedParameter], comm_dtype: torch.dtype | str, **options: Any
     ) -> DataParallel:
         """Join the ranks that have the same parameters."""
-        refuse: Callable[..., None] | None = None
         if self.ddp is None:
-            refuse = functools.cache(functools.partial(refuse_wrapped, [(entry.name, entry.param) for entry in named]))
-            refuse(ran=False)
+            refuse_wrapped([(entry.name, entry.param) for entry in named])
         group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
         group.check_alike(named, **options)
         if self.ddp is None:  # otherwise DistributedDataParallel's constructor has done it
@@ -97,7 +95,7 @@ class Choice:
         early = options["release"] != "microbatch"
         if early:
             group.separate(devices_of(named)[0])
-        return DataParallel(group, len(named), early, refuse)
+        return DataParallel(group, len(named), early)
 
     def silence(self) -> Silence | None:
         """Keep the DistributedDataParallel module, if there is one, from communicating."""

@@ -37,21 +37,19 @@ class DataParallel(Ranks):
         group: The group to sum over.
         parameters: How many parameters the accumulator has, frozen ones too.
         early: Whether the last micro-batch of a window may send chunks; the same on all ranks.
-        refuse: `refuse_wrapped` of the parameters, which searches once; None where the model is known to be wrapped.
     """
 
     ends_together = True
     reduces_sums = True
     sender: ChunkSender
 
-    def __init__(self, group: Group, parameters: int, early: bool, refuse: Callable[..., None] | None) -> None:
+    def __init__(self, group: Group, parameters: int, early: bool) -> None:
         self.size = group.size
         self.rank = group.rank
         self.sender = ChunkSender(group, early)
         self.weight_key = next_key(self.size)
         self._group = group
         self._touched = Touched(parameters, self.size)
-        self._refuse = refuse
 
     def __str__(self) -> str:
         return str(self._group)
@@ -75,10 +73,7 @@ class DataParallel(Ranks):
 
         Raises:
             RuntimeError: parameters were unfrozen on some ranks only.
-            ValueError: The model was wrapped in DistributedDataParallel after the accumulator was built.
         """
-        if self._refuse is not None:
-            self._refuse(ran=True)  # cached: by the end of its first window, a loop has wrapped what it trains
         self.sender.send_before_stats()
 
         # Sum one vector, which has the same length on every rank, whatever is frozen where.

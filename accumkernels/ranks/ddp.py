@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,24 +18,13 @@ _log = logger(__name__)
 _DELAYED = "_static_graph_delay_allreduce_enqueued"  # set by the first backward of a static graph
 
 
-def refuse_wrapped(named: list[tuple[str, Tensor]], ran: bool) -> None:
+def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
     """Refuse parameters whose gradients a DistributedDataParallel module averages in every backward.
-
-    A silenced module averages nothing, so several accumulators may share its parameters. A parameter does not know its
-    reducer, so this searches all objects, which takes a fraction of a second.
-
-    Args:
-        named: Names and parameters.
-        ran: Whether only modules count that have run a forward.
 
     Raises:
         ValueError: names the first such parameter.
     """
-    ours = {id(param): name for name, param in named}
-    name = _first_wrapped(ours, ran)
-    if name is not None:
-        gc.collect()  # the wrapper may be dead already, but held by cycles
-        name = _first_wrapped(ours, ran)
+    name = first_wrapped(named)
     if name is not None:
         raise ValueError(
             f"params: {name!r} belongs to a DistributedDataParallel module, which would average its gradient in every "
@@ -42,13 +32,27 @@ def refuse_wrapped(named: list[tuple[str, Tensor]], ran: bool) -> None:
         )
 
 
-def _first_wrapped(names: dict[int, str], ran: bool) -> str | None:
-    for candidate in instances(DistributedDataParallel):
-        if not is_silent(candidate) and (not ran or getattr(candidate, "_lazy_init_ran", False)):
-            for param in candidate.parameters():
-                if id(param) in names:
-                    return names[id(param)]
-    return None
+def first_wrapped(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Find a parameter whose gradients a DistributedDataParallel module averages in every backward; returns its name.
+
+    A silenced module averages nothing, so several accumulators may share its parameters. A parameter does not know its
+    reducer, so this searches all objects, which takes a fraction of a second.
+    """
+    ours = {id(param): name for name, param in named}
+
+    def search() -> str | None:
+        for candidate in instances(DistributedDataParallel):
+            if not is_silent(candidate):
+                for param in candidate.parameters():
+                    if id(param) in ours:
+                        return ours[id(param)]
+        return None
+
+    name = search()
+    if name is not None:
+        gc.collect()  # the wrapper may be dead already, but held by cycles
+        name = search()
+    return name
 
 
 def instances(kind: type) -> list[Any]:

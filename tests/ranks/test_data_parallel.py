@@ -457,7 +457,6 @@ def test_removed(found):
         ("alone", "ValueError", "pass its .module"),
         ("other group", "ValueError", "leave it out"),
         ("wrapped", "ValueError", "pass that module itself"),
-        ("wrapped later", "ValueError", "pass that module itself"),
         ("inside", "ValueError", "'0' is a DistributedDataParallel module inside"),
         ("alike", "RuntimeError", "rank 0 has 'weight' (2, 2) torch.float32, rank 1 has 'weight' (3, 2)"),
         ("options", "RuntimeError", "rank 0 has overflow=None, rank 1 has overflow='window'"),

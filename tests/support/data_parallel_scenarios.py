@@ -180,6 +180,27 @@ def long_form_warns_of_synchronised_norms(rank, size):
         acc.zero_()
 
 
+def long_form_warns_of_a_late_wrapper(rank, size):
+    """DistributedDataParallel, built after the accumulator, averages before the weight; right where losses carry it."""
+    for late, count in ((True, 1), (False, 0)):
+        model = mlp(torch.float64)
+        acc = ak.FusedAccumulator(model, process_group=group())
+        ddp = DistributedDataParallel(model)
+        with logged() as texts:
+            for x, y in data(rank):
+                if late:
+                    mse_loss(ddp(x), y).backward()
+                    acc.accumulate(len(x))
+                else:
+                    acc.backward(mse_loss(ddp(x), y), len(x))
+        assert len(texts) == count
+        assert all("is in a DistributedDataParallel module" in text and "acc.backward" in text for text in texts)
+        acc.finalize()
+        if not late:
+            assert_close([p.grad for p in model.parameters()], true_grads(mlp(torch.float64), of_all(size)))
+        acc.remove()
+
+
 class AddAuxiliaryLoss(torch.autograd.Function):
     """Passes `x` on; backward adds the gradient of an auxiliary loss, whatever gradient it gets."""
 
@@ -666,6 +687,7 @@ TWO_RANKS = [
     equal_weights_keep_their_bits,
     units_change_no_bits,
     long_form_warns_of_synchronised_norms,
+    long_form_warns_of_a_late_wrapper,
     gradients_that_functions_add,
     functions_of_torch,
     units_of_accumulators,

@@ -170,24 +170,6 @@ def last_is_last(rank, size):
     return found, dropped, acc.__repr__()
 
 
-def wrapped_later(group):
-    """DistributedDataParallel is built after the accumulator of the bare model, which then is never told of it."""
-    model = mlp()
-    acc = ak.FusedAccumulator(model, process_group=group)
-    spare = DistributedDataParallel(model)  # only one that runs counts
-    model(torch.ones(2, 5)).sum().backward()
-    acc.accumulate()
-    acc.finalize()
-    acc.zero_()
-    del spare
-    other = mlp()
-    acc = ak.FusedAccumulator(other, process_group=group)
-    ddp = DistributedDataParallel(other)
-    ddp(torch.ones(2, 5)).sum().backward()
-    acc.accumulate(weight=torch.distributed.get_rank() + 1)
-    acc.finalize()
-
-
 def errors(rank, size):
     """By name, what wrong use raises."""
     group = torch.distributed.group.WORLD
@@ -207,7 +189,6 @@ def errors(rank, size):
     }
     if rank > 0:
         found["member"] = build(mlp(), process_group=part)
-    found["wrapped later"] = message(wrapped_later, group)
     ddp.register_comm_hook(None, lambda state, bucket: None)
     found["hook"] = build(ddp)
     ignoring = mlp()
