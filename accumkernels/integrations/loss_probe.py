@@ -156,7 +156,8 @@ class LossProbe:
         except Exception:  # of code that the user has for labels of its own
             return math.nan
         first, none = losses
-        return float(first != none and not (math.isnan(first) and math.isnan(none))) if tells else math.nan
+        same = math.isclose(first, none, rel_tol=_ROUNDING) or (math.isnan(first) and math.isnan(none))
+        return float(not same) if tells else math.nan
 
     def _agreed(self, ask: Callable[[Any, Any], float], alike: list[Any], items: Any) -> float:
         """The answer for the first micro-batch that has one on any rank; nan if none has."""
