@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ class FusedOptimizer(AcceleratedOptimizer):
     """What `Accelerator.prepare` returns for an optimizer. It steps the windows of its accumulator."""
 
     window: TrainerWindow | None = None  # None while no model is prepared whose parameters it steps
-    _mode: str | None = None  # of schedule-free optimizers, which have other weights in each
 
     def step(self, closure: Any = None) -> None:
         """Step at the end of a window; inside one, do nothing.
@@ -81,20 +81,19 @@ class FusedOptimizer(AcceleratedOptimizer):
                 window.close()
 
     def train(self) -> None:
-        """As in accelerate; the model gets the weights of its masters."""
-        self._switch("train", super().train)
+        """As in accelerate; the model gets the weights that a schedule-free optimizer trains at."""
+        with self._moving_masters("train"):
+            super().train()
 
     def eval(self) -> None:
-        """As in accelerate; the model gets the weights of its masters."""
-        self._switch("eval", super().eval)
+        """As in accelerate; the model gets the weights that a schedule-free optimizer evaluates at."""
+        with self._moving_masters("eval"):
+            super().eval()
 
-    def _switch(self, mode: str, switch: Callable[[], None]) -> None:
-        if self.window is None or mode == self._mode:  # transformers' Trainer asks before each micro-batch
-            switch()
-            return
-        with self.window.moving_masters():
-            switch()
-        self._mode = mode
+    def _moving_masters(self, mode: str) -> AbstractContextManager[None]:
+        if self.window is None or not hasattr(self.optimizer, mode):  # Trainers ask any optimizer, at every micro-batch
+            return contextlib.nullcontext()
+        return self.window.moving_masters()
 
     @property
     def step_was_skipped(self) -> bool:

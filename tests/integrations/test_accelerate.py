@@ -282,8 +282,8 @@ def test_an_optimizer_that_evaluates_at_other_weights():
     def look():
         return [p.detach().clone() for p in model.parameters()]
 
-    optimizer.train()
     for index in range(3):
+        optimizer.train()  # as transformers' Trainer does before each micro-batch
         with accelerator.accumulate(model):
             x, y = batch(SIZE, torch.bfloat16, seed=index)
             accelerator.backward(nn.functional.mse_loss(model(x), y))
@@ -299,6 +299,8 @@ def test_an_optimizer_that_evaluates_at_other_weights():
     assert all(map(torch.equal, masters, exact))
     with torch.no_grad():
         model[0].bias.zero_()
+    optimizer.eval()
+    optimizer.optimizer.train()  # whatever mode it was last asked for through accelerate's
     optimizer.eval()
     optimizer.train()
     assert model[0].bias.count_nonzero() == 0
