@@ -1,4 +1,4 @@
-"""How a Trainer's losses are normalized: by `num_items_in_batch`, which many drop, or as sums or means."""
+"""How a Trainer's losses are normalized: by `num_items_in_batch`, which many drop, or as means."""
 
 from __future__ import annotations
 
