@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from .harness.machine import environment
 from .harness.measure import median_and_spread
+from .harness.processes import start
 from .harness.results import Row, groups, write_csv
 from .harness.tables import Table
 from .methods.link import BACKWARD, BYTES, LAYERS, METHODS, NO_SYNC, Device, Link, Window, chunks_over
@@ -83,7 +83,7 @@ def measure(host: str, counts: list[int], reduction: float, windows: int, about:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measured")
-        mp.spawn(_rank, (port, str(path), counts, host == HOSTS[1], reduction, windows), nprocs=RANKS)
+        start(_rank, (port, str(path), counts, host == HOSTS[1], reduction, windows), RANKS)
         seconds = pickle.loads(path.read_bytes())
     found = []
     for (count, name), samples in seconds.items():

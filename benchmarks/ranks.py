@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +35,7 @@ from accumkernels.demo.model import GPT
 from . import simulated
 from .harness.machine import environment
 from .harness.measure import median_and_spread
+from .harness.processes import start
 from .harness.results import Row, groups, write_csv, write_json
 from .harness.tables import Table
 from .methods.ranks import METHODS, NO_SYNC, Window
@@ -170,7 +170,7 @@ def measure(ranks: int, setting: Setting, about: Row) -> list[Row]:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measured")
-        mp.spawn(_rank, (ranks, port, str(path), setting), nprocs=ranks)
+        start(_rank, (ranks, port, str(path), setting), ranks)
         seconds, sent, held, apart = pickle.loads(path.read_bytes())
     size = SIZES[setting.model]
     with torch.device("meta"):

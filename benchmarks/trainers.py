@@ -37,6 +37,7 @@ import torch.multiprocessing as mp
 from .harness.gradient_bytes import GradientBytes
 from .harness.machine import environment, version
 from .harness.measure import median_and_spread, milliseconds
+from .harness.processes import start
 from .harness.results import Row, groups, read_csv, write_csv
 from .harness.tables import Table
 from .methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, as_launched, reset
@@ -116,7 +117,7 @@ def measure(trainer: str, task: Task, threads: int) -> dict[str, Measured]:
     turns = [mp.get_context("spawn").Semaphore(int(i < task.ranks)) for i in range(len(OPTIONS) * task.ranks)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (trainer, task, threads, _free_ports(len(OPTIONS)), turns, folder)
-        mp.spawn(_process, arguments, nprocs=len(turns))
+        start(_process, arguments, len(turns), [f"accumkernels.integrations.{trainer}"])
         return {name: pickle.loads(Path(folder, str(i)).read_bytes()) for i, name in enumerate(OPTIONS)}
 
 
