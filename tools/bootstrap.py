@@ -146,7 +146,8 @@ def main() -> None:
     )  # or the newest torchvision gets its own torch
     needed = [*torch, *requirements(python, args.extras)]
     say(f"{f'torch {found}' if use_found else args.torch}, {', '.join(args.extras)}: installing what is missing")
-    pip = "-m pip install -q --disable-pip-version-check".split()
+    # Of thousands of modules hundreds are imported: Python compiles these, once, when they are.
+    pip = "-m pip install -q --no-compile --disable-pip-version-check".split()
     if runs(python, *pip, *needed, quiet=False):  # asks no index where nothing is missing
         if args.stamp:
             args.stamp.touch()
