@@ -9,11 +9,9 @@ trainer = Trainer(accumulate_grad_batches=8, precision="bf16-mixed", gradient_cl
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch.optim import Optimizer
 from ..accumulator import FusedAccumulator
 from ..errors import expect, logger, needs
 from ..splitting.run import BatchReport
+from .lightning_readers import is_users, looks_at_grad, reader_of_grad
 from .several import backward_coupled_of_all, driven, run_for_all
 from .window import NOT_RUN, TrainerWindow, split_options
 
@@ -35,17 +34,6 @@ with needs("lightning", oldest="2.4"):
 
 _log = logger(__name__)
 
-# The user's code in one of these may look at `.grad` between the last backward of a window and the next window.
-_READERS = (
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_train_batch_end",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
-_OTHERS = ("torch", "lightning", "pytorch_lightning", "accumkernels")  # whose code is not after gradients
-_CALLED = {"__init__", "__call__", "forward"}  # where an object's name is all that code says
 _COMMUNICATE = ("reduce", "all_gather")  # methods of strategies that training_step may call
 
 
@@ -207,18 +195,18 @@ class FusedAccumulation(pl.Callback):
     def _find_readers(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find code that looks at `.grad` before `on_before_optimizer_step`; serve it, or say that it finds None."""
         for owner in (pl_module, *trainer.callbacks):
-            if _is_users(owner, "on_after_backward"):
+            if is_users(owner, "on_after_backward"):
                 self._say_taken(f"{type(owner).__name__}.on_after_backward()")
         methods = {"training_step" if self._manual else "optimizer_step"}
-        if not self._manual and self._split is None and not _is_users(pl_module, "optimizer_zero_grad"):
+        if not self._manual and self._split is None and not is_users(pl_module, "optimizer_zero_grad"):
             methods = set()  # windows are Lightning's, and can end before `optimizer_step` goes on
-            if _is_users(pl_module, "optimizer_step"):
+            if is_users(pl_module, "optimizer_step"):
                 trainer.precision_plugin.post_backward = self._post_backward
         if self._split is not None or self._options.get("release") == "backward":
             methods.add("backward")
         else:
-            self._edited = _reader_of_grad(pl_module, (), {"backward"}) is not None
-        if reader := _reader_of_grad(pl_module, trainer.optimizers, methods):
+            self._edited = reader_of_grad(pl_module, (), {"backward"}) is not None
+        if reader := reader_of_grad(pl_module, trainer.optimizers, methods):
             self._say_taken(f"{reader}(), which reads .grad,")
 
     def _say_taken(self, who: str) -> None:
@@ -563,8 +551,7 @@ class FusedAccumulation(pl.Callback):
         )
 
     def _nobody_reads_gradients(self, model: pl.LightningModule) -> bool:
-        owners = (model, *model.trainer.callbacks)
-        return not self._read_elsewhere and not any(_is_users(owner, name) for owner in owners for name in _READERS)
+        return not self._read_elsewhere and not looks_at_grad((model, *model.trainer.callbacks))
 
     def _clip_gradients(
         self,
@@ -657,57 +644,3 @@ class _ZeroGrad:
             self._window.close()
         else:
             self._window.drop_grads(set_to_none)
-
-
-def _is_users(owner: pl.LightningModule | pl.Callback, name: str) -> bool:
-    """Whether a hook runs code of the user's, which an object may have for itself, as each LambdaCallback has."""
-    hook = getattr(owner, name, None)
-    return hook is not None and (name in vars(owner) or str(hook.__module__).partition(".")[0] not in _OTHERS)
-
-
-def _reader_of_grad(module: pl.LightningModule, optimizers: Iterable[Optimizer], methods: Set[str]) -> str | None:
-    """The name of a function that a module's methods may call and that reads a tensor's `.grad`; torch's are left out.
-
-    Of optimizers, too, as SAM's `first_step`, but for what is called where gradients are there.
-
-    Code that skips a `.grad` of None says nothing when it runs, so its names are all there is to see.
-    """
-    seen: set[FunctionType] = set()
-    children = dict(module.named_children())
-    waiting = [*_functions_of(module, methods)]
-    while waiting:
-        function = waiting.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        codes = [function.__code__]
-        for code in codes:
-            instructions = [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_")]
-            if any(i.argrepr == "grad" and i.opname == "LOAD_ATTR" for i in instructions):  # not torch.autograd's
-                return function.__qualname__
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-            attributes = {i.argval for i in instructions if "ATTR" in i.opname or "METHOD" in i.opname} - {"__init__"}
-            found = [function.__globals__.get(i.argval) for i in instructions if i.opname == "LOAD_GLOBAL"]
-            found += [vars(value).get(name) for value in found if isinstance(value, ModuleType) for name in attributes]
-            found += [vars(module).get(name, children.get(name)) for name in attributes]
-            waiting += _functions_of(module, attributes)
-            for optimizer in optimizers:
-                waiting += _functions_of(optimizer, attributes - {"step", "zero_grad"})
-            for value in found:
-                if all(value is not kind for kind in type(module).__mro__):  # whose methods are found already
-                    waiting += _functions_of(value, attributes | _CALLED)
-    return None
-
-
-def _functions_of(value: Any, names: Set[str]) -> Iterator[FunctionType]:
-    """A function, or those of a class or object that have one of these names; none of torch's, Lightning's or ours."""
-    members = [value]
-    if not isinstance(value, FunctionType):
-        kinds = (value if isinstance(value, type) else type(value)).__mro__
-        members = [vars(kind)[name] for kind in kinds for name in names if name in vars(kind)]
-    for member in members:
-        function = getattr(member, "__func__", None) if isinstance(member, staticmethod | classmethod) else member
-        if isinstance(function, FunctionType):
-            function = inspect.unwrap(function)
-            if str(function.__module__).partition(".")[0] not in _OTHERS:
-                yield function
