@@ -342,11 +342,7 @@ class FusedAccumulator:
 
     def _state(self) -> Iterator[tuple[str, str, object]]:
         """Yield what a reader may want to know: what it is, how one line says it, and its value."""
-        captures, learned, last_norm = (
-            self.engine.runner.captures,
-            self.engine.batches.learned,
-            self.engine.ending.last_norm,
-        )
+        captures, last_norm = self.engine.runner.captures, self.engine.ending.last_norm
         finalized = self.engine.window.phase is Phase.FINALIZED
         yield "holds", "{}", self._store
         if captures.graph is not None:
@@ -355,7 +351,7 @@ class FusedAccumulator:
             yield "ranks", "{}", self._ranks
         yield "overflow", "overflow={}", repr(self.engine.options.overflow)
         yield "release", "release={}", captures
-        if learned.batches:
+        if (learned := self.engine.batches.learned).batches:
             yield "backward_batch", "micro-batches of backward_batch: {}", learned
         yield "window", "{}", "finalized" if finalized else f"{self.micro_batches} micro-batches into the window"
         yield "last norm", "last norm {}", "none yet" if last_norm is None else f"{last_norm.item():.6g}"
