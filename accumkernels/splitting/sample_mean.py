@@ -37,12 +37,12 @@ class SampleMean:
     grows with the number of samples.
 
     Args:
-        may_be_no_mean: Whether the graph of a loss of so many samples, or labels, shows that it may be another.
+        may_be_no_mean: Whether the graph of a loss of so many samples, and marked items, shows that it may be another.
         has_class_weights: Whether the graph of a loss shows that its mean divides by weights that differ by class.
     """
 
     def __init__(
-        self, may_be_no_mean: Callable[[Tensor, float], bool], has_class_weights: Callable[[Tensor], bool]
+        self, may_be_no_mean: Callable[[Tensor, int, float], bool], has_class_weights: Callable[[Tensor], bool]
     ) -> None:
         self._may_be_no_mean = may_be_no_mean
         self._has_class_weights = has_class_weights
@@ -64,9 +64,9 @@ class SampleMean:
         `loss_fn` is called without gradients, on four to six samples. The modules that it calls run in eval mode; their
         buffers and attributes, and the random state, are kept. If the samples tell nothing, since they have the same
         loss or the same cost, later batches are asked, ever more rarely. A tree of tensors is asked only where its rows
-        show that a mean over their items would be unequal (see `TreeSamples.items`), or where the loss ignores labels
-        or is a sum. A mean with class weights is refused without being asked, since a few samples, of one class as
-        likely as not, could not tell.
+        show that a mean over their items would be unequal (see `TreeSamples.items`), or where the loss's graph shows
+        that it averages some items alone, or is a sum. A mean with class weights is refused without being asked,
+        since a few samples, of one class as likely as not, could not tell.
 
         Args:
             loss_fn: The user's.
@@ -86,8 +86,10 @@ class SampleMean:
             raise _refusal()
         items = samples.items()
         shows = items is not None and len(set(items)) > 1
-        if not (samples.padded or shows) and not self._may_be_no_mean(loss, sum((items or costs)[i] for i in indices)):
-            return
+        if not (samples.padded or shows):
+            number = len(indices)
+            if not self._may_be_no_mean(loss, number, number if items is None else sum(items[i] for i in indices)):
+                return
         kind = getattr(function, "__code__", type(function)), form(samples.sample(0)), _last_nodes(loss), shows
         if kind in self._known:
             return

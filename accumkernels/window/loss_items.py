@@ -6,7 +6,9 @@ Nothing is unpacked that a hook has packed, and devices are read at most twice.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -105,31 +107,39 @@ def is_divided_sum(node: Node) -> bool:
     return sums and items_of(node, [2]) is not None
 
 
-def labels_of(loss: Tensor) -> float | None:
-    """How many labels a loss averages, if it is known to ignore others; reads the device."""
-    items = items_of(loss.grad_fn, [_MOST_NODES])
-    if items is None or _LABELS.isdisjoint(items.kind):
-        return None
-    number = float(items.number)
-    return number if number < math.prod(items.shape) else None
-
-
-def may_be_no_mean(loss: Tensor, samples: float) -> bool:
-    """Whether a loss's graph shows that it may be no mean over its samples: it ignores labels, or is a sum.
+def may_be_no_mean(loss: Tensor, samples: int, marked: float) -> bool:
+    """Whether a loss's graph shows that it may be no mean over its samples: a mean over some items alone, or a sum.
 
     Args:
-        loss: The loss; the device is read for the labels that it ignores.
-        samples: Their number, or that of their labels.
+        loss: The loss; the device is read for the labels that it ignores, and for what it is divided by.
+        samples: Their number.
+        marked: The number of their items that count, where the samples have the same number of them.
     """
-    if labels_of(loss) not in (None, samples):
-        return True
-    for node, divided in _summands(loss):
+    for node, divisor in _summands(loss):
         name, inner = node.name(), node.next_functions[0][0]
-        if name in _SUMS and not divided and inner is not None and inner.name() not in _STACKS:
-            if math.prod(node._saved_self_sym_sizes) > 1:
+        if inner is None or inner.name() in _STACKS:
+            continue
+        if name in _MEANS or name in _SUMS:
+            shape, is_sum = tuple(node._saved_self_sym_sizes), name in _SUMS
+        elif (name in _ELEMENTWISE or name in _LABELS) and node._saved_reduction:
+            shape, is_sum = _shape_of(node), node._saved_reduction == _SUM
+            if name in _LABELS:  # without classes
+                shape = shape[:1] + shape[2:] if len(shape) > 1 else ()
+        else:
+            continue
+        number: float | Tensor | None = math.prod(shape)
+        if number == 1:
+            continue
+        if is_sum:
+            # What is divided by samples, or by all items of each, is a mean over samples.
+            if divisor is None or float(divisor) not in (samples, marked, *itertools.accumulate(shape, operator.mul)):
                 return True
-        elif (name in _ELEMENTWISE or name in _LABELS) and not divided and node._saved_reduction == _SUM:
-            return True
+            continue
+        if name in _LABELS and node._saved_weight is None and _is_plain(node, "total_weight"):
+            number = _known(node._saved_total_weight)
+        if number is not None and (labels := float(number)) not in (samples, marked):
+            if labels < math.prod(shape) or labels % samples:  # those of a mask may have been taken out before
+                return True
     return False
 
 
@@ -143,34 +153,36 @@ def has_class_weights(loss: Tensor) -> bool:
     return False
 
 
-def _summands(loss: Tensor) -> Iterator[tuple[Node, bool]]:
-    """Yield the nodes whose results a loss is the sum of, up to constants, and whether constants divide them."""
-    nodes: list[tuple[Node, bool]] = [(loss.grad_fn, False)]
+def _summands(loss: Tensor) -> Iterator[tuple[Node, float | Tensor | None]]:
+    """Yield the nodes whose results a loss is the sum of, up to constants, and what divides them, if anything does."""
+    nodes: list[tuple[Node, float | Tensor | None]] = [(loss.grad_fn, None)]
     for _ in range(_MOST_NODES):
         if not nodes:
             return
-        node, divided = nodes.pop()
+        node, divisor = nodes.pop()
         if node is None or not node.next_functions:
             continue
         name = node.name()
         if name in ("AddBackward0", "SubBackward0"):
-            nodes += [(child, divided) for child, _ in node.next_functions]
+            nodes += [(child, divisor) for child, _ in node.next_functions]
         elif name in ("DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"):
-            if _constant(node, name) is not None:
-                nodes.append((node.next_functions[0][0], divided or name[:3] == "Div"))
+            factor = _constant(node, name)
+            if factor is not None:
+                if name[:3] == "Div":
+                    divisor = factor if divisor is None else divisor * factor
+                nodes.append((node.next_functions[0][0], divisor))
         elif name in _ONE_TO_ONE or name in _RESHAPE:
-            nodes.append((node.next_functions[0][0], divided))
+            nodes.append((node.next_functions[0][0], divisor))
         else:
-            yield node, divided
+            yield node, divisor
 
 
 def _of_loss(node: Node, way: list[object], divisor: float | Tensor | None) -> Items | None:
     """Read one of torch's own losses."""
-    inner, output = node.next_functions[0]
-    if inner is None or node._saved_reduction == 0:
+    if node.next_functions[0][0] is None or node._saved_reduction == 0:
         return None
     mean = node._saved_reduction == _MEAN
-    shape = tuple([int(size) for size in inner._input_metadata[output].shape])
+    shape = _shape_of(node)
     labels: float | Tensor | None = None
     if way[-1] in _LABELS:
         if len(shape) < 2 or not _is_plain(node, "weight") or not _is_plain(node, "total_weight"):
@@ -186,6 +198,12 @@ def _of_loss(node: Node, way: list[object], divisor: float | Tensor | None) -> I
     if mean:
         return _of_mean(way, shape, divisor, float(math.prod(shape)) if labels is None else labels)
     return _of_sum(way, shape, divisor, labels=labels)
+
+
+def _shape_of(node: Node) -> tuple[int, ...]:
+    """The shape of what one of torch's own losses gets."""
+    inner, output = node.next_functions[0]
+    return tuple([int(size) for size in inner._input_metadata[output].shape])
 
 
 def _of_mean(

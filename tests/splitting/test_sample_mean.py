@@ -318,6 +318,55 @@ def test_labels_of_another_number_are_ignored():
         acc.backward_batch(torch.where(REAL, ids, 0), loss, micro_batch=2)
 
 
+def each(model, ids):
+    """The loss of each token, `[rows, length]`."""
+    return cross_entropy(model(ids).transpose(1, 2), ids, reduction="none")
+
+
+OF_PADDED_ROWS = {
+    "classes in the middle": (
+        lambda model, ids: cross_entropy(model(ids).transpose(1, 2), ids, ignore_index=0),
+        False,
+    ),
+    "a part of the loss": (
+        lambda model, ids: model(ids).square().mean() + cross_entropy(model(ids).transpose(1, 2), ids, ignore_index=0),
+        False,
+    ),
+    "labels taken out": (lambda model, ids: cross_entropy(model(ids)[ids != 0], ids[ids != 0]), False),
+    "losses taken out": (lambda model, ids: each(model, ids)[ids != 0].mean(), False),
+    "divided by their number": (lambda model, ids: (each(model, ids) * (ids != 0)).sum() / (ids != 0).sum(), False),
+    "divided by the samples of the whole batch": (lambda model, ids: each(model, ids).sum() / 6, False),
+    "all tokens": (lambda model, ids: each(model, ids).sum() / ids.numel(), True),
+    "all tokens, in two steps": (lambda model, ids: each(model, ids).sum() / len(ids) / 10, True),
+    "a mean for each sample": (
+        lambda model, ids: ((each(model, ids) * (ids != 0)).sum(1) / (ids != 0).sum(1)).mean(),
+        True,
+    ),
+    "a penalty that is a mean": (
+        lambda model, ids: each(model, ids).mean() + next(model.parameters()).square().mean(),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_PADDED_ROWS)
+def test_padded_rows(case):
+    """What no mask shows, the loss's graph does: how many items are averaged, and what a sum is divided by."""
+    loss, right = OF_PADDED_ROWS[case]
+    model = Text(0.0)
+    acc = ak.FusedAccumulator(model)
+    ids = torch.where(REAL, torch.stack(texts([10] * 6)).clamp(min=1), 0)
+    if not right:
+        with pytest.raises(ValueError, match="the loss is not a mean over samples"):
+            acc.backward_batch(ids, lambda part: loss(model, part), micro_batch=2)
+        assert acc.micro_batches == 0
+        return
+    acc.backward_batch(ids, lambda part: loss(model, part), micro_batch=2)
+    acc.finalize()
+    grads = [g for g in truth(model, lambda twin: loss(twin, ids))[1] if g is not None]
+    assert relative_error([g for g in grads_of(acc) if g is not None], grads) < SINGLE
+
+
 CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 20.0])
 OF_EQUAL_ROWS = {
     "class weights": (lambda out, y: cross_entropy(out, y, CLASS_WEIGHTS), False),
