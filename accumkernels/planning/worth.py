@@ -302,8 +302,8 @@ class AccumulationPlan:
             loader: An iterable of micro-batches. `DataLoader(dataset, batch_sampler=plan.batch_sampler(sampler))`
                 returns exactly the plan's sizes. It is read at most one window ahead of the caller.
             schedule: A function from the optimizer step to the target batch size (`planning.schedule`), which replaces
-                `target_batch_size` and is called as a window begins. The window has the number of full micro-batches
-                that comes nearest. It must return the same on every rank.
+                `target_batch_size` and is called as a window begins. The window has the number of micro-batches that
+                comes nearest, by their mean size. It must return the same on every rank.
             first_step: The optimizer step of the first window, if training is resumed.
 
         Raises:
@@ -333,8 +333,7 @@ class AccumulationPlan:
 
     def _steps_for(self, target: int) -> int:
         target = positive_int(target, "the schedule's batch size")
-        full = self.micro_batch_sizes[0] * self.world_size
-        return max(1, (2 * target + full) // (2 * full))
+        return max(1, (2 * target * self.accumulation_steps + self.target_batch_size) // (2 * self.target_batch_size))
 
     def batch_sampler(self, sampler: Iterable[int]) -> BatchSampler:
         """Make batches of indices in the plan's micro-batch sizes, for `DataLoader(dataset, batch_sampler=...)`.

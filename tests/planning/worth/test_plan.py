@@ -155,6 +155,15 @@ def test_windows_of_a_growing_batch():
         next(made.windows([1], lambda step: 0))
 
 
+@pytest.mark.parametrize("times", [1, 10])
+def test_windows_of_a_schedule_hold_its_batch(times):
+    """Also where few of the plan's micro-batches are full: by full ones it would be 9 of these, or 92."""
+    made = ak.plan(101, 11)  # 11 + 9 * 10
+    loader = made.batch_sampler(range(4040))
+    windows = list(made.windows(loader, lambda step: 101 * times))
+    assert [sum(map(len, window)) for window in windows] == [101 * times] * (40 // times)
+
+
 @pytest.mark.parametrize("count", [0, 1, 4, 9, 10, 24, 25])
 def test_batch_sampler(count):
     """A DataLoader that gives exactly the plan's micro-batches."""
