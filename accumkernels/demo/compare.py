@@ -98,6 +98,7 @@ class Comparison:
         self.training = training
         self.steps = steps
         self.unit = "samples"
+        self.evaluates: str | None = None
         self._cache_casts = cache_casts
         model = training.model
         count = micro_batch_size * steps
@@ -106,16 +107,18 @@ class Comparison:
         if len(samples) != count:
             raise FitError(f"the factory's batch of {count} has {len(samples)} samples")
         with self.restored():
+            first = samples.part(range(micro_batch_size))
+            self._weigh(first, micro_batch_size)
+            self.evaluates = self._why_eval(first)  # its mode stays: BatchNorm cannot train on a rest of one sample
             self.full = window_of(samples, count, micro_batch_size, self._weigh)
             self.short = window_of(samples, max(1, int(count * SHORT)), micro_batch_size, self._weigh)
-            self.evaluates = self._why_eval()
         if not min(self.full.big_batch.tokens, self.short.big_batch.tokens) > 0:
             raise FitError("loss_fn returned weights that sum to 0 in a window, whose mean is then undefined")
         self.parameters = sum(param.numel() for param in model.parameters())
         self.init_scale = self._settled_scale() if training.amp_dtype is torch.float16 else None
 
     def restored(self) -> contextlib.ExitStack:
-        """Put the model onto its device, and everything back in the end."""
+        """Put the model onto its device, in the mode of the comparison, and everything back in the end."""
         model = self.training.model
         stack = contextlib.ExitStack()
         stack.callback(Snapshot(model).restore)
@@ -123,6 +126,8 @@ class Comparison:
             param.grad = None
         if len({param.device for param in model.parameters()}) == 1:  # else leave it spread over devices
             model.to(self.training.device)
+        if self.evaluates:
+            model.eval()
         return stack
 
     @torch.enable_grad()
@@ -139,16 +144,17 @@ class Comparison:
                 f"the loss is a tensor of shape {tuple(loss.shape)}{graph}: the factory's loss_fn must return the mean "
                 "loss of a batch, one element to run backward from"
             )
-        if not math.isfinite(float(loss)):
-            raise FitError(f"the loss of a micro-batch of {count} is {float(loss)}")
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise FitError(f"the loss of a micro-batch of {count} is {value}")
         tokens = float(count) if weight is None else float(weight)
         if tokens != count:
             self.unit = "tokens"
         return tokens
 
-    def _why_eval(self) -> str | None:
-        """Why the model in its mode is not the same function of each sample at each call."""
-        model, batch = self.training.model, self.full.micro_batches[0].batch
+    def _why_eval(self, batch: Any) -> str | None:
+        """Why the model in its mode is not the same function of each sample at each call; then it is in eval mode."""
+        model = self.training.model
         names = uses_batch_statistics(model)
         if not names and len(self._losses(batch)) == 1:
             return None
@@ -186,8 +192,6 @@ class Comparison:
         """The window's averaged gradient without loss scale, before clipping; None if memory runs out."""
         model = self.training.model
         with self.restored(), torch.enable_grad():
-            if self.evaluates:
-                model.eval()
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
             method = self.method(cls, optimizer, steps)
             try:

@@ -238,6 +238,14 @@ def test_gradients_are_compared_in_eval_mode_where_training_has_none(compare, mo
     assert model.training
 
 
+def test_batchnorm_trains_on_no_single_sample(compare):
+    """Which it refuses: samples are weighed one by one, and the last micro-batch of the short window has one."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    made = compare("--accumulate", "4", model=model, make_batch=images, loss_fn=nn.functional.cross_entropy)
+    assert made.status == 0, made.err
+    assert made.found["runs"][2]["gradient_errors"]["short"] < FP32_ERROR
+
+
 def test_a_big_batch_over_the_budget_is_shown_with_its_memory(compare):
     """It is not trained, its bytes are above the line, and its gradient is that of the device without the limit."""
     wide = nn.Sequential(nn.Linear(6, 200), nn.GELU(), nn.Linear(200, 4))
