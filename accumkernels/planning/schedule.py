@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from ..errors import wrong_type
-from .training import fraction, one_of, positive_float, positive_int
+from .training import as_int, fraction, one_of, positive_float, positive_int
 
 
 class Milestones:
@@ -31,9 +31,7 @@ class Milestones:
         if not isinstance(sizes, Mapping):
             raise wrong_type("sizes", "a mapping from steps to batch sizes", sizes)
         for step in sizes:
-            if isinstance(step, bool) or not isinstance(step, int):
-                raise wrong_type("every step in sizes", "an int", step)
-            if step < 0:
+            if as_int(step, "every step in sizes") < 0:
                 raise ValueError(f"sizes: steps must not be negative, got {step}")
         if 0 not in sizes:
             raise ValueError("sizes must say the batch size of step 0")

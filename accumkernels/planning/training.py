@@ -23,11 +23,11 @@ from ..splitting.batches import TreeSamples, to_device, tree_leaves
 # ---- Checks of what users give
 
 
-def positive_int(value: Any, name: str) -> int:
-    """Return `value` as an int of at least 1. It may be anything with `__index__` except a bool.
+def as_int(value: Any, name: str) -> int:
+    """Return `value` as an int. It may be anything with `__index__`, as NumPy's, except a bool.
 
     Raises:
-        TypeError, ValueError: names the argument and its value.
+        TypeError: names the argument and its value.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -35,7 +35,16 @@ def positive_int(value: Any, name: str) -> int:
         number = None
     if number is None:
         raise wrong_type(name, "an int", value)
-    number = int(number)  # not a BatchSize
+    return int(number)  # not a BatchSize
+
+
+def positive_int(value: Any, name: str) -> int:
+    """Return `value` as an int of at least 1; see `as_int`.
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    number = as_int(value, name)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number

@@ -14,7 +14,7 @@ from ..splitting.memory import format_bytes
 from ..window.noise_scale import NoiseScale
 from .batch_size import BatchSize
 from .costs import StepCosts
-from .training import is_callable, positive_float, positive_int, seconds
+from .training import as_int, is_callable, positive_float, positive_int, seconds
 
 # ---- Compares numbers of micro-batches: which trains fastest, and why, down to not accumulating at all.
 #
@@ -310,8 +310,7 @@ class AccumulationPlan:
             TypeError, ValueError: `loader` is no iterable; `first_step` is not an int or is negative; `schedule` cannot
                 be called, or returns anything but a positive int.
         """
-        if isinstance(first_step, bool) or not isinstance(first_step, int):
-            raise wrong_type("first_step", "an int", first_step)
+        first_step = as_int(first_step, "first_step")
         if first_step < 0:
             raise ValueError(f"first_step must not be negative, got {first_step}")
         if schedule is not None:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 
 import accumkernels as ak
@@ -71,6 +72,12 @@ def test_instead_of_decay():
     assert [schedule(step) for step in (0, 29, 30, 59, 60)] == [128, 128, 640, 640, 2000]
     with pytest.raises(ValueError, match="gamma must be more than 0 and less than 1, got 1"):
         Milestones.instead_of_decay(128, [30], gamma=1)
+
+
+def test_milestones_of_numpy():
+    """As MultiStepLR takes them."""
+    schedule = Milestones.instead_of_decay(128, numpy.array([60, 30]), gamma=0.2)
+    assert [schedule(step) for step in (29, 30, numpy.int64(60))] == [128, 640, 3200]
 
 
 @pytest.mark.parametrize(
