@@ -49,12 +49,17 @@ class Milestones:
             milestones: The steps at which the batch grows.
             gamma: The factor that the decay would multiply the learning rate by, in (0, 1).
             maximum: The largest batch; once it is reached, decay the learning rate.
+
+        Raises:
+            TypeError, ValueError: names the wrong argument, and its value; `maximum` is less than `batch_size`.
         """
         size = positive_int(batch_size, "batch_size")
         if isinstance(milestones, str) or not isinstance(milestones, Iterable):
             raise wrong_type("milestones", "steps", milestones)
         gamma = fraction(gamma, "gamma", zero=False)
         limit = None if maximum is None else positive_int(maximum, "maximum")
+        if limit is not None and limit < size:
+            raise ValueError(f"maximum must be at least batch_size {size}, got {limit}")
         sizes = {0: size}
         for power, step in enumerate(sorted(milestones), 1):
             grown = round(size / gamma**power)

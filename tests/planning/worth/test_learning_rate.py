@@ -72,6 +72,8 @@ def test_instead_of_decay():
     assert [schedule(step) for step in (0, 29, 30, 59, 60)] == [128, 128, 640, 640, 2000]
     with pytest.raises(ValueError, match="gamma must be more than 0 and less than 1, got 1"):
         Milestones.instead_of_decay(128, [30], gamma=1)
+    with pytest.raises(ValueError, match="maximum must be at least batch_size 128, got 100"):
+        Milestones.instead_of_decay(128, [30], maximum=100)
 
 
 def test_milestones_of_numpy():
