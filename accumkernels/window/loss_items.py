@@ -36,6 +36,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 _LABELS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_TAKES_OUT = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
 _MEAN, _SUM = 1, 2  # of `reduction`
 _MOST_NODES = 24
 
@@ -138,8 +139,20 @@ def may_be_no_mean(loss: Tensor, samples: int, marked: float) -> bool:
         if name in _LABELS and node._saved_weight is None and _is_plain(node, "total_weight"):
             number = _known(node._saved_total_weight)
         if number is not None and (labels := float(number)) not in (samples, marked):
-            if labels < math.prod(shape) or labels % samples:  # those of a mask may have been taken out before
+            if labels < math.prod(shape) or labels % samples or _is_taken_out(inner):
                 return True
+    return False
+
+
+def _is_taken_out(node: Node) -> bool:
+    """Whether the node's results are some elements of a tensor, by a mask or by indices."""
+    for _ in range(_MOST_NODES):
+        name = node.name()
+        if name not in _ONE_TO_ONE and name not in _RESHAPE and name != "LogSoftmaxBackward0":
+            return name in _TAKES_OUT
+        node = node.next_functions[0][0]
+        if node is None:
+            break
     return False
 
 

@@ -334,6 +334,7 @@ OF_PADDED_ROWS = {
     ),
     "labels taken out": (lambda model, ids: cross_entropy(model(ids)[ids != 0], ids[ids != 0]), False),
     "losses taken out": (lambda model, ids: each(model, ids)[ids != 0].mean(), False),
+    "losses selected": (lambda model, ids: each(model, ids).masked_select(ids != 0).mean(), False),
     "divided by their number": (lambda model, ids: (each(model, ids) * (ids != 0)).sum() / (ids != 0).sum(), False),
     "divided by the samples of the whole batch": (lambda model, ids: each(model, ids).sum() / 6, False),
     "all tokens": (lambda model, ids: each(model, ids).sum() / ids.numel(), True),
@@ -349,13 +350,18 @@ OF_PADDED_ROWS = {
 }
 
 
+@pytest.mark.parametrize("second", [1, 3])
 @pytest.mark.parametrize("case", OF_PADDED_ROWS)
-def test_padded_rows(case):
-    """What no mask shows, the loss's graph does: how many items are averaged, and what a sum is divided by."""
+def test_padded_rows(case, second):
+    """What no mask shows, the loss's graph does: how many items are averaged, and what a sum is divided by.
+
+    The first two rows have 19 items, or 12, which as many in each would be, too.
+    """
     loss, right = OF_PADDED_ROWS[case]
     model = Text(0.0)
     acc = ak.FusedAccumulator(model)
     ids = torch.where(REAL, torch.stack(texts([10] * 6)).clamp(min=1), 0)
+    ids[[1, second]] = ids[[second, 1]]
     if not right:
         with pytest.raises(ValueError, match="the loss is not a mean over samples"):
             acc.backward_batch(ids, lambda part: loss(model, part), micro_batch=2)
