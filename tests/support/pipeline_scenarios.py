@@ -216,15 +216,16 @@ def dropped_micro_batches(rank, size):
 
 
 def loss_and_noise(rank, size):
-    """The last stage's loss is in everyone's metrics; the noise scale is that of one process."""
-    pipeline = Pipeline()
-    acc = ak.FusedAccumulator(pipeline.parts, noise_scale=True, process_group=dist.group.WORLD)
+    """The last stage's loss, which the schedule scales, is in everyone's metrics; the noise scale is one process's."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipeline = Pipeline(scaler=scaler)
+    acc = ak.FusedAccumulator(pipeline.parts, scaler=scaler, noise_scale=True, process_group=dist.group.WORLD)
     alone = ak.FusedAccumulator(pipeline.twin, noise_scale=True, process_group=False)
     for window in range(2):
         for i, weight in enumerate(WEIGHTS):
             losses = []
             pipeline.run(window, i, losses=losses)
-            acc.accumulate(weight, loss=torch.stack(losses).mean() if losses else None)
+            acc.accumulate(weight, loss=torch.stack(losses).mean() / scaler.get_scale() if losses else None)
             x, y = data(window, i)
             alone.backward(mse_loss(pipeline.twin(x), y), weight)
         for a in (acc, alone):
