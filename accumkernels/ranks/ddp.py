@@ -43,8 +43,8 @@ def first_wrapped(named: Iterable[tuple[str, Tensor]]) -> str | None:
     def search() -> str | None:
         for candidate in instances(DistributedDataParallel):
             if not is_silent(candidate):
-                for param in candidate.parameters():
-                    if id(param) in ours:
+                for name, param in candidate.module.named_parameters():
+                    if id(param) in ours and name not in candidate.parameters_to_ignore:
                         return ours[id(param)]
         return None
 
@@ -84,8 +84,9 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
     for name, param in ddp.module.named_parameters():
         if name in ddp.parameters_to_ignore and param.requires_grad:
             raise ValueError(
-                f"params: {name!r} is one that DistributedDataParallel was told to ignore; pass an accumulator of its "
-                "own with process_group=False those parameters, and another the rest with process_group="
+                f"params: {name!r} is one that DistributedDataParallel was told to ignore. Without that wrapper, give "
+                "such parameters an accumulator with process_group=False, and the rest another with process_group=; "
+                "after each loss.backward() call accumulate(weight) of both"
             )
 
 

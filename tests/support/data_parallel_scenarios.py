@@ -201,6 +201,26 @@ def long_form_warns_of_a_late_wrapper(rank, size):
         acc.remove()
 
 
+def alone_on_ignored_parameters(rank, size):
+    """What DistributedDataParallel ignores it does not average: nothing is refused, and nothing warned of."""
+    model = mlp(torch.float64)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    ddp = DistributedDataParallel(model)
+    acc = ak.FusedAccumulator([model[0].weight], process_group=False)
+    with logged() as texts:
+        for x, y in data(rank):
+            mse_loss(ddp(x), y).backward()
+            acc.accumulate(len(x))
+        acc.finalize()
+    assert texts == []
+    twin, own = mlp(torch.float64), data(rank)
+    for x, y in own:
+        (mse_loss(twin(x), y) * (len(x) / sum(len(x) for x, _ in own))).backward()
+    assert_close([model[0].weight.grad], [twin[0].weight.grad])
+    acc.remove()
+    ak.FusedAccumulator([model[0].weight], process_group=group()).remove()
+
+
 class AddAuxiliaryLoss(torch.autograd.Function):
     """Passes `x` on; backward adds the gradient of an auxiliary loss, whatever gradient it gets."""
 
@@ -688,6 +708,7 @@ TWO_RANKS = [
     units_change_no_bits,
     long_form_warns_of_synchronised_norms,
     long_form_warns_of_a_late_wrapper,
+    alone_on_ignored_parameters,
     gradients_that_functions_add,
     functions_of_torch,
     units_of_accumulators,
