@@ -571,6 +571,21 @@ class FusedAccumulator:
                 what,
             )
 
+    def _warn_of_averages(self) -> None:
+        self._once.add("averages")
+        if self._ranks.size > 1 or self._ranks.has_stages or not backward_may_cross_ranks():
+            return
+        # By the end of its first window, a loop has called what it trains. A rank may be alone on a wrapper's .module.
+        name = first_wrapped(((entry.name, entry.param) for entry in self._store.named), averages=True)
+        if name is not None:
+            _log.warning(
+                "process_group=False says that this rank trains alone, and %r is in a DistributedDataParallel module "
+                "whose forward was called, so that backward averages gradients of all ranks. Buckets are taken before "
+                "that, and sums of weights are this rank's: ranks drift apart. Pass that module itself as params; or "
+                "call its .module, if the rank is to train alone",
+                name,
+            )
+
     def _check_last(self, last: bool) -> bool:
         """Whether the micro-batch is the window's last, and what is complete may be sent."""
         sends = self._sends_in_backward
@@ -983,6 +998,8 @@ class FusedAccumulator:
             self.engine.silence.check_end(caller)
         if unsynced := self.engine.window.unsynced:
             self._refuse_unsynced(caller, unsynced.number)
+        if "averages" not in self._once:
+            self._warn_of_averages()
         nothing = isinstance(ignore, tuple) and not ignore
         self.engine.ending.steps.check(
             caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store)

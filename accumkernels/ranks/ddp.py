@@ -32,8 +32,10 @@ def refuse_wrapped(named: list[tuple[str, Tensor]]) -> None:
         )
 
 
-def first_wrapped(named: Iterable[tuple[str, Tensor]]) -> str | None:
+def first_wrapped(named: Iterable[tuple[str, Tensor]], averages: bool = False) -> str | None:
     """Find a parameter whose gradients a DistributedDataParallel module averages in every backward; returns its name.
+
+    With `averages` the module must have begun to: its logger counts forwards after which it does, from the second on.
 
     A silenced module averages nothing, so several accumulators may share its parameters. A parameter does not know its
     reducer, so this searches all objects, which takes a fraction of a second.
@@ -42,7 +44,7 @@ def first_wrapped(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
     def search() -> str | None:
         for candidate in instances(DistributedDataParallel):
-            if not is_silent(candidate):
+            if not is_silent(candidate) and (not averages or _has_averaged(candidate)):
                 for name, param in candidate.module.named_parameters():
                     if id(param) in ours and name not in candidate.parameters_to_ignore:
                         return ours[id(param)]
@@ -53,6 +55,10 @@ def first_wrapped(named: Iterable[tuple[str, Tensor]]) -> str | None:
         gc.collect()  # the wrapper may be dead already, but held by cycles
         name = search()
     return name
+
+
+def _has_averaged(ddp: Any) -> bool:
+    return ddp.logger is not None and bool(ddp._get_ddp_logging_data().get("iteration"))
 
 
 def instances(kind: type) -> list[Any]:

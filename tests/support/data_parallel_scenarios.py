@@ -201,6 +201,30 @@ def long_form_warns_of_a_late_wrapper(rank, size):
         acc.remove()
 
 
+def alone_on_a_wrapped_module(rank, size):
+    """process_group=False contradicts a DistributedDataParallel module, once its forward makes backward average."""
+    for late in (False, True):
+        for called, count in (("wrapper", 1), ("module", 0), ("silent", 0)):
+            model = mlp(torch.float64)
+            ddp = None if late else DistributedDataParallel(model)
+            if called == "silent":  # as by an accumulator over the wrapper, before
+                ddp = ddp or DistributedDataParallel(model)
+                with ak.FusedAccumulator(ddp) as acc:
+                    for x, y in data(rank):
+                        acc.backward(mse_loss(ddp(x), y), len(x))
+            acc = ak.FusedAccumulator(model, process_group=False)
+            ddp = ddp or DistributedDataParallel(model)
+            with logged() as texts:
+                for _ in range(2):
+                    for x, y in data(rank):
+                        acc.backward(mse_loss((ddp if called == "wrapper" else model)(x), y), len(x))
+                    acc.finalize()
+                    acc.zero_()
+            assert len(texts) == count, (late, called, texts)
+            assert all("'0.weight' is in a DistributedDataParallel module" in text for text in texts)
+            acc.remove()
+
+
 def alone_on_ignored_parameters(rank, size):
     """What DistributedDataParallel ignores it does not average: nothing is refused, and nothing warned of."""
     model = mlp(torch.float64)
@@ -708,6 +732,7 @@ TWO_RANKS = [
     units_change_no_bits,
     long_form_warns_of_synchronised_norms,
     long_form_warns_of_a_late_wrapper,
+    alone_on_a_wrapped_module,
     alone_on_ignored_parameters,
     gradients_that_functions_add,
     functions_of_torch,
