@@ -85,7 +85,8 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
         )
     if getattr(ddp, "_comm_hooks", ()):
         raise ValueError(
-            "the DistributedDataParallel module has a communication hook, which would never be called; use comm_dtype="
+            "the DistributedDataParallel module has a communication hook, which would never be called; use "
+            "comm_dtype=, or for LocalSGD pass and call its .module, with process_group=False"
         )
     for name, param in ddp.module.named_parameters():
         if name in ddp.parameters_to_ignore and param.requires_grad:

@@ -460,7 +460,7 @@ def test_removed(found):
         ("inside", "ValueError", "'0' is a DistributedDataParallel module inside"),
         ("alike", "RuntimeError", "rank 0 has 'weight' (2, 2) torch.float32, rank 1 has 'weight' (3, 2)"),
         ("options", "RuntimeError", "rank 0 has overflow=None, rank 1 has overflow='window'"),
-        ("hook", "ValueError", "comm_dtype"),
+        ("hook", "ValueError", "use comm_dtype=, or for LocalSGD pass and call its .module"),
         ("ignored", "ValueError", "'0.weight' is one that DistributedDataParallel was told to ignore"),
         ("divisor", "RuntimeError", "by rank it is [1.0, 2.0"),
         ("after", "RuntimeError", "acc.zero_()"),

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -223,6 +224,35 @@ def alone_on_a_wrapped_module(rank, size):
             assert len(texts) == count, (late, called, texts)
             assert all("'0.weight' is in a DistributedDataParallel module" in text for text in texts)
             acc.remove()
+
+
+def local_sgd(rank, size):
+    """Torch's PostLocalSGDOptimizer averages weights in a window's step, as in a loop of the whole batches."""
+    weights = []
+    for fused in (True, False):
+        model = mlp(torch.float64)
+        averager = PeriodicModelAverager(period=2, warmup_steps=1)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averager)
+        acc = ak.FusedAccumulator(model, process_group=False) if fused else None
+        for _ in range(4):
+            own = data(rank)
+            total = sum(len(x) for x, _ in own)
+            for x, y in own:
+                if acc is not None:
+                    acc.backward(mse_loss(model(x), y), len(x))
+                else:
+                    (mse_loss(model(x), y) * (len(x) / total)).backward()
+            if acc is not None:
+                acc.step(optimizer)
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(list(model.parameters()))
+    assert_close(*weights)
+    for p in weights[0]:
+        mean = p.detach().clone()
+        torch.distributed.all_reduce(mean)
+        torch.testing.assert_close(mean / size, p.detach())
 
 
 def alone_on_ignored_parameters(rank, size):
@@ -732,6 +762,7 @@ TWO_RANKS = [
     units_change_no_bits,
     long_form_warns_of_synchronised_norms,
     long_form_warns_of_a_late_wrapper,
+    local_sgd,
     alone_on_a_wrapped_module,
     alone_on_ignored_parameters,
     gradients_that_functions_add,
