@@ -377,6 +377,8 @@ class Engine:
         window = self.window
         if window.phase is Phase.FINALIZED:
             ended = True
+            if self.store.masters is not None:
+                self.store.masters.round_late(unseen=not self.ending.steps.plan.is_seen)
         else:
             self.patience.end(window.micro_batches, used=False)
         if self.scaler.scaler is not None:

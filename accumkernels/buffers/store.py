@@ -415,6 +415,7 @@ class Store:
 # ---- fp32 masters of 16-bit parameters, which optimizers step and the model's values are rounded from
 
 _param = attrgetter("param")
+_master = attrgetter("master")
 _version = attrgetter("_version")
 _address = attrgetter("_cdata")  # of a storage
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -457,6 +458,7 @@ class Masters(Follower):
         # Versions and memory of the parameters, by id of the master, when they last had their masters' values.
         self._versions: dict[int, Any] = {}
         self._memory: dict[int, Any] = {}
+        self._rounded: dict[int, Any] = {}  # versions of the masters then
         self._window_steps = False
         self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
         at: dict[Any, str] = {}  # names by memory
@@ -567,6 +569,7 @@ class Masters(Follower):
         keys, params = [id(pair.master) for pair in pairs], list(map(_param, pairs))
         self._versions.update(zip(keys, _versions(params), strict=True))
         self._memory.update(zip(keys, _memory(params), strict=True))
+        self._rounded.update(zip(keys, _versions(list(map(_master, pairs))), strict=True))
 
     def round(self) -> None:
         """Round all masters into the model's parameters."""
@@ -593,7 +596,36 @@ class Masters(Follower):
         # Our ops do not bump version counters by themselves, and a backward through old values must fail.
         params = list(map(_param, pairs))
         torch.autograd.graph.increment_version(params)
-        self._versions.update(zip([id(pair.master) for pair in pairs], _versions(params), strict=True))
+        keys = [id(pair.master) for pair in pairs]
+        self._versions.update(zip(keys, _versions(params), strict=True))
+        self._rounded.update(zip(keys, _versions(list(map(_master, pairs))), strict=True))
+
+    def round_late(self, unseen: bool) -> None:
+        """Round the masters that were written to since they were rounded, where no hook has seen the end of a step.
+
+        An update by hand has no hooks, nor have wrappers of optimizers that do not call `Optimizer.__init__`, as most
+        Lookaheads; and a closure runs before its step ends.
+
+        Args:
+            unseen: Whether any may have been, by way of `.data` too, which no version counter shows.
+
+        Raises:
+            RuntimeError: A parameter was written to as well, and has neither its master's value nor that from before.
+        """
+        versions = dict(zip(self._pairs, _versions(list(map(_master, self._pairs.values()))), strict=True))
+        if not unseen and versions == self._rounded:
+            return
+        edited = {id(pair.master) for pair in self._edited()}
+        written = {key for key, version in versions.items() if version != self._rounded[key]}
+        self._round([pair for key, pair in self._pairs.items() if (unseen or key in written) and key not in edited])
+        for pair in (self._pairs[key] for key in self._pairs if key in written & edited):
+            master, param = local(pair.master).detach(), local(pair.param).detach()
+            if not torch.equal(master.to(param.device, param.dtype), param):  # the loop has rounded others itself
+                self._round([pair])
+                raise RuntimeError(
+                    f"{pair.segment.name!r} was edited before its master, which was updated too, was rounded into it, "
+                    "and the edit is lost: edit weights after acc.zero_()"
+                )
 
     def begin_steps(self) -> None:
         """Take over edits before a window steps its optimizers, so that none of these steps has to look for them."""

@@ -208,6 +208,8 @@ class StepPlan:
     Attributes:
         ignored: As the argument.
         touched: For each segment, in the order of buffers, 1 if it holds a sum of the window.
+        is_seen: Whether hooks show each step: not those of an update by hand, and of wrappers as most Lookaheads are,
+            which do not call `Optimizer.__init__`.
         foreign_params: Tensors of the optimizers that this accumulator does not accumulate.
         fused: torch's own fused optimizers, which scale gradients and skip steps themselves.
         fused_sgd: The SGDs among `fused`.
@@ -229,6 +231,7 @@ class StepPlan:
             named = ((e.name, store.target(e.param)) for e in store.named if id(e.param) in touched)
             check_ownership(optimizers, named, ignored)
         self.foreign_params = [p for p in self._owned if store.place(p) is None]
+        self.is_seen = bool(optimizers) and all(getattr(type(o).step, "hooked", False) for o in optimizers)
         self.fused = [o for o in optimizers if steps_scaled_gradients(o)]
         self.fused_sgd = [o for o in optimizers if is_fused_sgd(o)]
         self._fp32 = [  # optimizers with only fp32 sums, and the tensors whose `.grad` must be None for that

@@ -228,6 +228,105 @@ def test_wrong_param_groups(master_weights):
         acc.param_groups(model.parameters())
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Moves the weights of the optimizer inside, without torch's hooks, as timm's and the first one do."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+    def step(self, closure=None):
+        """A step of the optimizer inside, and half of it back."""
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self._optimizer.step(closure)
+        for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+            p.data.lerp_(old, 0.5)
+
+
+def by_hand(acc, model, write):
+    """An update that no optimizer makes."""
+    window(acc, model)
+    acc.finalize()
+    with torch.no_grad():
+        for p in acc.parameters():
+            write(p, p.grad)
+    acc.zero_()
+
+
+def by_lookahead(acc, model, form):
+    """The outer optimizer moves weights after the inner one's step has rounded them."""
+    optimizer = Lookahead(torch.optim.SGD(acc.parameters(), lr=0.1))
+    window(acc, model)
+    if form == "step":
+        acc.step(optimizer)
+        return
+    acc.finalize(optimizer)
+    optimizer.step()
+    acc.zero_()
+
+
+UNSEEN = {
+    "by hand": lambda acc, model: by_hand(acc, model, lambda p, grad: p.sub_(grad, alpha=0.1)),
+    "by hand, data": lambda acc, model: by_hand(acc, model, lambda p, grad: p.data.sub_(grad, alpha=0.1)),
+    "lookahead": lambda acc, model: by_lookahead(acc, model, "step"),
+    "lookahead, long form": lambda acc, model: by_lookahead(acc, model, "long"),
+}
+
+
+@pytest.mark.parametrize("update", UNSEEN)
+def test_updates_without_a_step_of_torch_are_rounded(update):
+    """When the window ends, since no hook shows them."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        UNSEEN[update](acc, model)
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(model.parameters(), acc.parameters(), strict=True))
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_an_update_by_hand_that_rounds_by_itself():
+    """Its values stay; a parameter that has other ones would lose them, and is named."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    for seed in range(2):
+        window(acc, model, seed)
+        acc.finalize()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), acc.parameters(), strict=True):
+                p.copy_(master.sub_(master.grad, alpha=0.1))
+        if seed == 0:
+            acc.zero_()
+    with torch.no_grad():
+        model[2].weight.clamp_(-0.1, 0.1)
+    with pytest.raises(RuntimeError, match=r"'2.weight' was edited before its master.*edit weights after acc.zero_"):
+        acc.zero_()
+    acc.zero_()
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(model.parameters(), acc.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_a_closure_sees_the_masters_that_its_optimizer_has_moved(line_search):
+    """Inside of one step, so that the losses of bf16 weights are near those of fp32 weights."""
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = mlp(dtype)
+        acc = ak.FusedAccumulator(model, master_weights=True)
+        optimizer = torch.optim.LBFGS(acc.parameters(), lr=0.5, max_iter=10, line_search_fn=line_search)
+
+        def closure(acc=acc, model=model, optimizer=optimizer):
+            acc.zero_()
+            window(acc, model)
+            acc.finalize(optimizer)
+            return acc.metrics()["loss"]
+
+        losses.append([float(optimizer.step(closure)) for _ in range(3)])
+        acc.zero_()
+    assert losses[0][2] < 0.5 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
 def test_two_optimizers_round_what_they_own():
     """Each optimizer's step rounds its masters, and no other's."""
     model = mlp().bfloat16()
