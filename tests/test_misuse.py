@@ -97,6 +97,17 @@ def clipping_kept(clip=nn.utils.clip_grad_norm_, **options):
         loop.acc.step(loop.optimizer)
 
 
+def model_clipped(clip=nn.utils.clip_grad_norm_):
+    """Torch's clipping of the model's parameters, whose gradients are on their masters."""
+    loop = Loop(dtype=torch.bfloat16, master_weights=True)
+    for window in loop.windows():
+        loop.accumulate(window)
+        loop.acc.finalize(loop.optimizer)
+        clip(loop.model.parameters(), 1e-3)
+        loop.optimizer.step()
+        loop.acc.zero_()
+
+
 def clip_before_finalize():
     """Our own in the wrong order."""
     loop = Loop()
@@ -403,6 +414,8 @@ MISUSES = {
         "clip_grads_with_norm_) inside a window",
     ),
     "get_total_norm": Misuse(norm_kept, RuntimeError, "get_total_norm, clip_grads_with_norm_) inside a window"),
+    "clip_grad_norm_, masters": Misuse(model_clipped, RuntimeError, "Pass acc.parameters() in place of model.param"),
+    "clip_grad_value_, masters": Misuse(of(model_clipped, clip_grad_value_), RuntimeError, "Pass acc.parameters()"),
     "clip before finalize": Misuse(clip_before_finalize, RuntimeError, "clip_grad_norm_() before finalize()"),
     "loss / K": Misuse(of(divided, lambda loss: loss / K), None, "pass the plain loss, acc.backward(loss)"),
     "loss * (1 / K)": Misuse(of(divided, lambda loss: loss * (1 / K)), None, "was divided by 4"),

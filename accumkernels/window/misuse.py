@@ -321,9 +321,17 @@ class MisuseDetector(Follower):
         self.once.add("unscaling")
 
     def before_clip(self, params: list[Tensor]) -> None:
-        """Refuse torch's clipping if the accumulator holds every gradient."""
+        """Refuse torch's clipping if the accumulator holds every gradient, or if masters have some."""
         if self._has_uncounted_or_sums() and all(p.grad is None for p in params) and self._holds(params):
             self._refuse_clipping()
+        if self._store.masters is not None and self._seen.window.exposed:
+            masters = (self._store.target(p) for p in params if p.grad is None)
+            if any(master.grad is not None for master in masters):
+                raise RuntimeError(
+                    "torch.nn.utils.clip_grad_norm_ (or clip_grad_value_, clip_grads_with_norm_) finds no .grad: after "
+                    "finalize(), those of 16-bit and offloaded parameters are on their fp32 masters. Pass "
+                    "acc.parameters() in place of model.parameters()"
+                )
 
     def before_norm(self, grads: list[Tensor]) -> None:
         """Refuse torch's norm of no gradients at all while the accumulator has some."""

@@ -111,3 +111,20 @@ def test_sam(one_thread):
         for p, g in zip(truth.parameters(), second, strict=True):
             p.data -= RATE * g
     assert off(movement(model, start), movement(truth, start)) < ROUNDING
+
+
+def test_sam_with_masters(one_thread):
+    """The climb is of 16-bit weights, by the gradients of their masters; without it, they move elsewhere."""
+    sam_step = run_page(ROOT / "docs" / "swapping.md")["sam_step"]
+    start = mlp(torch.bfloat16).float()
+    movements = []
+    for dtype, rho in ((torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float32, 0.0)):
+        model = copy.deepcopy(start).to(dtype)
+        acc = ak.FusedAccumulator(model, master_weights=True)
+        torch.manual_seed(0)
+        window = [(torch.randn(n, 5).to(dtype), torch.randn(n, 3).to(dtype)) for n in (4, 1, 3)]
+        sam_step(model, acc, torch.optim.SGD(acc.parameters(), lr=RATE), window, rho=rho)
+        movements.append([m.detach() - s.detach() for m, s in zip(acc.parameters(), start.parameters(), strict=True)])
+    climbed, ours, plain = movements
+    assert off(ours, climbed) < 0.03
+    assert off(plain, climbed) > 0.3
