@@ -513,11 +513,17 @@ class Masters(Follower):
         self._waiting.clear()
 
     def load(self, param: Tensor, saved: Tensor | None) -> None:
-        """Copy a saved master, also of a parameter that is frozen, for when it is unfrozen; None: there is none."""
+        """Copy a saved master, also of a parameter that is frozen, for when it is unfrozen; None: there is none.
+
+        A parameter that has no master because it is fp32 here gets the value itself.
+        """
         master = self._masters.get(id(param))
-        if master is None or saved is None:
+        if saved is None:
             return
-        if id(master) in self._pairs:
+        if master is None:
+            if param.dtype in FLOAT_DTYPES:
+                local(param).detach().copy_(local(saved))
+        elif id(master) in self._pairs:
             local(master).copy_(local(saved))
         else:
             local(master).data = torch.empty_like(local(master), memory_format=torch.contiguous_format).copy_(
