@@ -213,7 +213,8 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
         masters = store.masters.values()
         trained = [e for e in store.named if id(e.param) in masters and e.param.requires_grad]
         wanting = [e.name for e in trained if e.name not in checked["masters"]]
-        problems.append(_listed("without a master", wanting))
+        what = "without a master, frozen or fp32 when saved (to take the model's values, freeze them while you load)"
+        problems.append(_listed(what, wanting))
     for key in ("sums", "masters"):
         tensors = checked[key].items()
         problems.append(

@@ -346,6 +346,25 @@ def test_loaded_masters_of_a_frozen_layer_give_way():
         assert torch.equal(master[1:], before[1:]) is edits
 
 
+def test_unfrozen_since():
+    """As the error advises: frozen while the state is loaded, the layer then gets masters of the model's values."""
+    trained = layers((1,))
+    train_layers(*trained)
+    state = trained[1].state_dict()
+    model, acc, optimizer = layers((0, 1))
+    with pytest.raises(RuntimeError, match=r"without a master, .*freeze them while you load\): 0.weight, 0.bias"):
+        acc.load_state_dict(state)
+    model[0].requires_grad_(False)
+    acc.load_state_dict(state)
+    before = model[0].weight.float()
+    model[0].requires_grad_(True)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train_layers(model, acc, optimizer)
+    masters = acc.state_dict()["masters"]
+    assert torch.equal(masters["0.weight"], before)
+    assert torch.equal(masters["1.weight"], state["masters"]["1.weight"])
+
+
 def test_saved_between_unfreezing_and_training():
     """What is trainable has a master in the state."""
     model, acc, optimizer = layers((1,))
