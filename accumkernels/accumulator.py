@@ -906,12 +906,13 @@ class FusedAccumulator:
 
         Args:
             reduced: Add up the sums of all ranks, which call this together. The state is then the same on all of them,
-                and any number of ranks may load it, inside a window too. It has no effect without a process group.
+                and any number of ranks may load it, inside a window too. In one process it only gives the dict the same
+                entries at any moment.
 
         Raises:
             RuntimeError: The window is broken; with `release="backward"`, a backward was not followed by its
                 `accumulate`; a micro-batch with `last=True` was not followed by `finalize`; FSDP2 keeps gradients that
-                it has not reduced; or torch.distributed.checkpoint saves a window of data parallel ranks that is not
+                it has not reduced; or torch.distributed.checkpoint saves a window, without DTensors, that is not
                 `reduced`.
         """
         if self._ranks.sender.begun and self.engine.window.phase is not Phase.FINALIZED:
@@ -931,16 +932,12 @@ class FusedAccumulator:
             self._refuse_unsynced("state_dict()", unsynced.number)
         if reduced:
             self.engine.make_room()  # as another rank may have
-        elif (
-            self._ranks.reduces_sums
-            and self.engine.window.phase is Phase.OPEN
-            and self.micro_batches
-            and saved_by_dcp()
-        ):
+        elif self.micro_batches and not self._store.sharded and saved_by_dcp():
             raise RuntimeError(
                 f"state_dict() by torch.distributed.checkpoint after {self.micro_batches} micro-batches of a window: "
-                "it keeps one rank's values, and each rank has sums of its own. Save a state of all ranks, "
-                '{"acc": acc.state_dict(reduced=True)}, or save between windows (AK26)'
+                "it loads only entries that are there between windows too, and keeps one rank's values, where each "
+                'rank has sums of its own. Save a state of all ranks, {"acc": acc.state_dict(reduced=True)}, or save '
+                "between windows (AK26)"
             )
         return self.engine.state_dict(reduced)
 

@@ -147,7 +147,9 @@ def one_state_for_all(rank, size):
     half(acc, model, rank, end=3)
     acc.finalize(sgd(acc))
     assert_close([p.grad for p in model.parameters()], true_grads(mlp(torch.float64), of_all(size)))
-    dcp.save({"acc": acc}, checkpoint_id=ranks.shared / "averages")  # the same on all ranks
+    kind, text = message(dcp.save, {"acc": acc}, checkpoint_id=ranks.shared / "averages")
+    assert kind == "RuntimeError"  # they are the same on all ranks, but not among the entries that a new one loads
+    assert "reduced=True" in text
 
 
 TWO_RANKS = [states_of_other_ranks, reduced_states, through_dcp, one_state_for_all]
