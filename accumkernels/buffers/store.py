@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import logger
-from ..hooks import Follower, follow, unfollow
+from ..hooks import Follower, Hook, follow, unfollow
 from ..ops.schema import State
 from .flat import FlatBuffer, Segment, aligned, buffer_dtype, flat_buffers, zeros
 from .parameters import FLOAT_DTYPES, NamedParameter, devices_of, is_dtensor, local, shaped_like, worst
@@ -460,6 +460,7 @@ class Masters(Follower):
         self._memory: dict[int, Any] = {}
         self._rounded: dict[int, Any] = {}  # versions of the masters then
         self._window_steps = False
+        self._hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # with hooks' handles
         self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
         at: dict[Any, str] = {}  # names by memory
         for entry in named:
@@ -643,18 +644,29 @@ class Masters(Follower):
         self._window_steps = False
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Take over edits if the optimizer steps masters."""
-        if self._window_steps:
+        """Take over edits if the optimizer steps masters, and see to it that its hooks find the model rounded."""
+        hooks = optimizer._optimizer_step_post_hooks
+        if self._window_steps and not hooks:
             return
         if any(id(p) in self._pairs for group in optimizer.param_groups for p in group["params"]):
-            self.take_over()
+            if not self._window_steps:
+                self.take_over()
+            if hooks and optimizer not in self._hooked:  # torch calls those of all optimizers after its own
+                self._hooked[optimizer] = handle = optimizer.register_step_post_hook(Hook(self, Masters._round_stepped))
+                hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Round the masters that the optimizer stepped.
+        """Round the masters that the optimizer stepped; once more if its own hooks ran, which may have written to them.
 
         Raises:
-            RuntimeError: A hook on the step has written to a parameter, which then had the value from before the step.
+            RuntimeError: Something has written to a parameter that then had the value from before the step.
         """
+        if optimizer in self._hooked:
+            self.round_late(unseen=True)
+        else:
+            self._round_stepped(optimizer)
+
+    def _round_stepped(self, optimizer: Optimizer, *args: Any) -> None:
         keys = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in self._pairs]
         pairs = [self._pairs[key] for key in keys]
         versions = _versions(list(map(_param, pairs)))
@@ -663,7 +675,7 @@ class Masters(Follower):
         if edited:
             raise RuntimeError(
                 f"{edited[0].segment.name!r} was edited while {type(optimizer).__name__}.step() ran, before its master "
-                "was rounded into it, and the edit is lost: edit weights after the step, not in its hooks or closure"
+                "was rounded into it, and the edit is lost: edit weights after the step, not in a closure or pre-hook"
                 " (AK16)"
             )
 
@@ -695,6 +707,9 @@ class Masters(Follower):
         """Take over the last edits, and stop following optimizers."""
         self.take_over()
         unfollow(self)
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
 
 
 def _take_edited(param: Tensor, master: Tensor, out: Tensor) -> None:

@@ -374,9 +374,9 @@ def test_an_optimizer_with_modes_is_named(masters, caplog):
     assert all("eval() and train() of ScheduleFree move the fp32 masters alone" in text for text in said)
 
 
-@pytest.mark.parametrize("form", ["step", "long", "closure"])
+@pytest.mark.parametrize("form", ["pre-hook", "closure"])
 def test_an_edit_inside_a_step_is_refused(form):
-    """Hooks on the step find the old weights in the model, which are about to be replaced; the next step goes on."""
+    """It finds the old weights in the model, which are about to be replaced; the next step goes on."""
     model = mlp(torch.bfloat16)
     acc = ak.FusedAccumulator(model, master_weights=True)
     optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
@@ -385,14 +385,14 @@ def test_an_edit_inside_a_step_is_refused(form):
         with torch.no_grad():
             model[2].weight.clamp_(-0.1, 0.1)
 
-    handle = None if form == "closure" else optimizer.register_step_post_hook(clamp)
+    handle = None if form == "closure" else optimizer.register_step_pre_hook(clamp)
     window(acc, model)
     with pytest.raises(RuntimeError, match=r"'2.weight' was edited while SGD.step\(\) ran.*edit weights after"):
-        if form == "step":
+        if form == "pre-hook":
             acc.step(optimizer)
         else:
             acc.finalize(optimizer)
-            optimizer.step(clamp if form == "closure" else None)
+            optimizer.step(clamp)
     if handle is not None:
         handle.remove()
     acc.zero_()
@@ -402,6 +402,45 @@ def test_an_edit_inside_a_step_is_refused(form):
     optimizer.param_groups[0]["lr"] = 0.0
     train(acc, model, optimizer, windows=1)
     assert all(torch.equal(p, e) for p, e in zip(model.parameters(), edited, strict=True))
+
+
+@pytest.mark.parametrize("form", ["step", "long"])
+@pytest.mark.parametrize("edits", ["nothing", "the model", "masters"])
+def test_hooks_after_a_step_find_its_weights(form, edits):
+    """As an EMA's; what they write to the model or to masters stays. None is left after `remove`."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    seen = []
+
+    @torch.no_grad()
+    def hook(*args):
+        seen.append(values(model.parameters()))
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(model.parameters(), acc.parameters(), strict=True))
+        if edits != "nothing":
+            for p in model.parameters() if edits == "the model" else acc.parameters():
+                p.data.clamp_(-0.1, 0.1) if edits == "masters" else p.clamp_(-0.1, 0.1)
+
+    handle = optimizer.register_step_post_hook(hook)
+    for seed in range(3):
+        window(acc, model, seed)
+        if form == "step":
+            acc.step(optimizer)
+        else:
+            acc.finalize(optimizer)
+            optimizer.step()
+            acc.zero_()
+        if edits == "nothing":
+            assert all(torch.equal(p, s) for p, s in zip(model.parameters(), seen[-1], strict=True))
+        else:
+            assert all(p.abs().max() <= 0.1004 for p in model.parameters())
+    acc.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(acc, model, optimizer, windows=1)
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(model.parameters(), acc.parameters(), strict=True))
+    assert not torch.equal(seen[0][0], seen[1][0])
+    acc.remove()
+    assert list(optimizer._optimizer_step_post_hooks) == [handle.id]
 
 
 def test_another_dtype_is_refused_by_name():
