@@ -19,8 +19,6 @@ from .errors import expect, expect_iterable, logger, wrong_type
 from .hooks import opaque, profiled
 from .ops import Backend
 from .ops.schema import State
-from .ranks.base import backward_may_cross_ranks
-from .ranks.ddp import first_wrapped
 from .ranks.pipeline import refuse_late_stages
 from .splitting.batches import Cost
 from .splitting.run import BatchReport
@@ -430,7 +428,7 @@ class FusedAccumulator:
         if given:
             self.engine.window.weigh_late()
         if self.engine.window.weighed_after:
-            self._warn_of_late_weights()
+            self.engine.misuse.inspect_late_weight(self.engine.synchronised)
         self.engine.accumulate(self.engine.micro_batch(scalar, last=last, loss=loss))
 
     @opaque
@@ -552,39 +550,6 @@ class FusedAccumulator:
             is_last=lambda: self._check_last(False),
             inspect_loss=self.engine.misuse.inspect_loss,
         )
-
-    def _warn_of_late_weights(self) -> None:
-        if "late weights" in self._once:
-            return
-        self._once.add("late weights")
-        if not backward_may_cross_ranks():
-            return
-        name, what = self.engine.synchronised, "is a SyncBatchNorm, whose backward adds up"
-        if name is None:  # a module that was built after the accumulator; the constructor refuses one that was there
-            name = first_wrapped((entry.name, entry.param) for entry in self._store.named)
-            what = "is in a DistributedDataParallel module that is not the accumulator's `params` and averages"
-        if name is not None:
-            _log.warning(
-                "accumulate(weight): %r %s gradients of all ranks in backward, before the weight is known; unequal "
-                "weights then give another gradient. Call acc.backward(loss, weight), which puts them into losses",
-                name,
-                what,
-            )
-
-    def _warn_of_averages(self) -> None:
-        self._once.add("averages")
-        if self._ranks.size > 1 or self._ranks.has_stages or not backward_may_cross_ranks():
-            return
-        # By the end of its first window, a loop has called what it trains. A rank may be alone on a wrapper's .module.
-        name = first_wrapped(((entry.name, entry.param) for entry in self._store.named), averages=True)
-        if name is not None:
-            _log.warning(
-                "process_group=False says that this rank trains alone, and %r is in a DistributedDataParallel module "
-                "whose forward was called, so that backward averages gradients of all ranks. Buckets are taken before "
-                "that, and sums of weights are this rank's: ranks drift apart. Pass that module itself as params; or "
-                "call its .module, if the rank is to train alone",
-                name,
-            )
 
     def _check_last(self, last: bool) -> bool:
         """Whether the micro-batch is the window's last, and what is complete may be sent."""
@@ -995,8 +960,6 @@ class FusedAccumulator:
             self.engine.silence.check_end(caller)
         if unsynced := self.engine.window.unsynced:
             self._refuse_unsynced(caller, unsynced.number)
-        if "averages" not in self._once:
-            self._warn_of_averages()
         nothing = isinstance(ignore, tuple) and not ignore
         self.engine.ending.steps.check(
             caller, optimizers, frozenset() if nothing else select(ignore, "ignore", self._store)

@@ -21,7 +21,8 @@ from ..buffers.store import Store
 from ..devices import is_capturing
 from ..errors import logger, wrong_type
 from ..hooks import Follower, follow
-from ..ranks.base import Ranks
+from ..ranks.base import Ranks, backward_may_cross_ranks
+from ..ranks.ddp import first_wrapped
 from .grad_scaler import LossScaler
 from .loss_items import Items, is_divided_sum, items_at, unequal_items
 from .optimizers import owned
@@ -169,6 +170,31 @@ class MisuseDetector(Follower):
                 "FusedAccumulator(..., scaler=scaler), and pass the plain loss, acc.backward(loss)"
             )
 
+    # ---- a weight that comes after backward
+
+    def inspect_late_weight(self, synchronised: str | None) -> None:
+        """Warn where backward adds up gradients over ranks before their weight is known; asked once.
+
+        Args:
+            synchronised: A SyncBatchNorm of the model's.
+        """
+        if "late weights" in self.once:
+            return
+        self.once.add("late weights")
+        if not backward_may_cross_ranks():
+            return
+        name, what = synchronised, "is a SyncBatchNorm, whose backward adds up"
+        if name is None:  # a module that was built after the accumulator; the constructor refuses one that was there
+            name = first_wrapped((entry.name, entry.param) for entry in self._store.named)
+            what = "is in a DistributedDataParallel module that is not the accumulator's `params` and averages"
+        if name is not None:
+            _log.warning(
+                "accumulate(weight): %r %s gradients of all ranks in backward, before the weight is known; unequal "
+                "weights then give another gradient. Call acc.backward(loss, weight), which puts them into losses",
+                name,
+                what,
+            )
+
     # ---- the end of a window
 
     def inspect_end(self, caller: str, divisor: object) -> None:
@@ -192,6 +218,8 @@ class MisuseDetector(Follower):
             self._warn_of_unequal()
         if self._drops:
             self._warn_of_drops()
+        if "averages" not in self.once:
+            self._warn_of_averages()
         if self._seen.leftovers:
             self._warn(
                 "leftovers",
@@ -227,6 +255,21 @@ class MisuseDetector(Follower):
                 "that each loss averages, acc.backward(loss, weight=...): len(x), or how many labels are not ignored. "
                 "If they are to count the same, pass weight=1",
                 counts,
+            )
+
+    def _warn_of_averages(self) -> None:
+        self.once.add("averages")
+        if self._ranks.size > 1 or self._ranks.has_stages or not backward_may_cross_ranks():
+            return
+        # By the end of its first window, a loop has called what it trains. A rank may be alone on a wrapper's .module.
+        name = first_wrapped(((entry.name, entry.param) for entry in self._store.named), averages=True)
+        if name is not None:
+            _log.warning(
+                "process_group=False says that this rank trains alone, and %r is in a DistributedDataParallel module "
+                "whose forward was called, so that backward averages gradients of all ranks. Buckets are taken before "
+                "that, and sums of weights are this rank's: ranks drift apart. Pass that module itself as params; or "
+                "call its .module, if the rank is to train alone",
+                name,
             )
 
     def _warn_of_drops(self) -> None:
