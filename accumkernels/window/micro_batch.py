@@ -475,7 +475,7 @@ class Sums:
             if self._noise.measuring:
                 self._noise.see(buffer, segments, micro_batch.tag)
                 squares = self._noise.squares(buffer.device)
-                weighted = squares if plain or squares is None else torch.zeros_like(squares)
+                weighted = squares if plain else torch.zeros_like(squares)
             counts = count and plain and buffer is first
             count = count and not counts
             device = buffer.device
@@ -490,7 +490,7 @@ class Sums:
                 self.partial |= not isinstance(error, RuntimeError) or is_oom_error(error)
                 raise
             self.partial = True
-            if squares is not None and weighted is not None and weighted is not squares:
+            if squares is not None and weighted is not None and not plain:
                 self._add_squares(squares, weighted, micro_batch)
         if count:  # the first buffer got nothing, or its gradients already hold a part of the weight
             weight, device = micro_batch.weight, self._store.layout.device

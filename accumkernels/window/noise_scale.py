@@ -141,10 +141,8 @@ class NoiseMeter:
         """
         self.weights = self.weights * _FADING + weight
 
-    def squares(self, device: torch.device) -> Tensor | None:
-        """Return the accumulate pass's `sq_norm` output on `device`; None if nothing is measured."""
-        if not self.measuring:
-            return None
+    def squares(self, device: torch.device) -> Tensor:
+        """Return the accumulate pass's `sq_norm` output on `device`, in a window that is measured."""
         if device not in self._squares:
             self._squares[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._squares[device]
@@ -155,8 +153,6 @@ class NoiseMeter:
         The squared norms of a micro-batch's buckets add up, unless a parameter's gradient comes in several parts; then
         the window does not count.
         """
-        if not self.measuring:
-            return
         if serial != self._seen[0]:
             self._seen = serial, {}
         seen = self._seen[1].setdefault(buffer, set())
@@ -164,15 +160,12 @@ class NoiseMeter:
             self._squares[buffer.device].fill_(torch.nan)
         seen.update(segments)
 
-    def sums(self, device: torch.device) -> Tensor | None:
-        """Return fp64 `[2]`: `sum w_i |g_i|^2` and the squared norm of the window's sum; None if not measuring."""
-        return self._total(device) if self.measuring else None
-
-    def _total(self, device: torch.device) -> Tensor:
+    def sums(self, device: torch.device) -> Tensor:
+        """Return fp64 `[2]`: `sum w_i |g_i|^2` and the squared norm of the window's sum."""
         parts = [move(squares, device) for squares in self._squares.values()]
         return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 
-    def end_window(self, state: Tensor, skip: Tensor, sums: Tensor | None) -> None:
+    def end_window(self, state: Tensor, skip: Tensor, sums: Tensor) -> None:
         """Add a window that ends, unless it is skipped or has fewer than two micro-batches with weight.
 
         Args:
@@ -180,8 +173,6 @@ class NoiseMeter:
             skip: 0-d, 1.0 where the step does not happen.
             sums: The result of `sums()`, or its sum over ranks.
         """
-        if sums is None:
-            return
         weight, used = state[State.WEIGHT], state[State.USED]
         of_micro_batches, of_sum = sums
         of_mean = of_sum / weight.square()
@@ -203,7 +194,7 @@ class NoiseMeter:
         """
         squares = None
         if self._squares or (joined is not None and self.on):
-            total = self._total(device)
+            total = self.sums(device)
             if joined is not None:
                 total = self._ranks.joined(total)
                 total[1] = sum(move(sum_.double().square().sum(), device) for sum_ in joined)
