@@ -128,29 +128,18 @@ def measure_step_costs(
         cpu_offload=cpu_offload,
     )
     end = time.perf_counter() + positive_float(duration, "duration")
-    single, window = _Fastest(), _Fastest()
+    single: list[tuple[float, ...]] = []
+    window: list[tuple[float, ...]] = []
     with Trials(training, num_iterations, times_parts=True) as trials:
-        while time.perf_counter() < end or single.runs < _LEAST_TRIALS:
-            single.add(_time_parts(trials, training.device, size, None))
-            window.add(_time_parts(trials, training.device, size, _WINDOW))
+        while time.perf_counter() < end or len(single) < _LEAST_TRIALS:
+            single.append(_time_parts(trials, training.device, size, None))
+            window.append(_time_parts(trials, training.device, size, _WINDOW))
 
     # A window's first micro-batch differs from the others: the window pays its extra time, or saving, once.
-    first, *others, update = window.parts
-    micro_batch, step = sum(others) / len(others), sum(single.parts)
+    first, *others, update = map(min, zip(*window, strict=True))  # the fewest seconds of each part, over all trials
+    micro_batch, step = sum(others) / len(others), sum(map(min, zip(*single, strict=True)))
     once = max(0.0, update + first - micro_batch)
     return StepCosts({size: size / step}, once, 0.0, micro_batch - (step - once))
-
-
-class _Fastest:
-    """The fewest seconds of each part of a step, over all trials so far."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-        self.parts: tuple[float, ...] = ()
-
-    def add(self, parts: tuple[float, ...]) -> None:
-        self.parts = tuple(map(min, self.parts, parts)) if self.runs else parts
-        self.runs += 1
 
 
 def _time_parts(trials: Trials, device: torch.device, size: int, length: int | None) -> tuple[float, ...]:
