@@ -42,29 +42,14 @@ class Recommendation:
     why: str
 
 
-@dataclass(frozen=True)
 class Comparison:
-    """Numbers of micro-batches up to a plan's, compared by their known costs.
+    """Numbers of micro-batches up to a plan's, compared by their known costs."""
 
-    Attributes:
-        target: Samples wanted per optimizer step, over all ranks.
-        steps: Micro-batches per rank that reach it.
-        most: Samples that fit at a time.
-        world_size: Ranks.
-        costs: None if they are not all known.
-        missing: The names of the unknown costs.
-        noise_scale: In samples, or None.
-        limit: Why no larger micro-batch fits, as the end of a sentence; or nothing.
-    """
-
-    target: int
-    steps: int
-    most: int
-    world_size: int
-    costs: StepCosts | None
-    missing: tuple[str, ...]
-    noise_scale: float | None
-    limit: str
+    def __init__(self, plan: AccumulationPlan) -> None:
+        self.target, self.steps = plan.target_batch_size, plan.accumulation_steps
+        self.most, self.world_size = plan.max_micro_batch_size, plan.world_size
+        self.costs, self.missing = plan.costs, plan._missing
+        self.noise_scale, self.limit = plan.noise_scale, plan._limit
 
     @property
     def size(self) -> float:
@@ -210,6 +195,7 @@ class AccumulationPlan:
     micro_batch_sizes: tuple[int, ...]
     costs: StepCosts | None = field(default=None, compare=False)
     noise_scale: float | None = field(default=None, compare=False)
+    # The names of the unknown costs; and why no larger micro-batch fits, as the end of a sentence, or nothing.
     _missing: tuple[str, ...] = field(default=("samples_per_second", "optimizer_seconds"), compare=False, repr=False)
     _limit: str = field(default="", compare=False, repr=False)
 
@@ -230,17 +216,17 @@ class AccumulationPlan:
         If samples take hardly longer with a smaller K (5 % at most), the smaller K wins; with a noise scale, the same
         rule applies to training to a given loss.
         """
-        return self._comparison.recommendation().text
+        return Comparison(self).recommendation().text
 
     @property
     def why(self) -> str:
         """The reason for the verdict, with its numbers; it says so if costs are unknown."""
-        return self._comparison.recommendation().why
+        return Comparison(self).recommendation().why
 
     @property
     def best_steps(self) -> int:
         """The verdict's K: the number of micro-batches to accumulate, at most `accumulation_steps`."""
-        return self._comparison.recommendation().accumulation_steps
+        return Comparison(self).recommendation().accumulation_steps
 
     def seconds_per_sample(self, accumulation_steps: int) -> float:
         """Predict the time of a window of so many micro-batches, divided by its samples on all ranks.
@@ -252,20 +238,7 @@ class AccumulationPlan:
         steps = positive_int(accumulation_steps, "accumulation_steps")
         if self.costs is None:
             raise RuntimeError(f"nothing to predict a time from: give plan() {', '.join(self._missing)}")
-        return self._comparison.seconds_per_sample(steps)
-
-    @property
-    def _comparison(self) -> Comparison:
-        return Comparison(
-            self.target_batch_size,
-            self.accumulation_steps,
-            self.max_micro_batch_size,
-            self.world_size,
-            self.costs,
-            self._missing,
-            self.noise_scale,
-            self._limit,
-        )
+        return Comparison(self).seconds_per_sample(steps)
 
     def split(self, batch: T) -> list[T]:
         """Cut one rank's batch into the plan's micro-batches, without copying.
@@ -360,14 +333,14 @@ class AccumulationPlan:
         lines = [f"{name:<20} {value:>{width}}  {note}".rstrip() for name, value, note in rows]
         total = f"({sizes}) x {self.world_size} ranks" if self.world_size > 1 else sizes
         lines += [f"{total} = {self.target_batch_size}", *self._times()]
-        advice = self._comparison.recommendation()
+        advice = Comparison(self).recommendation()
         return "\n".join([*lines, f"verdict: {advice.text}, since {advice.why}"])
 
     def _times(self) -> list[str]:
         """Format the predicted times, for powers of two and for the K that matter."""
         if self.costs is None:
             return []
-        comparison, noise = self._comparison, self.noise_scale is not None
+        comparison, noise = Comparison(self), self.noise_scale is not None
         powers = {2**power for power in range(self.accumulation_steps.bit_length())}
         lines = ["", f"{'K':>6}  {'batch':>8}  {'ms per sample':>13}" + ("  time to a loss" if noise else "")]
         for steps in sorted(powers | {self.best_steps, self.accumulation_steps}):
