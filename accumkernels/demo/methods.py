@@ -17,16 +17,8 @@ from torch.optim import Optimizer
 import accumkernels as ak
 
 
-class Weighted(Protocol):
-    """A batch."""
-
-    @property
-    def tokens(self) -> float:
-        """What its mean loss averages over: its weight."""
-
-
 class Window(Protocol):
-    """The samples of one optimizer step."""
+    """The samples of one optimizer step, in batches whose `tokens` is what their mean loss averages over."""
 
     @property
     def big_batch(self) -> Any:
