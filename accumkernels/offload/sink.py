@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class _Addition:
             self._add(self._buckets)
 
     def drop(self) -> None:
+        """Let go of everything, without having run or after a failure."""
         self._add = None
         for bucket in self._buckets:
             bucket.free()
@@ -279,22 +280,12 @@ class Offload:
 # ---- A thread that runs jobs in order, while the threads that run the model go on
 
 
-class Job(Protocol):
-    """What the worker runs."""
-
-    def run(self) -> None:
-        """Run it."""
-
-    def drop(self) -> None:
-        """Let go of everything, without having run or after a failure."""
-
-
 class _Jobs:
     """What the thread and its owner share; the thread keeps nothing else alive."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[_Addition] = deque()
         self.running = False
         self.stopped = False
         self.error: BaseException | None = None
@@ -348,7 +339,7 @@ class Worker:
         """What a job raised; the others were dropped then."""
         return self._jobs.error
 
-    def put(self, job: Job) -> None:
+    def put(self, job: _Addition) -> None:
         """Run a job after those before it."""
         with self._jobs.changed:
             self._jobs.waiting.append(job)
