@@ -243,27 +243,23 @@ class Offload:
         """Whether the worker raised, so that the sums may hold a part of a micro-batch."""
         return self._worker.error is not None
 
-    def check(self) -> None:
-        """Raise what the worker raised.
+    def wait(self) -> None:
+        """Wait until all that was submitted is in the sums. An interrupt loses nothing.
 
         Raises:
-            RuntimeError: says so; the window is lost.
+            RuntimeError: the worker raised, and says what; the window is lost.
         """
+        begin = time.perf_counter()
+        try:
+            self._worker.wait()
+        finally:
+            self.seconds += time.perf_counter() - begin
         error = self._worker.error
         if error is not None:
             raise RuntimeError(
                 f"cpu_offload: adding gradients in host memory failed: {type(error).__name__}: {error}. The window is "
                 "broken: drop it by acc.zero_()"
             ) from error
-
-    def wait(self) -> None:
-        """Wait until all that was submitted is in the sums; raises as `check`. An interrupt loses nothing."""
-        begin = time.perf_counter()
-        try:
-            self._worker.wait()
-        finally:
-            self.seconds += time.perf_counter() - begin
-        self.check()
 
     def open_window(self) -> None:
         """Drop what was submitted and not added, and an error with it."""

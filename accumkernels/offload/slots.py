@@ -135,7 +135,8 @@ class Slots:
                 "cpu_offload: an optimizer has stepped masters inside a window, whose gradients are on their way: end "
                 "the window by acc.step(optimizer) or acc.finalize(optimizer) before, or drop it by acc.zero_()"
             )
-        self.wait_for_weights()
+        while self._sent:  # copies to devices have read the slots before the host writes to them again
+            self._sent.pop().synchronize()
         batch: list[tuple[Tensor, Tensor, Tensor]] = []
         waiting = 0
         for param, master in zip(params, masters, strict=True):
@@ -149,11 +150,6 @@ class Slots:
             with current_stream(device):
                 self._sent.append(event(device))
                 self._sent[-1].record()
-
-    def wait_for_weights(self) -> None:
-        """Wait until copies to devices have read the slots, before the host writes to them again."""
-        while self._sent:
-            self._sent.pop().synchronize()
 
 
 def _aligned(size: int) -> int:

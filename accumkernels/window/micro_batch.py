@@ -232,7 +232,8 @@ class MicroBatchRunner:
             with torch.no_grad():
                 self.prepare_window()
         if self.offload is not None:
-            self.check_offload(window)
+            if self.offload.failed:
+                self.flush(window)  # which raises, and breaks the window
             self.offload.begin(lambda: captures.inbox.sources)
         takes = not leaves and (captures.graph is not None or captures.inbox.listens)
         broken, failed = False, True
@@ -367,11 +368,6 @@ class MicroBatchRunner:
                 window.break_()
             self.discard(window)
             raise
-
-    def check_offload(self, window: Window) -> None:
-        """Break the window and raise, if the offload's worker has raised."""
-        if self.offload is not None and self.offload.failed:
-            self.flush(window)
 
     def _is_frozen_stage(self) -> bool:
         """Whether this is a stage of a pipeline that trains nothing, and counts micro-batches as the others do."""
