@@ -471,7 +471,7 @@ class FusedAccumulator:
         """
         self.engine.check_accumulating("backward_coupled()")
         last = self._check_last(last)
-        check_independent(self.engine.module, "backward_coupled()")
+        check_independent(self.engine.module)
         scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
         coupled = CoupledLoss(chunks, encode, loss_fn)
         return self.engine.backward_coupled(

@@ -56,7 +56,7 @@ def warn_of_batchnorm(params: object) -> None:
         )
 
 
-def check_independent(module: nn.Module | None, caller: str) -> None:
+def check_independent(module: nn.Module | None) -> None:
     """Refuse modules that need the whole batch, since a chunk is only a part of it.
 
     Raises:
@@ -65,7 +65,7 @@ def check_independent(module: nn.Module | None, caller: str) -> None:
     names = [] if module is None else uses_batch_statistics(module)
     if names:
         raise ValueError(
-            f"{caller}: {names[0]!r} is a BatchNorm in training, which normalizes over each chunk and would move its "
-            "running statistics twice. Use accumkernels.replace_batchnorm(model), or put the module into eval mode"
-            " (AK09)"
+            f"backward_coupled(): {names[0]!r} is a BatchNorm in training, which normalizes over each chunk and "
+            "would move its running statistics twice. Use accumkernels.replace_batchnorm(model), or put the module "
+            "into eval mode (AK09)"
         )

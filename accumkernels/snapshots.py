@@ -57,7 +57,7 @@ class Contents:
         without: Containers that are left out.
     """
 
-    def __init__(self, on_tensor: Callable[[Tensor], None], without: Iterable[object] = ()) -> None:
+    def __init__(self, on_tensor: Callable[[Tensor], None], without: Iterable[object]) -> None:
         self._on_tensor = on_tensor
         self._seen: dict[int, Any] = {id(value): value for value in without}  # kept alive: no id is used again
         self._containers: list[tuple[Any, Any]] = []

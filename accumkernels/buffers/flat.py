@@ -453,8 +453,8 @@ class FlatBuffer:
             return self.segments
         return [s for s, touched in zip(self.segments, self.touched, strict=True) if touched]
 
-    def touched_views(self, only: Set[int] | None = None) -> list[Tensor]:
-        """Their views; `only` those of parameters with these `id`s."""
+    def touched_views(self, only: Set[int] | None) -> list[Tensor]:
+        """Their views; `only` those of parameters with these `id`s, None for all."""
         if 0 not in self.touched and only is None:
             return self.views
         return [self.views[s.index] for s in self.touched_segments() if only is None or id(s.param) in only]

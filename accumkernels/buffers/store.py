@@ -449,7 +449,7 @@ class Masters(Follower):
         ValueError: Two trainable parameters begin at the same memory; names them.
     """
 
-    def __init__(self, named: Sequence[NamedParameter], slots: Slots | None = None) -> None:
+    def __init__(self, named: Sequence[NamedParameter], slots: Slots | None) -> None:
         self.flat: list[Tensor] = []
         self._slots = slots
         self._masters: dict[int, nn.Parameter] = {}  # by id of the parameter

@@ -119,7 +119,7 @@ def backward_coupled_of_all(
         return plain[0], list(windows)
     for window in windows:
         for module in window.modules:
-            check_independent(module, "backward_coupled()")
+            check_independent(module)
     coupled = CoupledLoss(chunks, encode, divided)
     devices = dict.fromkeys(device for window in windows for device in window.engine.drawing(coupled.chunks))
 

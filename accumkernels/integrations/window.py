@@ -292,7 +292,7 @@ class TrainerWindow:
         if self.sends:
             self._mark_last()
         engine.check_accumulating("backward_coupled()")
-        check_independent(engine.module, "backward_coupled()")
+        check_independent(engine.module)
         inspect_loss = functools.partial(engine.misuse.inspect_loss, made=self.divisions + 1)
         engine.backward_coupled(CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends), inspect_loss)
 
@@ -359,7 +359,7 @@ class TrainerWindow:
         """The loss to run backward of, weighted if backward may cross ranks; and the micro-batch."""
         return self.engine.runner.weigh(self.engine.window, loss, self._next(weight, last))
 
-    def take(self, loss: Tensor | None = None) -> None:
+    def take(self, loss: Tensor | None) -> None:
         """Count the current micro-batch; `loss` is its unscaled loss."""
         micro_batch = self.running or self.engine.micro_batch(1.0, divided_by=self.made_up_for)
         self.running = None
@@ -438,7 +438,7 @@ class TrainerWindow:
         self._promised = max_norm, torch.zeros((), dtype=store.layout.result_dtype, device=store.layout.device)
         return self._promised[1]
 
-    def step_as_agreed(self, result: Any = None, **kwargs: Any) -> None:
+    def step_as_agreed(self, result: Any, **kwargs: Any) -> None:
         """`step`, folding and clipping as `folds` and `clip_in_step` have set."""
         if self.engine.ranks.ends_together:
             self.check_not_local()

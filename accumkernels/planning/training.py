@@ -98,13 +98,13 @@ def is_callable(value: Any, name: str) -> Any:
     return expect(value, Callable, name, "callable")
 
 
-def is_module(value: Any, name: str = "model") -> nn.Module:
+def is_module(value: Any) -> nn.Module:
     """Check that `value` is a module, and return it.
 
     Raises:
         TypeError: names the argument and its value.
     """
-    return expect(value, nn.Module, name, "a torch.nn.Module")
+    return expect(value, nn.Module, "model", "a torch.nn.Module")
 
 
 def as_device(value: Any) -> torch.device:

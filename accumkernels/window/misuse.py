@@ -404,7 +404,7 @@ class MisuseDetector(Follower):
         return any(id(p) in touched for p in params)
 
 
-def division(loss: Tensor, made: int = 0) -> tuple[Tensor | None, float | None]:
+def division(loss: Tensor, made: int) -> tuple[Tensor | None, float | None]:
     """Return the last factor of a loss, and what it was divided by, both None where that is not known.
 
     Args:
@@ -527,8 +527,8 @@ class Patience:
         longest: How many the longest window had that ended; only a longer one calls `end`.
     """
 
-    def __init__(self, owner: object = None) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
+    def __init__(self, owner: object) -> None:
+        self._owner = weakref.ref(owner)
         self._once: set[str] = set()  # what was said, or need not be
         self.limit = FEW
         self.longest = 0
@@ -573,7 +573,7 @@ class Patience:
 
     def is_freed(self) -> bool:
         """Whether its accumulator is."""
-        return self._owner is not None and self._owner() is None
+        return self._owner() is None
 
     def is_of_this_process(self) -> bool:
         """Whether this process made it; a fork has copies."""

@@ -121,9 +121,7 @@ def owned(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
-def check_ownership(
-    optimizers: Sequence[Optimizer], targets: Iterable[tuple[str, Tensor]], ignored: Set[int] = frozenset()
-) -> None:
+def check_ownership(optimizers: Sequence[Optimizer], targets: Iterable[tuple[str, Tensor]], ignored: Set[int]) -> None:
     """Check that exactly one of the optimizers steps each accumulated parameter.
 
     Args:
