@@ -329,12 +329,11 @@ def load(store: Store, state: Mapping[str, Any]) -> None:
                 buffer.touch(segment.index)
         tags = [state["flags"].get(segment.name, 0) for segment in buffer.segments]
         buffer.flags.copy_(torch.tensor(tags, dtype=torch.int32))
-    if store.states:
-        saved_state: Tensor = state["state"]
-        store.states[store.layout.device].copy_(saved_state)
-        for device, tensor in store.states.items():
-            if device != store.layout.device:
-                tensor[State.FOUND_INF] = saved_state[State.FOUND_INF].item()
+    saved_state: Tensor = state["state"]
+    store.states[store.layout.device].copy_(saved_state)
+    for device, tensor in store.states.items():
+        if device != store.layout.device:
+            tensor[State.FOUND_INF] = saved_state[State.FOUND_INF].item()
     if store.masters is not None:
         store.masters.refresh()  # a state leaves out those that have no more bits than their parameters
         for entry in store.named:
