@@ -65,7 +65,7 @@ class WindowLoss:
             unsynced: Whether its gradients will come with a later micro-batch's, to be used or dropped with them.
         """
         if type(loss) is not Tensor:
-            loss = loss if type(loss) is Tensor else whole(loss)
+            loss = whole(loss)
         if loss is not None and loss.numel() == 1:
             # Read its value now: loops like to change a loss in place later, and it may be a view of much more.
             if type(loss) is Tensor and loss.is_cpu:  # a number costs a fifth of a tensor
