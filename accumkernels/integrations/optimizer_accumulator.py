@@ -66,8 +66,7 @@ class OptimizerAccumulator:
 
     def _build(self) -> None:
         """Make the accumulator of the parameters that the optimizer steps, and give the optimizer the masters."""
-        self._owned = list(map(id, owned((self._optimizer,))))
-        stepped = set(self._owned)
+        stepped = set(map(id, owned((self._optimizer,))))
         wrapped = [ddp for ddp in map(unwrapped, self._modules) if isinstance(ddp, DistributedDataParallel)]
         options = dict(self._options)
         group = options.pop("process_group", None)
