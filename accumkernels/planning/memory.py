@@ -179,11 +179,7 @@ def _train(training: Training, optimizer: Optimizer, size: int, meter: _Meter, p
         peaks = _steps(training, size, meter, Tensor.backward, update)
         return peaks._replace(parameters=parameters, optimizer=live.nbytes(_state(optimizer)))
     with training.accumulator(fuse_weight_gradients=False) as acc:  # gradients are counted in full
-
-        def backward(loss: Tensor) -> None:
-            loss.backward()
-
-        peaks = _steps(training, size, meter, backward, lambda: acc.step(optimizer), acc.accumulate)
+        peaks = _steps(training, size, meter, Tensor.backward, lambda: acc.step(optimizer), acc.accumulate)
         sums, state = live.nbytes(acc.flat_buffers), live.nbytes(_state(optimizer))
         return peaks._replace(parameters=parameters, accumulators=sums, optimizer=state)
 
