@@ -111,7 +111,7 @@ _REINSTALL = (
     "reinstall the wheel for this machine (pip install --force-reinstall --no-deps), or `make build` in a clone"
 )
 
-# From the words of a cause to advice. The causes are texts of ours (ops/loading.py, ops/triton.py,
+# From the words of a cause to advice. The causes are texts of ours (ops/native.py, ops/triton.py,
 # csrc/cuda/probe.cu), of torch and of the system's loader.
 _ADVICE = (
     (r"needs torch", "pip install --upgrade torch"),

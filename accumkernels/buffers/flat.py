@@ -61,11 +61,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return tensor.zero_()
 
 
-# ---- Where each parameter's gradient lives: segments of flat buffers.
-#
-# A layout grows: parameters that are frozen at first get a further buffer when they are unfrozen, and existing views
-# never move. It shrinks where parameters that are frozen again give their segments back (`Store.give_back`): a buffer
-# that keeps some of its segments is laid out anew.
+# ---- Where each parameter's gradient lives: segments of flat buffers
 
 ALIGNMENT_BYTES = 128  # of a segment relative to its buffer: one cache line pair, eight 16-byte accesses
 
