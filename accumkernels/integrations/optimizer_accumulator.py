@@ -86,7 +86,7 @@ class OptimizerAccumulator:
                 if id(p) in stepped
             ]
             for ddp in wrapped:
-                self._cleanup.enter_context(silent(ddp))
+                self._cleanup.enter_context(shared(_silences, ddp, Silence))
             if wrapped:
                 group = wrapped[0].process_group
             self.engine = Engine(named, checked, group)
@@ -96,7 +96,7 @@ class OptimizerAccumulator:
                 )
         self.engine.misuse.once.update(("drops", "dropped grads"))  # hooks that call zero_grad() mean it
         self.accumulator = FusedAccumulator(self.engine)  # type: ignore[arg-type]  # see there
-        self.no_syncs = [self._cleanup.enter_context(counting(ddp)) for ddp in wrapped]
+        self.no_syncs = [self._cleanup.enter_context(shared(_no_syncs, ddp, _NoSync)) for ddp in wrapped]
         # In a static graph a parameter may get several gradients in a backward, and we cannot tell which is the last.
         static = any(ddp.static_graph for ddp in wrapped)
         early = self.engine.runner.captures.release_early
@@ -183,51 +183,38 @@ class _Shared:
 
 
 @contextlib.contextmanager
-def silent(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Keep the module silent until the last of its windows is closed."""
-    if ddp not in _silences:
-        _silences[ddp] = _Shared(Silence(ddp))
-    shared = _silences[ddp]
-    shared.windows += 1
+def shared(of: weakref.WeakKeyDictionary[nn.Module, _Shared], ddp: DistributedDataParallel, kind: Any) -> Iterator[Any]:
+    """What windows of a module share: made of it for the first, and removed with the last that is closed."""
+    if ddp not in of:
+        of[ddp] = _Shared(kind(ddp))
+    state = of[ddp]
+    state.windows += 1
     try:
-        yield
+        yield state.held
     finally:
-        shared.windows -= 1
-        if shared.windows == 0:
-            _silences.pop(ddp, None)  # not there any more where garbage is collected
-            shared.held.remove()
-
-
-@contextlib.contextmanager
-def counting(ddp: DistributedDataParallel) -> Iterator[_NoSync]:
-    """Replace the module's `no_sync` by one that knows whether a loop is inside it."""
-    if ddp not in _no_syncs:
-        ddp.no_sync = _NoSync(type(ddp), weakref.ref(ddp))  # type: ignore[method-assign]
-        _no_syncs[ddp] = _Shared(ddp.no_sync)
-    shared = _no_syncs[ddp]
-    shared.windows += 1
-    try:
-        yield shared.held
-    finally:
-        shared.windows -= 1
-        if shared.windows == 0:
-            _no_syncs.pop(ddp, None)
-            del ddp.no_sync
+        state.windows -= 1
+        if state.windows == 0:
+            of.pop(ddp, None)  # not there any more where garbage is collected
+            state.held.remove()
 
 
 class _NoSync:
-    """Counts the loops inside `no_sync`; in a copy or pickle of the module it does nothing."""
+    """Counts the loops inside a module's `no_sync`, which it replaces; in a copy or pickle of it, it does nothing."""
 
-    def __init__(self, kind: type[DistributedDataParallel], ddp: weakref.ref[DistributedDataParallel]) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         self.depth = 0
-        self._kind = kind
-        self._ddp = ddp
+        self._ddp = weakref.ref(ddp)
+        ddp.no_sync = self  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        if (ddp := self._ddp()) is not None:
+            del ddp.no_sync
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         ddp = self._ddp()
         assert ddp is not None
-        with self._kind.no_sync(ddp):
+        with type(ddp).no_sync(ddp):
             self.depth += 1
             try:
                 yield
