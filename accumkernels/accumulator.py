@@ -198,9 +198,7 @@ class FusedAccumulator:
         groups = list(expect_iterable(groups, "groups", "an iterable of dicts"))
         for index, group in enumerate(groups):
             check_group(group, index)
-        if self._store.masters is None:
-            return [dict(group) for group in groups]
-        return self._store.masters.param_groups(groups)
+        return self._store.param_groups(groups)
 
     def refresh_masters(self) -> None:
         """Copy all of the model's values into the masters, after an edit of weights that torch does not count.

@@ -178,6 +178,16 @@ class Store:
         """The tensor that gets `.grad` and that an optimizer steps: the parameter, or its master."""
         return param if self.masters is None else self.masters.target(param)
 
+    def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
+        """Param groups with every parameter replaced by the tensor that an optimizer steps for it."""
+        translated = []
+        for group in groups:
+            params = group["params"]
+            params = [params] if isinstance(params, Tensor) else list(params)
+            targets = [(p[0], self.target(p[1])) if isinstance(p, tuple) else self.target(p) for p in params]
+            translated.append({**group, "params": targets})
+        return translated
+
     def place(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
         """Where the gradient of a parameter or master is summed; None if it is frozen, or not ours."""
         return self.layout.places.get(id(param))
@@ -692,16 +702,6 @@ class Masters(Follower):
                 found[id(pair.param)] = master = pair.master.detach().clone()
                 _take_edited(pair.param, local(master), out=local(master))
         return found | {key: self._masters[key].detach() for key in self._waiting}
-
-    def param_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
-        """Param groups with every parameter replaced by the tensor that an optimizer steps for it."""
-        translated = []
-        for group in groups:
-            params = group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
-            targets = [(p[0], self.target(p[1])) if isinstance(p, tuple) else self.target(p) for p in params]
-            translated.append({**group, "params": targets})
-        return translated
 
     def remove(self) -> None:
         """Take over the last edits, and stop following optimizers."""
