@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..batch_statistics import uses_batch_statistics
 from ..ranks.choice import check_kind
+from ..ranks.group import Group
 from .training import DataEnd, one_of, positive_int, training_for
 from .trial import Trial, Trials, describe_peak
 
@@ -216,13 +217,7 @@ def _gather_over(process_group: Any) -> Callable[[Any], list[Any]]:
     distributed = torch.distributed
     if process_group is False or not (distributed.is_available() and distributed.is_initialized()):
         return lambda found: [found]
-
-    def gather(found: Any) -> list[Any]:
-        everyones: list[Any] = [None] * distributed.get_world_size(process_group)
-        distributed.all_gather_object(everyones, found, group=process_group)
-        return everyones
-
-    return gather
+    return Group(process_group or distributed.group.WORLD).gather
 
 
 def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
