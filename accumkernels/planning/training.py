@@ -50,43 +50,35 @@ def positive_int(value: Any, name: str) -> int:
     return number
 
 
-def positive_float(value: Any, name: str) -> float:
-    """Return `value` as a positive finite float.
+def as_float(
+    value: Any, name: str, fits: Callable[[float], bool], range_: str, expected: str = "a number of seconds"
+) -> float:
+    """Return `value` as a float that `fits`, which is in `range_` in words; `expected` as for `wrong_type`.
 
     Raises:
         TypeError, ValueError: names the argument and its value.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong_type(name, "a number", value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+        raise wrong_type(name, expected, value)
+    if not fits(value):
+        raise ValueError(f"{name} must be {range_}, got {value!r}")
     return float(value)
+
+
+def positive_float(value: Any, name: str) -> float:
+    """Return `value` as a positive finite float; raises as `as_float`."""
+    return as_float(value, name, lambda x: 0 < x < math.inf, "positive and finite", "a number")
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return `value`, a time, as a finite float of at least 0.
-
-    Raises:
-        TypeError, ValueError: names the argument and its value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong_type(name, "a number of seconds", value)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
-    return float(value)
+    """Return `value`, a time, as a finite float of at least 0; raises as `as_float`."""
+    return as_float(value, name, lambda x: 0 <= x < math.inf, "at least 0 and finite")
 
 
 def fraction(value: Any, name: str, *, zero: bool = True) -> float:
-    """Return `value` as a float below 1 and at least 0 (without `zero`: above 0).
-
-    Raises:
-        TypeError, ValueError: names the argument and its value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong_type(name, "a number", value)
-    if not (0 <= value < 1 and (zero or value > 0)):
-        raise ValueError(f"{name} must be {'at least' if zero else 'more than'} 0 and less than 1, got {value!r}")
-    return float(value)
+    """Return `value` as a float below 1 and at least 0 (without `zero`: above 0); raises as `as_float`."""
+    range_ = f"{'at least' if zero else 'more than'} 0 and less than 1"
+    return as_float(value, name, lambda x: 0 <= x < 1 and (zero or x > 0), range_, "a number")
 
 
 def is_callable(value: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from ..splitting.memory import format_bytes
 from ..window.noise_scale import NoiseScale
 from .batch_size import BatchSize
 from .costs import StepCosts
-from .training import as_int, is_callable, positive_float, positive_int, seconds
+from .training import as_float, as_int, is_callable, positive_float, positive_int, seconds
 
 # ---- Compares numbers of micro-batches: which trains fastest, and why, down to not accumulating at all.
 #
@@ -450,7 +450,8 @@ def plan(
     missing = tuple(name for name, value in found.items() if value is None)
     costs = None
     if rates is not None and update is not None and reduction is not None:
-        costs = StepCosts(rates, update, reduction, _finite(accumulate_seconds, "accumulate_seconds"))
+        extra = as_float(accumulate_seconds, "accumulate_seconds", math.isfinite, "finite")
+        costs = StepCosts(rates, update, reduction, extra)
         _check_times(costs, share / len(sizes))
     noise = None if noise_scale is None else _noise(noise_scale)
     return AccumulationPlan(target, most, ranks, sizes, costs, noise, missing, _limit(max_micro_batch_size))
@@ -483,14 +484,6 @@ def _limit(found: int) -> str:
         return ""
     smallest = min(failed)
     return f" (a micro-batch of {smallest.size} ran out of memory at {format_bytes(smallest.peak_bytes)})"
-
-
-def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise wrong_type(name, "a number of seconds", value)
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
-    return float(value)
 
 
 def _noise(noise_scale: Any) -> float:
