@@ -63,7 +63,7 @@ class FusedOptimizer(AcceleratedOptimizer):
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-            self.window.step_as_agreed(result)
+            self.window.step(result)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the window that has ended, stepped or not.

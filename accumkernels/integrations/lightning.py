@@ -523,7 +523,7 @@ class FusedAccumulation(pl.Callback):
             window.finalize()
         if result is not NOT_RUN:
             self._precision._after_closure(model, optimizer)  # on_before_optimizer_step, and the Trainer's clipping
-        window.step_as_agreed(result, again=again, **kwargs)
+        window.step(result, again=again, **kwargs)
         self._stepped.append(place)
         return None if result is NOT_RUN else result
 

@@ -433,45 +433,34 @@ class TrainerWindow:
         return self.accumulator.clip_grad_norm_(max_norm, norm_type)
 
     def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
-        """Clip in `step_as_agreed`, which fills in the norm returned here; no code looks at `.grad` before."""
+        """Clip in `step`, which fills in the norm returned here; no code looks at `.grad` before."""
         store = self.engine.store
         self._promised = max_norm, torch.zeros((), dtype=store.layout.result_dtype, device=store.layout.device)
         return self._promised[1]
 
-    def step_as_agreed(self, result: Any, **kwargs: Any) -> None:
-        """`step`, folding and clipping as `folds` and `clip_in_step` have set."""
+    def step(self, result: Any, *, again: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        """Step the optimizer and update the scale, as GradScaler does; a window with an overflow is skipped.
+
+        `.grad` stays until the next window, as after any optimizer's step. Where it `folds`, the optimizer's own pass
+        averages and clips if it can, and `.grad` is None afterwards. The norm of `clip_in_step` gets its value.
+
+        Args:
+            result: A closure's result; an optimizer that needs a closure gets one that returns it.
+            again: See `once`.
+            **kwargs: Of the optimizer's `step`.
+        """
         if self.engine.ranks.ends_together:
             self.check_not_local()
         max_norm, norm = self._promised or (None, None)
         self._promised = None
-        found = self.step(result, max_norm=max_norm, fold=self.folds, **kwargs)
+        found = self._step(result, max_norm, again, kwargs)
         if norm is not None and found is not None:
             norm.copy_(found)
 
-    def step(
-        self,
-        result: Any = None,
-        *,
-        max_norm: float | Tensor | None = None,
-        fold: bool = False,
-        again: Callable[[], Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step the optimizer and update the scale, as GradScaler does; a window with an overflow is skipped.
-
-        `.grad` stays until the next window, as after any optimizer's step.
-
-        Args:
-            result: A closure's result; an optimizer that needs a closure gets one that returns it.
-            max_norm: Clip to this norm.
-            fold: No code looks at `.grad` any more, so the optimizer's own pass averages and clips if it can. `.grad`
-                is None afterwards.
-            again: See `once`.
-            **kwargs: Of the optimizer's `step`.
-
-        Returns:
-            The norm before clipping, with `max_norm`.
-        """
+    def _step(
+        self, result: Any, max_norm: float | Tensor | None, again: Callable[[], Any] | None, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """Step, and return the norm before clipping, with `max_norm`."""
         if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
@@ -479,7 +468,7 @@ class TrainerWindow:
             if not self.finalized:
                 self._take_uncounted()
                 ran = self.accumulator.micro_batches > 0
-                if fold and (ran or self.several_ranks) and not kwargs and not self._needs_closure:
+                if self.folds and (ran or self.several_ranks) and not kwargs and not self._needs_closure:
                     norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                     self._reset()
                     self._idle = not ran and not self.engine.ending.last.reached
