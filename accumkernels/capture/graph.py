@@ -354,8 +354,6 @@ class GraphCapture:
 
     def _way(self, weight: _Weight, dtype: torch.dtype, tokens: int) -> Gemm | None:
         buffer, index = weight.place
-        if not buffer.views:  # released
-            return None
         if (dtype, tokens) not in weight.products:
             weight.products[dtype, tokens] = choose(buffer.views[index], dtype, tokens)
         return weight.products[dtype, tokens]
