@@ -98,8 +98,7 @@ class CoupledAccumulationMixin(FusedAccumulationMixin):
         chunks, self._waiting = [self._prepare_inputs(waiting) for waiting in self._waiting], []
         self.accelerator.reads_gradients = self._somebody_reads_gradients()
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # of schedule-free optimizers
-            self.optimizer.train()
+        self.optimizer.train()  # for schedule-free ones
 
         encode = self._as_forward(lambda inputs: self.encode(model, copy.copy(inputs)))
         return self.accelerator.backward_coupled(chunks, encode, self._as_forward(self.coupled_loss), weight=1.0)
