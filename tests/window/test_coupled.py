@@ -98,6 +98,36 @@ def test_structures(structure):
     assert relative_error([p.grad for p in model.parameters()], list(expected)) < 1e-12
 
 
+def test_a_builtin_loss():
+    """A function without a signature gets a pair as two arguments."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(torch.dist(model(x), model(-x)), list(model.parameters()))
+    acc = ak.FusedAccumulator(model)
+    acc.backward_coupled(x.split(2), lambda c: (model(c), model(-c)), torch.dist)
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], list(expected)) < 1e-12
+
+
+def test_chunks_without_a_graph():
+    """Encodings that are not trained, as of a memory bank, are in the loss and need no backward."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+
+    def loss_fn(z):
+        return (z @ z.T).square().mean()
+
+    encoded = torch.cat([model(x[:4]), model(x[4:]).detach()])
+    expected = torch.autograd.grad(loss_fn(encoded), list(model.parameters()))
+    acc = ak.FusedAccumulator(model)
+    *chunks, bank = x.split(2)
+    acc.backward_coupled([*chunks, bank], lambda c: model(c).detach() if c is bank else model(c), loss_fn)
+    acc.finalize()
+    assert relative_error([p.grad for p in model.parameters()], list(expected)) < 1e-12
+
+
 @pytest.mark.parametrize("options", [{}, {"release": "backward", "fuse_weight_gradients": True}], ids=str)
 def test_autocast_and_scaler(options):
     """Under bf16 autocast with a GradScaler: to the rounding of bf16, and the scale is divided out."""
@@ -177,6 +207,9 @@ def test_what_is_refused():
         acc.backward_coupled(x.split(2), lambda c: [normed(c)], torch.sum)
     with pytest.raises(ValueError, match=r"one row per sample, got shapes \[\(\)\]"):
         acc.backward_coupled(x.split(2), lambda c: normed(c).sum(), torch.sum)
+    counts = iter([1, 2])
+    with pytest.raises(ValueError, match="encode returned 1 tensors for chunk 0 and 2 for chunk 1"):
+        acc.backward_coupled(x.split(2), lambda c: (normed(c),) * next(counts), torch.sum)
     sizes = iter([2, 2, 1])
     with pytest.raises(RuntimeError, match=r"shapes \[\(1, 3\)\] for chunk 0 in the second pass"):
         acc.backward_coupled(x.split(2), lambda c: normed(c[: next(sizes)]), torch.sum)
