@@ -56,6 +56,17 @@ def test_of_the_last_window():
     }
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=str)
+def test_loss_of_one_element(shape):
+    """In any shape it is a number."""
+    model, acc, optimizer = setup()
+    x, y = batch(4)
+    expected = mse_loss(model(x), y).item()
+    acc.backward(mse_loss(model(x), y).reshape(shape))
+    acc.step(optimizer)
+    assert values(acc)["loss"] == expected
+
+
 def test_counts_skipped_windows():
     """For overflow and for emptiness; a step taken in spite of a dropped micro-batch is none."""
     model, acc, optimizer = setup(overflow="microbatch")
