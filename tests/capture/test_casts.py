@@ -305,6 +305,19 @@ def test_discard_drops_what_was_taken(options):
     assert all(same_bits(acc.main_grad(p), e) for p, e in zip(model.parameters(), expected, strict=True))
 
 
+def test_a_sparse_gradient_in_16_bits_is_left_to_autograd():
+    """Which cannot widen it, and says so as in a stock loop."""
+    embedding = nn.Embedding(9, 4)
+    acc = ak.FusedAccumulator(embedding)
+    messages = []
+    for backward in (torch.Tensor.backward, acc.backward):
+        rows = nn.functional.embedding(torch.tensor([1, 2]), embedding.weight.bfloat16(), sparse=True)
+        with pytest.raises(RuntimeError) as error:
+            backward(rows.float().sum())
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
 def test_overflow_in_16_bits_is_found():
     """An infinity in a 16-bit gradient drops the micro-batch and names its parameters."""
     torch.manual_seed(0)
