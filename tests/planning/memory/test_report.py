@@ -386,6 +386,11 @@ def test_picture(tmp_path):
         ({"make_batch": 3}, TypeError, "make_batch must be callable, got 3"),
         ({"accumulate": 0}, ValueError, "accumulate must be at least 1, got 0"),
         ({"device": "cuda"}, ValueError, "the model is on cpu: a report for cuda needs fake=True"),
+        (
+            {"model": nn.Linear(2, 2, device="meta")},
+            ValueError,
+            "is on the meta device: a report on it needs fake=True",
+        ),
         ({"model": nn.Linear(2, 2)}, ValueError, "optimizer owns none of the model's trainable parameters"),
         ({"model": nn.Identity()}, ValueError, "model has no trainable parameter"),
         ({"model": nn.LazyLinear(2)}, ValueError, "parameter 'weight' is lazy: run the model once first"),
