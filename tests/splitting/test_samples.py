@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import types
 from typing import Any, NamedTuple
 
 import numpy
@@ -54,6 +55,7 @@ TREES = {
     "list": [X, [Y]],
     "dict": {"x": X, "y": {"z": Y}},
     "default": collections.defaultdict(list, x=X, y=Y),
+    "read-only": types.MappingProxyType({"x": X, "y": Y}),
     "named": Pair(X, Y),
     "record": Record(X, {"y": Y}),
     "encoding": Encoding({"x": X, "y": Y}, encodings=["kept"]),
