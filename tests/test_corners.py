@@ -35,6 +35,26 @@ def test_built_in_inference_mode():
     acc.step(torch.optim.SGD(acc.parameters(), lr=0.1), max_norm=1.0)
 
 
+def test_finalized_in_inference_mode():
+    """Steps and the update come after it; GradScaler adds one optimizer's verdict into the other's, in place."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
+    before = model[0].weight.detach().clone()
+    x, y = batch(3)
+    acc.backward(mse_loss(model(x), y))
+    with torch.inference_mode():
+        acc.finalize(*optimizers)
+    acc.clip_grad_norm_(1e-9)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    acc.zero_()
+    assert not acc.step_was_skipped
+    torch.testing.assert_close(model[0].weight, before, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_two_accumulators_feed_one_optimizer(bad):
     """The worst verdict counts: an overflow in either skips the step and backs the scale off once."""

@@ -47,7 +47,8 @@ class Verdict:
         self._ops = ops
         self._given = (state, divisor, norm, max_norm)
         self._overflow = overflow
-        self.exact, single = _two_empty(len(Judged), state.device)
+        self.exact = torch.empty(len(Judged), dtype=torch.float64, device=state.device)
+        single = torch.empty(len(Judged), dtype=torch.float32, device=state.device)
         ops.judge_(self.exact, single, state, divisor=divisor, norm=norm, max_norm=max_norm, overflow=overflow)
         self.single = single.unbind()  # indexing one by one takes as long as the op
         self.skip = self.single[Judged.SKIP]
@@ -78,15 +79,6 @@ class Verdict:
     def divide_by(self) -> Tensor:
         """fp64; divisor and coefficient in one."""
         return self.exact[Judged.DIVIDE_BY]
-
-
-def _two_empty(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make fp64 and fp32 tensors that may be changed outside inference mode too."""
-    if torch.is_inference_mode_enabled():  # the context takes four times as long as a tensor
-        with torch.inference_mode(False):
-            return _two_empty(numel, device)
-    exact = torch.empty(numel, dtype=torch.float64, device=device)
-    return exact, torch.empty(numel, dtype=torch.float32, device=device)
 
 
 def is_known_zero(scalar: Tensor) -> bool:
