@@ -136,6 +136,21 @@ def test_views_of_main_grad_follow_the_sums():
     assert not torch.equal(kept, view)
 
 
+def test_sparse_tensors_are_no_aliases():
+    """They are among the objects that are searched, and have no memory to compare."""
+    loop = Loop()
+    first, second = loop.windows(2)
+    p = next(loop.model.parameters())
+    loop.accumulate(first)
+    loop.acc.finalize(loop.optimizer)
+    sparse, kept = torch.eye(2).to_sparse(), p.grad.detach()
+    before = kept.clone()
+    loop.acc.zero_()
+    loop.accumulate(second)
+    assert torch.equal(kept, before)
+    assert torch.equal(sparse.to_dense(), torch.eye(2))
+
+
 def test_kept_after_the_buffers_are_released():
     """Where the memory of the buffer stays with who has it."""
     loop = Loop()
