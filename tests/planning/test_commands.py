@@ -161,6 +161,13 @@ def test_fit_wrong_factory(factories, factory, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_import_that_fails_in_the_users_module(factories):
+    """Its own error says which: the module itself is on the path."""
+    (factories / "user_imports.py").write_text("import no_such_module")
+    with pytest.raises(ModuleNotFoundError, match="'no_such_module'"):
+        main(["fit", "user_imports:fit"])
+
+
 def test_fit_errors(factories, capsys):
     """Nothing fits: 1. A wrong option: 2. A target that ranks cannot share: 2. The user's own bug: its traceback."""
     assert main(["fit", "user_factories:nothing"]) == 1
