@@ -315,6 +315,16 @@ def test_batches_that_ignore_the_size():
         assert found == 8
 
 
+def test_batches_without_samples_to_count():
+    """A model may make its samples itself, as many as it is told."""
+
+    class Makes(nn.Linear):
+        def forward(self, number):
+            return super().forward(torch.ones(number, 2)).square().mean()
+
+    assert ak.find_batch_size(Makes(2, 2), "cpu", max_batch_size=8, make_batch=lambda n: {"number": n}) == 8
+
+
 @pytest.mark.parametrize("maker", ["make_batch", "make_loader"])
 def test_shapes_beside_batches(maker):
     """One of them would be ignored."""
