@@ -337,6 +337,18 @@ def test_collected_with_its_module(kind, monkeypatch):
     assert raised == []
 
 
+def test_clipped_without_gradients():
+    """Of a window that nothing has run in, the norm is 0; by value, as accelerate where no optimizer is prepared."""
+    accelerator, model, optimizer = prepared(steps=1)
+    with accelerator.accumulate(model):
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 0
+        optimizer.step()
+    accelerator, other = make(Accelerator), mlp()
+    other[0].bias.grad = torch.ones_like(other[0].bias)
+    accelerator.clip_grad_value_(other.parameters(), 0.5)
+    assert (other[0].bias.grad == 0.5).all()
+
+
 def test_saved_before_gradients_are_cleared(tmp_path):
     """The window has been stepped: the resumed run begins the next."""
     accelerator, model, optimizer = prepared(steps=1)
