@@ -104,6 +104,23 @@ def test_below_what_one_sample_takes():
     assert run.acc.micro_batches == 0
 
 
+@pytest.mark.native
+def test_one_sample_whose_gradients_do_not_fit_together():
+    """It runs again, and its gradients are added in buckets while its backward goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(8)))
+    gradients = 4 * sum(p.numel() for p in model.parameters())  # bytes; as many are sums
+    options = {"release": "backward", "bucket_bytes": gradients // 16, "fuse_weight_gradients": False}
+    acc = ak.FusedAccumulator(model, memory_limit=room(gradients + gradients // 2), **options)
+    x, y = torch.randn(1, 100), torch.randn(1, 100)
+    report = acc.backward_batch((x, y), lambda part: mse_loss(model(part[0]), part[1]))
+    assert (report.sizes, report.out_of_memory) == ([1], 1)
+    assert report.peak_bytes <= acc.engine.options.memory_limit
+    _, grads = truth(model, lambda twin: mse_loss(twin(x.double()), y.double()))
+    acc.finalize()
+    assert relative_error(grads_of(acc), grads) < SINGLE
+
+
 # ---- the count that keeps it
 
 
