@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -253,6 +254,37 @@ def test_no_grad_and_inference_mode():
     with torch.inference_mode():
         assert fit(model) == 8
     assert state(model, optimizer) == before
+
+
+def cut(model):
+    """Parameters that show a part of their memory."""
+    for p in model.parameters():
+        p.data = p.data[:2]
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, cut])
+def test_parameters_changed_in_place_come_back(change):
+    """They have the dtype, the shape and the memory of before."""
+    model = nn.Linear(3, 4)
+    snapshot = Snapshot(model)
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    change(model)
+    snapshot.restore()
+    for name, p in model.named_parameters():
+        address, value = before[name]
+        assert p.data_ptr() == address and p.dtype == torch.float32 and torch.equal(p, value)
+
+
+def test_in_a_thread():
+    """Where no signal can be held back, as none arrives there."""
+    model = nn.Linear(3, 4)
+    before = model.weight.detach().clone()
+    snapshot = Snapshot(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(snapshot.restore).result()
+    assert torch.equal(model.weight, before)
 
 
 def test_a_model_elsewhere_comes_back():
