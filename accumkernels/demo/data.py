@@ -116,7 +116,7 @@ class Corpus:
         accumulation_steps: Micro-batches of a full window.
         device: The device of the batches.
         seed: Determines the order of the samples.
-        root, longest, separator: As in `read_samples`.
+        longest, separator: As in `read_samples`.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class Corpus:
         accumulation_steps: int,
         device: torch.device,
         seed: int = 0,
-        root: Path | None = None,
         longest: int = CONTEXT,
         separator: bytes = b"\n\n",
     ) -> None:
         self.micro_batch_size = micro_batch_size
         self.window_size = micro_batch_size * accumulation_steps
         self.device = device
-        self._training = self._shuffled(read_samples(TRAINING_FILES, root, longest, separator), seed)
-        self._validation = self._shuffled(read_samples(VALIDATION_FILES, root, longest, separator), seed)[
-            :VALIDATION_SAMPLES
-        ]
+        self._training, validation = (
+            self._shuffled(read_samples(files, longest=longest, separator=separator), seed)
+            for files in (TRAINING_FILES, VALIDATION_FILES)
+        )
+        self._validation = validation[:VALIDATION_SAMPLES]
 
     @staticmethod
     def _shuffled(samples: list[bytes], seed: int) -> list[bytes]:
