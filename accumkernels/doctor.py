@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import __version__, ops
-from .buffers import flat as pages
+from .buffers import flat
 from .devices import accelerators, is_available, module, obstacle
 from .offload.checks import available_bytes
 from .ops.schema import State
@@ -205,11 +205,11 @@ def _gradients(seed: int) -> list[Tensor]:
 
 
 def _layout(grads: list[Tensor]) -> Tensor:
-    """Rows of (offset, numel), each aligned to 128 bytes in an fp32 buffer."""
+    """Rows of (offset, numel), laid out as in a flat buffer."""
     rows, offset = [], 0
     for grad in grads:
         rows.append((offset, grad.numel()))
-        offset += -(-grad.numel() // 32) * 32
+        offset += flat.aligned(grad.numel(), torch.float32)
     return torch.tensor(rows)
 
 
@@ -355,7 +355,7 @@ def examine() -> dict[str, Any]:
 
 def _huge_pages() -> list[str]:
     """What the system's setting of huge pages means for flat buffers, 16-bit copies and masters on the CPU."""
-    setting = pages.setting()
+    setting = flat.setting()
     if setting is None:
         return []
     meaning = {
