@@ -188,7 +188,9 @@ class FusedAccumulation(pl.Callback):
                 window = self._window_of(optimizer)
                 if window is not None:
                     self._lightning_optimizers.append(optimizer)
-                    optimizer.zero_grad = optimizer.optimizer.zero_grad = _ZeroGrad(window, self._drops)
+                    optimizer.zero_grad = optimizer.optimizer.zero_grad = functools.partial(
+                        _zero_grad, window, self._drops
+                    )
         if self._windows:
             self._find_readers(trainer, pl_module)
 
@@ -626,21 +628,9 @@ class FusedAccumulation(pl.Callback):
         self._saved = dict(state_dict) or None
 
 
-class _ZeroGrad:
-    """`zero_grad` of an optimizer: as in Lightning, it drops what was accumulated.
-
-    Args:
-        window: The optimizer's.
-        drops: Whether it drops an open window now.
-    """
-
-    def __init__(self, window: TrainerWindow, drops: Callable[[], bool]) -> None:
-        self._window = window
-        self._drops = drops
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        drops = self._drops()
-        if drops and not (self._window.finalized and not self._window.stepped):
-            self._window.close()
-        else:
-            self._window.drop_grads(set_to_none)
+def _zero_grad(window: TrainerWindow, drops: Callable[[], bool], set_to_none: bool = True) -> None:
+    """`zero_grad` of an optimizer: as in Lightning, it drops what was accumulated; an open window, if it `drops` it."""
+    if drops() and not (window.finalized and not window.stepped):
+        window.close()
+    else:
+        window.drop_grads(set_to_none)

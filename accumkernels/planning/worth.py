@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import expect, expect_iterable, wrong_type
+from ..errors import expect, expect_iterable
 from ..splitting.batches import TreeSamples
 from ..splitting.memory import format_bytes
 from ..window.noise_scale import NoiseScale
