@@ -63,6 +63,13 @@ def test_the_loss_stays_as_large_as_it_is(proposed):
         assert (micro_batch.loss_weight is None) is (math.frexp(weight)[0] == 0.5)
 
 
+def test_a_factor_that_rounds_to_one(proposed):
+    """In the loss's dtype it changes nothing, and all of the weight is left to the gradients."""
+    weight = 1 + 2.0**-10
+    both, grad, micro_batch = weighed(LossWeighting(KEY), weight, torch.bfloat16)
+    assert (both, grad, micro_batch.loss_weight) == (3 * weight, 3, None)
+
+
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
 def test_zero_keeps_the_unit(proposed, on_device):
     """What comes from other ranks' losses is still multiplied by the unit."""
