@@ -193,6 +193,22 @@ def test_heads_that_drop_the_number(tmp_path, name, caplog):
     assert logged(stock, "loss")[0] > 3 * loss
 
 
+class Fussy(Causal):
+    """Made for batches of its own."""
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        if len(input_ids) > 2:
+            raise ValueError("two rows at the most")
+        return super().forward(input_ids, labels)
+
+
+def test_a_loss_that_takes_no_more_rows(tmp_path):
+    """It cannot be asked whether it is a sum, and is taken for a mean."""
+    data, plain = Samples(SAMPLES), Causal(shift=False)
+    ours = fit(Trainer, tmp_path, Fussy(shift=False, gets=True), data)
+    assert off(ours.model, plain, big_batch(plain, data)) < ROUNDING
+
+
 def cross_entropy(outputs, labels, num_items_in_batch=None):
     """A mean, whatever the number."""
     logits = outputs["logits"][:, :-1].flatten(0, 1)
