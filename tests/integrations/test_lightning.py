@@ -276,6 +276,20 @@ def test_master_weights_and_checkpoints(tmp_path):
     assert bits_agree(model, whole)
 
 
+def test_the_accumulator_in_hooks():
+    """While `fit` runs, it is there for the module."""
+    seen = []
+
+    class Looks(Regression):
+        def on_train_batch_end(self, *_):
+            callback = FusedAccumulation.of(self.trainer)
+            assert callback.accumulators == [callback.accumulator]
+            seen.append(callback.accumulator.micro_batches)
+
+    fit(Looks(), 3 * SIZE, pl.Callback(), FusedAccumulation())
+    assert seen[:2] == [1, 2]
+
+
 def test_what_fit_leaves():
     """Model, optimizer and precision plugin are free afterwards, also after an exception; `fit` works again."""
     callback = FusedAccumulation(master_weights=True)
