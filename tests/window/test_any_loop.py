@@ -37,7 +37,9 @@ DOES = st.tuples(
     st.sampled_from(["a", "b"]),
 )
 ENDS = ["step", "clipped step", "finalize", "clipped finalize", "drop", "discard"]
-WINDOW = st.tuples(st.sampled_from([None, "body", "a"]), st.lists(DOES, max_size=5), st.sampled_from(ENDS))
+WINDOW = st.tuples(
+    st.sampled_from([None, "body", "a"]), st.lists(DOES, max_size=5), st.sampled_from(ENDS), st.booleans()
+)
 
 
 class Loop:
@@ -149,14 +151,19 @@ class Loop:
 @settings(deadline=None, max_examples=100)
 @given(options=OPTIONS, scale=st.sampled_from([None, 1.0, 256.0]), windows=st.lists(WINDOW, min_size=1, max_size=3))
 def test_any_loop(options, scale, windows):
-    """Of any options: micro-batches of any kind, what adds nothing between them, layers that are frozen, and ends."""
+    """Of any options: micro-batches of any kind, what adds nothing between them, layers that are frozen, and ends.
+
+    Some release buffers after the end.
+    """
     if scale is not None and options["overflow"] is None:
         scale = None  # a GradScaler needs to know of overflows
     loop = Loop(options, scale)
-    for frozen, things, end in windows:
+    for frozen, things, end, releases in windows:
         for name, p in loop.model.named_parameters():
             p.requires_grad_(frozen is None or not name.startswith(f"{frozen}."))
         for thing in things:
             loop.do(*thing)
         loop.end(end)
+        if releases:
+            loop.acc.release_buffers()
     loop.acc.remove()
