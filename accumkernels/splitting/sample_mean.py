@@ -65,8 +65,8 @@ class SampleMean:
         buffers and attributes, and the random state, are kept. If the samples tell nothing, since they have the same
         loss or the same cost, later batches are asked, ever more rarely. A tree of tensors is asked only where its rows
         show that a mean over their items would be unequal (see `TreeSamples.items`), or where the loss's graph shows
-        that it averages some items alone, or is a sum. A mean with class weights is refused without being asked,
-        since a few samples, of one class as likely as not, could not tell.
+        that it averages some items alone, is a sum, or couples samples. A mean with class weights is refused without
+        being asked, since a few samples, of one class as likely as not, could not tell.
 
         Args:
             loss_fn: The user's.

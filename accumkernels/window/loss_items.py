@@ -109,7 +109,9 @@ def is_divided_sum(node: Node) -> bool:
 
 
 def may_be_no_mean(loss: Tensor, samples: int, marked: float) -> bool:
-    """Whether a loss's graph shows that it may be no mean over its samples: a mean over some items alone, or a sum.
+    """Whether a loss's graph shows that it may be no mean over its samples.
+
+    It may be a mean over some items alone, a sum, or of logits between samples.
 
     Args:
         loss: The loss; the device is read for the labels that it ignores, and for what it is divided by.
@@ -124,8 +126,10 @@ def may_be_no_mean(loss: Tensor, samples: int, marked: float) -> bool:
             shape, is_sum = tuple(node._saved_self_sym_sizes), name in _SUMS
         elif (name in _ELEMENTWISE or name in _LABELS) and node._saved_reduction:
             shape, is_sum = _shape_of(node), node._saved_reduction == _SUM
-            if name in _LABELS:  # without classes
-                shape = shape[:1] + shape[2:] if len(shape) > 1 else ()
+            if name in _LABELS:
+                if len(shape) == 2 and 0 <= shape[0] - shape[1] <= 1 < shape[0]:
+                    return True  # logits of each sample with each, or with each other, as of contrastive losses
+                shape = shape[:1] + shape[2:] if len(shape) > 1 else ()  # without classes
         else:
             continue
         number: float | Tensor | None = math.prod(shape)

@@ -389,6 +389,19 @@ OF_EQUAL_ROWS = {
         lambda out, y: mse_loss(out, out.detach() + 1, reduction="sum") + 0.1 * out.square().sum(),
         False,
     ),
+    "each with each": (lambda out, y: cross_entropy(out @ out.roll(1, 1).T, torch.arange(len(out))), False),
+    "each with each, in both directions": (
+        lambda out, y: (
+            sum(cross_entropy(z, torch.arange(len(out))) for z in (out @ out.detach().T, out.detach() @ out.T)) / 2
+        ),
+        False,
+    ),
+    "each with each other": (
+        lambda out, y: cross_entropy(
+            (out @ out.T)[~torch.eye(len(out), dtype=torch.bool)].view(len(out), -1), torch.arange(len(out)) // 2
+        ),
+        False,
+    ),
     "equal class weights": (lambda out, y: cross_entropy(out, y, out.new_full((3,), 2.0)), True),
     "class weights of each sample": (
         lambda out, y: (cross_entropy(out, y, reduction="none") * CLASS_WEIGHTS[y]).mean(),
@@ -402,7 +415,7 @@ OF_EQUAL_ROWS = {
 
 @pytest.mark.parametrize("case", OF_EQUAL_ROWS)
 def test_rows_without_a_mark(case):
-    """Class weights and sums, which the loss's graph shows; the rare class is in the last rows alone."""
+    """Class weights, sums and negatives, which the loss's graph shows; the rare class is in the last rows alone."""
     loss, right = OF_EQUAL_ROWS[case]
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
