@@ -15,9 +15,10 @@ from tests.support import coupled_scenarios as coupled
 from tests.support import data_parallel_metrics_scenarios as metrics
 from tests.support import data_parallel_scenarios as training
 from tests.support import data_parallel_state_scenarios as checkpoints
+from tests.support import data_parallel_torch_scenarios as around
 from tests.support.ranks import check
 
-TWO_RANKS = training.TWO_RANKS + metrics.TWO_RANKS + checkpoints.TWO_RANKS + coupled.TWO_RANKS
+TWO_RANKS = training.TWO_RANKS + around.TWO_RANKS + metrics.TWO_RANKS + checkpoints.TWO_RANKS + coupled.TWO_RANKS
 FOUR_RANKS = training.FOUR_RANKS + checkpoints.FOUR_RANKS
 
 
