@@ -57,6 +57,19 @@ def packed(samples):
     return {"ids": torch.cat(samples)[None], "labels": torch.cat(samples)[None]}
 
 
+def check_split(acc, model, batch, loss, right, micro_batch=2):
+    """A loss that is right is that of the whole batch; another is refused, and nothing is added."""
+    if not right:
+        with pytest.raises(ValueError, match="the loss is not a mean over samples.* with class weights"):
+            acc.backward_batch(batch, loss, micro_batch=micro_batch)
+        assert acc.micro_batches == 0
+        return
+    acc.backward_batch(batch, loss, micro_batch=micro_batch)
+    acc.finalize()
+    grads = [g for g in truth(model, lambda twin: loss(batch, twin))[1] if g is not None]
+    assert relative_error([g for g in grads_of(acc) if g is not None], grads) < SINGLE
+
+
 def tokens(model, part):
     """The mean over tokens."""
     return cross_entropy(model(part["ids"]).flatten(0, 1), part["labels"].flatten(), ignore_index=-100)
@@ -252,15 +265,7 @@ def test_trees(batch, right):
         labels = part["labels"] if mask is None else torch.where(mask, part["ids"], -100)
         return (samples_mean if right else tokens)(model, {"ids": part["ids"], "labels": labels})
 
-    if not right:
-        with pytest.raises(ValueError, match="the loss is not a mean over samples"):
-            acc.backward_batch(batch, loss, micro_batch=2)
-        assert acc.micro_batches == 0
-        return
-    acc.backward_batch(batch, loss, micro_batch=2)
-    acc.finalize()
-    grads = [g for g in truth(model, lambda twin: loss(batch, twin))[1] if g is not None]
-    assert relative_error([g for g in grads_of(acc) if g is not None], grads) < SINGLE
+    check_split(acc, model, batch, loss, right)
 
 
 def prompts(without, tokens=12):
@@ -362,15 +367,7 @@ def test_padded_rows(case, second):
     acc = ak.FusedAccumulator(model)
     ids = torch.where(REAL, torch.stack(texts([10] * 6)).clamp(min=1), 0)
     ids[[1, second]] = ids[[second, 1]]
-    if not right:
-        with pytest.raises(ValueError, match="the loss is not a mean over samples"):
-            acc.backward_batch(ids, lambda part: loss(model, part), micro_batch=2)
-        assert acc.micro_batches == 0
-        return
-    acc.backward_batch(ids, lambda part: loss(model, part), micro_batch=2)
-    acc.finalize()
-    grads = [g for g in truth(model, lambda twin: loss(twin, ids))[1] if g is not None]
-    assert relative_error([g for g in grads_of(acc) if g is not None], grads) < SINGLE
+    check_split(acc, model, ids, lambda part, model=model: loss(model, part), right)
 
 
 CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 20.0])
@@ -425,14 +422,7 @@ def test_rows_without_a_mark(case):
     def of(part, model=model):
         return loss(model(part[0].to(model.weight.dtype)), part[1])
 
-    if not right:
-        with pytest.raises(ValueError, match="the loss is not a mean over samples.* with class weights"):
-            acc.backward_batch(batch, of, micro_batch=4)
-        assert acc.micro_batches == 0
-        return
-    acc.backward_batch(batch, of, micro_batch=4)
-    acc.finalize()
-    assert relative_error(grads_of(acc), truth(model, lambda twin: of(batch, twin))[1]) < SINGLE
+    check_split(acc, model, batch, of, right, micro_batch=4)
 
 
 def test_a_loss_of_many_kinds():
