@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import accumkernels as ak
 from tests.support.backends import BACKENDS
-from tests.support.models import batch, mlp
+from tests.support.models import Lookahead, batch, mlp
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -226,22 +226,6 @@ def test_wrong_param_groups(master_weights):
         acc.param_groups([good, {"lr": 0.1}])
     with pytest.raises(TypeError, match="group 0 must be a dict, got Parameter"):
         acc.param_groups(model.parameters())
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Moves the weights of the optimizer inside, without torch's hooks, as timm's and the first one do."""
-
-    def __init__(self, optimizer):
-        self._optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
-
-    def step(self, closure=None):
-        """A step of the optimizer inside, and half of it back."""
-        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-        self._optimizer.step(closure)
-        for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
-            p.data.lerp_(old, 0.5)
 
 
 def by_hand(acc, model, write):

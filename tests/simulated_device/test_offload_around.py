@@ -19,6 +19,7 @@ from accumkernels import FusedAccumulator, find_batch_size, memory_report
 from accumkernels.offload import checks, slots
 from tests import simulated_device as sim
 from tests.examples.test_planning import load
+from tests.support.models import Lookahead
 from tests.support.offloaded import Net, Twins, assert_same, waiting
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -117,6 +118,32 @@ def test_edits_of_the_model():
     model[0].weight.data.fill_(5.0)
     acc.refresh_masters()
     assert next(acc.parameters()).eq(5).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_updates_that_no_hook_shows(dtype):
+    """An update by hand, and a wrapper that moves weights after the step inside: the model has the masters' values."""
+    model = mlp(dtype)
+    acc, optimizer = build(model)
+    outer = Lookahead(optimizer)
+    for number, form in enumerate(("step", "long", "by hand", "step")):
+        before = [p.detach().cpu() for p in model.parameters()]
+        acc.backward(loss_of(model, number))
+        if form == "step":
+            acc.step(outer)
+        elif form == "long":
+            acc.finalize(outer)
+            outer.step()
+            acc.zero_()
+        else:
+            acc.finalize()
+            with torch.no_grad():
+                for master in acc.parameters():
+                    master.data.sub_(master.grad, alpha=0.5)
+            acc.zero_()
+        for p, master, old in zip(model.parameters(), acc.parameters(), before, strict=True):
+            assert_same(p, master.detach().to(dtype), "a weight")
+            assert not torch.equal(p.detach().cpu(), old)
 
 
 def test_dropped_windows():

@@ -29,6 +29,22 @@ class TwoHeads(nn.Module):
         return getattr(self, head)(self.body(x))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Moves the weights of the optimizer inside, without torch's hooks, as timm's and the first one do."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+    def step(self, closure=None):
+        """A step of the optimizer inside, and half of it back."""
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self._optimizer.step(closure)
+        for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+            p.data.lerp_(old, 0.5)
+
+
 def batchnorms() -> nn.Sequential:
     """Two BatchNorms, one of them used twice."""
     shared = nn.BatchNorm2d(8)
