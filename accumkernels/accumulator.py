@@ -508,9 +508,9 @@ class FusedAccumulator:
                 loss, `(loss, weight)`, or `(loss, weight, extra)`: see `weight` (None: as if not returned) and `extras`
                 of the report. If neither says what a part weighs, the first split of each kind of samples, of a list
                 with `collate`, of rows with unequal numbers of labels (not -100) or of ones in a mask, or with a loss
-                whose graph averages some items alone, sums, or compares each sample with each, finds out whether the
-                loss is a mean over samples: `loss_fn` is called on a few samples, in eval mode, without gradients, and
-                random state and buffers are kept. A mean with class weights is an error.
+                whose graph does not prove that it is a mean over samples, finds out whether it is one: `loss_fn` is
+                called on a few samples, in eval mode, without gradients, and random state and buffers are kept. A mean
+                with class weights is an error.
             micro_batch: The most samples of a micro-batch. "auto" (default): as many as have shown to fit, beginning
                 with the whole batch. Sizes grow again when measured peaks of memory say that they fit.
             cost: What a sample takes of the memory: a function of one sample, or one number per sample, in any unit,

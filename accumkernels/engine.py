@@ -36,7 +36,7 @@ from .window.checkpoint import check, load, save, share
 from .window.coupled import CoupledLoss
 from .window.end import End, Part
 from .window.grad_scaler import LossScaler
-from .window.loss_items import has_class_weights, may_be_no_mean
+from .window.loss_items import has_class_weights, is_plain_mean
 from .window.micro_batch import MicroBatchRunner
 from .window.misuse import MisuseDetector, Patience
 from .window.noise_scale import NoiseMeter
@@ -279,7 +279,7 @@ class Engine:
     @functools.cached_property
     def sample_mean(self) -> SampleMean:
         """Finds out which losses are means over samples."""
-        return SampleMean(may_be_no_mean, has_class_weights)
+        return SampleMean(is_plain_mean, has_class_weights)
 
     def drawing(self, batch: Any) -> list[torch.device]:
         """Accelerators whose random numbers a batch may draw: those of all parameters, frozen ones too, and its own."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,14 +38,14 @@ class SampleMean:
     grows with the number of samples.
 
     Args:
-        may_be_no_mean: Whether the graph of a loss of so many samples, and marked items, shows that it may be another.
+        is_plain_mean: Whether the graph of a loss of so many samples, and marked items, proves that it is one.
         has_class_weights: Whether the graph of a loss shows that its mean divides by weights that differ by class.
     """
 
     def __init__(
-        self, may_be_no_mean: Callable[[Tensor, int, float], bool], has_class_weights: Callable[[Tensor], bool]
+        self, is_plain_mean: Callable[[Tensor, int, float], bool], has_class_weights: Callable[[Tensor], bool]
     ) -> None:
-        self._may_be_no_mean = may_be_no_mean
+        self._is_plain_mean = is_plain_mean
         self._has_class_weights = has_class_weights
         self._known: set[Any] = set()
         self._tries: dict[Any, tuple[int, int]] = {}  # by kind, tries that told nothing and batches since the last
@@ -63,10 +64,10 @@ class SampleMean:
 
         `loss_fn` is called without gradients, on four to six samples. The modules that it calls run in eval mode; their
         buffers and attributes, and the random state, are kept. If the samples tell nothing, since they have the same
-        loss or the same cost, later batches are asked, ever more rarely. A tree of tensors is asked only where its rows
-        show that a mean over their items would be unequal (see `TreeSamples.items`), or where the loss's graph shows
-        that it averages some items alone, is a sum, or couples samples. A mean with class weights is refused without
-        being asked, since a few samples, of one class as likely as not, could not tell.
+        loss or the same cost, later batches are asked, ever more rarely. A tree of tensors is not asked where its rows
+        have as many items each (see `TreeSamples.items`) and the loss's graph proves a mean over them. A mean with
+        class weights is refused without being asked, since a few samples, of one class as likely as not, could not
+        tell.
 
         Args:
             loss_fn: The user's.
@@ -88,7 +89,7 @@ class SampleMean:
         shows = items is not None and len(set(items)) > 1
         if not (samples.padded or shows):
             number = len(indices)
-            if not self._may_be_no_mean(loss, number, number if items is None else sum(items[i] for i in indices)):
+            if self._is_plain_mean(loss, number, number if items is None else sum(items[i] for i in indices)):
                 return
         kind = getattr(function, "__code__", type(function)), form(samples.sample(0)), _last_nodes(loss), shows
         if kind in self._known:
@@ -185,7 +186,8 @@ class SampleMean:
         eager: Any = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
         hook = register_module_forward_pre_hook(meet)
         try:
-            with torch.no_grad(), eager:
+            with torch.no_grad(), eager, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
                 yield state.restore
         finally:
             hook.remove()

@@ -1,7 +1,8 @@
 """How many items losses average, as far as their graphs say so for certain, and whether these are unequal in a window.
 
 A loss that is no mean, or none of a kind that is known here, says nothing: a wrong warning would be worse than none.
-Nothing is unpacked that a hook has packed, and devices are read at most twice.
+`is_plain_mean` is asked for a proof instead, so there whatever is not known may be another mean. Nothing is unpacked
+that a hook has packed. For a warning, devices are read at most twice.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 _LABELS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_COMPARES = _LABELS | {"DiagonalBackward0"}
 _TAKES_OUT = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
 _MEAN, _SUM = 1, 2  # of `reduction`
 _MOST_NODES = 24
@@ -108,43 +110,54 @@ def is_divided_sum(node: Node) -> bool:
     return sums and items_of(node, [2]) is not None
 
 
-def may_be_no_mean(loss: Tensor, samples: int, marked: float) -> bool:
-    """Whether a loss's graph shows that it may be no mean over its samples.
-
-    It may be a mean over some items alone, a sum, or of logits between samples.
+def is_plain_mean(loss: Tensor, samples: int, marked: float) -> bool:
+    """Whether a loss's graph proves that it is a mean over its samples, as of all their items or as many of each.
 
     Args:
         loss: The loss; the device is read for the labels that it ignores, and for what it is divided by.
         samples: Their number.
         marked: The number of their items that count, where the samples have the same number of them.
     """
-    for node, divisor in _summands(loss):
-        name, inner = node.name(), node.next_functions[0][0]
-        if inner is None or inner.name() in _STACKS:
-            continue
-        if name in _MEANS or name in _SUMS:
-            shape, is_sum = tuple(node._saved_self_sym_sizes), name in _SUMS
-        elif (name in _ELEMENTWISE or name in _LABELS) and node._saved_reduction:
-            shape, is_sum = _shape_of(node), node._saved_reduction == _SUM
-            if name in _LABELS:
-                if len(shape) == 2 and 0 <= shape[0] - shape[1] <= 1 < shape[0]:
-                    return True  # logits of each sample with each, or with each other, as of contrastive losses
-                shape = shape[:1] + shape[2:] if len(shape) > 1 else ()  # without classes
-        else:
-            continue
-        number: float | Tensor | None = math.prod(shape)
-        if number == 1:
-            continue
-        if is_sum:
-            # What is divided by samples, or by all items of each, is a mean over samples.
-            if divisor is None or float(divisor) not in (samples, marked, *itertools.accumulate(shape, operator.mul)):
-                return True
-            continue
-        if name in _LABELS and node._saved_weight is None and _is_plain(node, "total_weight"):
-            number = _known(node._saved_total_weight)
-        if number is not None and (labels := float(number)) not in (samples, marked):
-            if labels < math.prod(shape) or labels % samples or _is_taken_out(inner):
-                return True
+    return all(_is_plain_summand(node, divisor, samples, marked) for node, divisor in _summands(loss))
+
+
+def _is_plain_summand(node: Node, divisor: float | Tensor | None, samples: int, marked: float) -> bool:
+    name, inner = node.name(), node.next_functions[0][0]
+    if inner is None or inner.name() in _STACKS or _mixes_samples(node, samples):
+        return False
+    if name in _MEANS or name in _SUMS:
+        shape, is_sum = tuple(node._saved_self_sym_sizes), name in _SUMS
+    elif (name in _ELEMENTWISE or name in _LABELS) and node._saved_reduction:
+        shape, is_sum = _shape_of(node), node._saved_reduction == _SUM
+        if name in _LABELS:
+            shape = shape[:1] + shape[2:] if len(shape) > 1 else ()  # without classes
+    else:
+        return False
+    if is_sum:  # one that is divided by samples, or by all items of each, is a mean over samples
+        return divisor is not None and float(divisor) in (samples, marked, *itertools.accumulate(shape, operator.mul))
+    number: float | Tensor | None = math.prod(shape)
+    if name in _LABELS and node._saved_weight is None and _is_plain(node, "total_weight"):
+        number = _known(node._saved_total_weight)
+    if number is None or (labels := float(number)) in (samples, marked):
+        return True
+    return labels >= math.prod(shape) and labels % samples == 0 and not _is_taken_out(inner)
+
+
+def _mixes_samples(node: Node, samples: int) -> bool:
+    """Whether a step on the way to the node's first operand combines samples, or compares each with each (other)."""
+    for _ in range(_MOST_NODES):
+        edge = next((edge for edge in node.next_functions if edge[0] is not None), None)
+        if edge is None:
+            break
+        shape = tuple(edge[0]._input_metadata[edge[1]].shape)
+        dims = getattr(node, "_saved_dim", None)  # unsigned: -1 is 2**64 - 1
+        along = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
+        if 0 in along or 2**64 - len(shape) in along:
+            return True
+        compares = along or node.name() in _COMPARES
+        if compares and len(shape) == 2 and shape[0] % samples == 0 and 0 <= shape[0] - shape[1] <= 1 < shape[1]:
+            return True
+        node = edge[0]
     return False
 
 
@@ -184,10 +197,12 @@ def _summands(loss: Tensor) -> Iterator[tuple[Node, float | Tensor | None]]:
             nodes += [(child, divisor) for child, _ in node.next_functions]
         elif name in ("DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"):
             factor = _constant(node, name)
-            if factor is not None:
-                if name[:3] == "Div":
-                    divisor = factor if divisor is None else divisor * factor
-                nodes.append((node.next_functions[0][0], divisor))
+            if factor is None:
+                yield node, divisor
+                continue
+            if name[:3] == "Div":
+                divisor = factor if divisor is None else divisor * factor
+            nodes.append((node.next_functions[0][0], divisor))
         elif name in _ONE_TO_ONE or name in _RESHAPE:
             nodes.append((node.next_functions[0][0], divisor))
         else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout, mse_loss
+from torch.nn.functional import cross_entropy, dropout, mse_loss, one_hot
 from torch.nn.utils.rnn import pad_sequence
 
 import accumkernels as ak
@@ -370,6 +371,24 @@ def test_padded_rows(case, second):
     check_split(acc, model, ids, lambda part, model=model: loss(model, part), right)
 
 
+def dice(found, true, dim):
+    """One minus the mean Dice coefficient, with sums over `dim`."""
+    return 1 - (2 * (found * true).sum(dim) / (found + true).sum(dim)).mean()
+
+
+class Squares(torch.autograd.Function):
+    """A sum that no op of torch's own shows."""
+
+    @staticmethod
+    def forward(ctx, values):
+        ctx.save_for_backward(values)
+        return values.square().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
 CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 20.0])
 OF_EQUAL_ROWS = {
     "class weights": (lambda out, y: cross_entropy(out, y, CLASS_WEIGHTS), False),
@@ -399,6 +418,25 @@ OF_EQUAL_ROWS = {
         ),
         False,
     ),
+    "the root of a mean": (lambda out, y: mse_loss(out, one_hot(y, 3).float()).sqrt(), False),
+    "Dice over the batch, of each class": (lambda out, y: dice(out.softmax(1), one_hot(y, 3), 0), False),
+    "the largest": (lambda out, y: cross_entropy(out, y, reduction="none").max(), False),
+    "a mean of what is a number": (
+        lambda out, y: torch.where(out > 0, out, math.nan).nanmean(),
+        False,
+    ),
+    "a correlation": (lambda out, y: -torch.corrcoef(out.T)[0, 1], False),
+    "a variance besides": (lambda out, y: cross_entropy(out, y) + out.var(0).mean(), False),
+    "each with each, on the diagonal": (lambda out, y: -(out @ out.T).log_softmax(1).diagonal().mean(), False),
+    "a product with a mask": (lambda out, y: torch.dot(out[:, 0], (y > 0).float()) / (y > 0).sum(), False),
+    "the sum of a Function": (lambda out, y: Squares.apply(out), False),
+    "the mean of a Function": (lambda out, y: Squares.apply(out) / 0.5 / len(y), True),
+    "Dice of each row": (lambda out, y: dice(out.softmax(1), one_hot(y, 3), 1), True),
+    "a mean of means": (
+        lambda out, y: torch.stack([cross_entropy(o, t) for o, t in zip(out, y, strict=True)]).mean(),
+        True,
+    ),
+    "a mean times a tensor": (lambda out, y: torch.tensor(0.5) * cross_entropy(out, y), True),
     "equal class weights": (lambda out, y: cross_entropy(out, y, out.new_full((3,), 2.0)), True),
     "class weights of each sample": (
         lambda out, y: (cross_entropy(out, y, reduction="none") * CLASS_WEIGHTS[y]).mean(),
