@@ -26,6 +26,14 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import setuptools
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # pip looks at this only with build isolation
+    raise SystemExit(
+        f"accumkernels: setuptools {setuptools.__version__} is too old to build with: pip install 'setuptools>=77', or "
+        "leave build isolation on"
+    )
+
 from setuptools import Extension, build_meta, setup
 from setuptools.build_meta import *  # noqa: F403  the hooks that a build frontend calls
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -105,6 +113,22 @@ def why_pure() -> str | None:
     return cause
 
 
+def needed(package: str) -> NoReturn:
+    """End a build without build isolation that lacks `package`."""
+    fail(
+        f"{package} must be installed to build (pip install {package.split()[0]}), or leave build isolation on, or "
+        "install without compiled kernels (ACCUMKERNELS_BUILD=0)"
+    )
+
+
+def find_ninja() -> str:
+    """Find it on PATH, or else in the package of that name."""
+    found = shutil.which("ninja")
+    if not found and not importlib.util.find_spec("ninja"):
+        needed("ninja")
+    return found or f"{importlib.import_module('ninja').BIN_DIR}/ninja"
+
+
 def find_cuda() -> Cuda | None:
     """Find the toolkit in CUDA_HOME, or else that of the nvcc on PATH; None builds the CPU kernels alone."""
     wanted, home = knob("ACCUMKERNELS_BUILD_CUDA"), os.environ.get("CUDA_HOME")
@@ -174,10 +198,7 @@ def write_ninja(cuda: Cuda | None) -> None:
     """Write build.ninja: a compile step per source and one link step; and say what will be compiled."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        fail(
-            "torch 2.10 or newer must be installed to build (pip install torch), or leave build isolation on, or "
-            "install without compiled kernels (ACCUMKERNELS_BUILD=0)"
-        )
+        needed("torch 2.10 or newer")
     torch = spec.submodule_search_locations[0]
     prefixes = [(ROOT, "."), *([(cuda.root, "cuda")] if cuda else [])]
     maps = [f"-ffile-prefix-map={path}={name}" for path, name in prefixes]
@@ -247,11 +268,10 @@ class NativeBuildExt(build_ext):
         return fullname.replace(".", "/") + ".so"  # no CPython tag: every Python loads it
 
     def build_extension(self, ext: Extension) -> None:
-        cuda = find_cuda()
+        ninja, cuda = find_ninja(), find_cuda()
         os.makedirs(BUILD, exist_ok=True)
         write_build_info(self.get_finalized_command("egg_info").egg_version, cuda)
         write_ninja(cuda)
-        ninja = shutil.which("ninja") or f"{importlib.import_module('ninja').BIN_DIR}/ninja"
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         if subprocess.run([ninja, "-f", f"{BUILD}/build.ninja", *jobs]).returncode:
             fail(

@@ -193,6 +193,24 @@ def test_cuda_asked_for_but_not_there_is_an_error(project: Project, knobs: dict[
     assert words in project.fail(**knobs)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("setuptools.py", "__version__ = '65.5.0'", "setuptools 65.5.0 is too old to build with"),
+        ("sitecustomize.py", "import sys; sys.modules['ninja'] = None", "ninja must be installed to build"),
+    ],
+)
+def test_what_only_build_isolation_brings_is_named(
+    file: str, text: str, words: str, project: Project, tmp_path: Path
+) -> None:
+    """Without it, as in a new environment of Python 3.11, setuptools may be too old and ninja not there."""
+    (project.bin / "ninja").unlink()
+    (tmp_path / file).write_text(text)
+    said = project.fail(PYTHONPATH=str(tmp_path))
+    assert words in said
+    assert "pip install" in said
+
+
 def test_an_nvcc_that_cannot_serve_is_an_error(project: Project) -> None:
     """Too old, or broken: the build names it and does not fall back to the CPU."""
     project.nvcc(release="11.8")
