@@ -225,12 +225,12 @@ class Comparison:
         """
         causes = []
         for dtype in (torch.float64, torch.float32):
-            for parts, how in (
-                ([window.big_batch], "in one batch"),
-                (self._singles(window), "as the sum of its samples' (the batch does not fit)"),
+            for parts_of, how in (
+                (lambda window: [window.big_batch], "in one batch"),
+                (self._singles, "as the sum of its samples' (the batch does not fit)"),
             ):
                 try:
-                    return self._exact(parts, dtype), str(dtype).removeprefix("torch."), how
+                    return self._exact(parts_of(window), dtype), str(dtype).removeprefix("torch."), how
                 except Exception as error:
                     causes.append(str(error).partition("\n")[0])
                     clear_frames(error)
@@ -239,10 +239,13 @@ class Comparison:
         raise FitError(f"the big batch's gradient can be had neither in float64 nor in float32: {causes[0]}")
 
     def _singles(self, window: Window) -> list[Part]:
+        """The samples one by one, without those of weight 0, whose mean is one over nothing: nan."""
         samples = TreeSamples(window.big_batch.batch)
         singles = [samples.part([index]) for index in range(len(samples))]
-        with self.restored():
-            return [Part(single, self._weigh(single, 1)) for single in singles]
+        with self.restored(), torch.no_grad():
+            weights = [self.training.loss_and_weight(single)[1] for single in singles]
+        tokens = [1.0 if weight is None else float(weight) for weight in weights]
+        return [Part(single, number) for single, number in zip(singles, tokens, strict=True) if number]
 
     def _exact(self, parts: Sequence[Part], dtype: torch.dtype) -> Gradient:
         model = copy.deepcopy(self.training.model).to(self.training.device, dtype)

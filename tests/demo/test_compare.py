@@ -273,6 +273,23 @@ def test_a_big_batch_that_no_memory_holds(compare):
     assert max(fused["gradient_errors"].values()) < FP32_ERROR < stock["gradient_errors"]["full"]
 
 
+@pytest.mark.parametrize("most", [100, 4])
+def test_a_sample_without_labels(compare, most):
+    """Its own mean is nan; it counts nothing in a micro-batch or in the exact gradient, of a batch that fits or not."""
+
+    def unlabelled(count):
+        tokens, targets = texts(count)
+        targets[1] = IGNORED
+        return tokens, targets
+
+    made = compare("--accumulate", "3", model=Tagger(), make_batch=unlabelled, loss_fn=small(most, weighted))
+    assert made.status == 0, made.err
+    assert made.found["settings"]["exact_gradient"].startswith(
+        "float64, in one" if most == 100 else "float64, as the sum"
+    )
+    assert max(made.found["runs"][2]["gradient_errors"].values()) < FP32_ERROR
+
+
 def test_float32_where_float64_does_not_run(compare):
     """A constant of the loss in fp32 meets an output in fp64."""
     weight = torch.ones(4)
