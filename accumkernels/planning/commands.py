@@ -151,17 +151,20 @@ _REASONS = {
 
 def run_fit(arguments: argparse.Namespace) -> int:
     """Find the size, print a table and, with `--target`, the plan; return the exit status."""
+    target, ranks = arguments.target, arguments.world_size
     try:
         call = arguments_for(arguments)
     except FitError as error:
         print(f"accumkernels fit: error: {error}", file=sys.stderr)
         return 2
     try:
+        if target is not None:
+            plan(target, target, world_size=ranks)  # a wrong one is an error before anything is trained
         found = find_batch_size(**call)
     except (TypeError, ValueError) as error:
         if not is_ours(error):
             raise  # the user's own code failed: its traceback helps
-        print(f"accumkernels fit: error: {error}", file=sys.stderr)
+        print(f"accumkernels fit: error: {_as_options(error)}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if "not even the smallest batch fits" not in str(error):
@@ -170,13 +173,8 @@ def run_fit(arguments: argparse.Namespace) -> int:
         return 1
     print(table(found))
     print(f"batch size {found}: {_REASONS[found.reason]}")
-    if arguments.target is not None:
-        try:
-            print()
-            print(plan(arguments.target, found, world_size=arguments.world_size))
-        except ValueError as error:
-            print(f"accumkernels fit: error: {error}", file=sys.stderr)
-            return 2
+    if target is not None:
+        print(f"\n{plan(target, found, world_size=ranks)}")
     return 0
 
 
@@ -193,7 +191,7 @@ def add_compare(commands: Any) -> None:
         "compare.png and compare.json. The model is as before afterwards.",
     )
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="as in train:fit for fit() in train.py")
-    parser.add_argument("--device", help="default: the factory's, else cuda where there is one, else cpu")
+    parser.add_argument("--device", help="default: the factory's, else the accelerator that is there, else cpu")
     parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples (default: 8, or max_batch_size)")
     parser.add_argument("--accumulate", type=int, metavar="K", help="micro-batches a step (default: 8)")
     parser.add_argument("--amp", choices=AMP, help="autocast to this dtype; fp16 with a GradScaler")
@@ -251,20 +249,25 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--duration", type=float, default=10.0, metavar="S", help="seconds to measure (default: 10)")
 
 
+def _as_options(text: object) -> str:
+    """Return a text in which arguments have the names that they have on the command line."""
+    said = str(text)
+    for name, option in _OPTIONS.items():
+        said = said.replace(name, option)
+    return said
+
+
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan; return the exit status."""
     try:
-        print(_plan(arguments))
+        print(_as_options(_plan(arguments)))
     except FitError as error:
         print(f"accumkernels plan: error: {error}", file=sys.stderr)
         return 2
     except (TypeError, ValueError) as error:
         if not is_ours(error):
             raise  # the user's own code failed: its traceback helps
-        message = str(error)
-        for name, option in _OPTIONS.items():
-            message = message.replace(name, option)
-        print(f"accumkernels plan: error: {message}", file=sys.stderr)
+        print(f"accumkernels plan: error: {_as_options(error)}", file=sys.stderr)
         return 2
     return 0
 

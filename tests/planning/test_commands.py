@@ -87,7 +87,9 @@ def test_plan_wrong(arguments, message, capsys):
 
 
 def test_plan_costs(capsys):
-    """Costs by options: a verdict, with the time of each K."""
+    """Costs by options: without them it names those, with them a verdict and the time of each K."""
+    assert main(["plan", "--target", "32", "--max-micro", "8"]) == 0
+    assert "is not known without --samples-per-second, --optimizer-seconds\n" in capsys.readouterr().out
     options = ["--samples-per-second", "100", "--optimizer-seconds", "0.04", "--noise-scale", "1e6"]
     assert main(["plan", "--target", "32", "--max-micro", "8", *options]) == 0
     out = capsys.readouterr().out
@@ -106,7 +108,7 @@ def test_plan_measures(factories, capsys):
     assert main([*base, "--world-size", "2"]) == 0
     assert "K = 1, since the batch of 8 is one micro-batch on each rank" in capsys.readouterr().out
     assert main([*base[:2], "16", *base[3:], "--world-size", "2"]) == 0
-    assert "is not known without reduction_seconds" in capsys.readouterr().out
+    assert "is not known without --reduction-seconds" in capsys.readouterr().out
     assert main([*base[:2], "16", *base[3:], "--world-size", "2", "--reduction-seconds", "1000"]) == 0
     assert "verdict: K = 2 for the batch 16, since with K = 2 a sample takes 50 % less time" in capsys.readouterr().out
     assert main([*base, "--noise-scale", "nan"]) == 2
@@ -175,7 +177,9 @@ def test_fit_errors(factories, capsys):
     assert main(["fit", "user_factories:fit", "--margin", "2"]) == 2
     assert "margin must be" in capsys.readouterr().err
     assert main(["fit", "user_factories:fit", "--target", "3", "--world-size", "2"]) == 2
-    assert "nearest possible: 2 and 4" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--target 3 cannot be shared equally by --world-size 2 ranks; the nearest possible: 2 and 4" in said.err
+    assert said.out == ""  # nothing was trained
     with pytest.raises(ValueError, match="my own bug"):
         main(["fit", "user_factories:broken"])
     with pytest.raises(RuntimeError, match="size mismatch|shapes"):
