@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .arguments import Fusion, Options, Overflow, Release, Split, as_scalar, refuse_unknown
+from .arguments import Fusion, Options, Overflow, Release, Split, as_int, as_scalar, refuse_unknown
 from .batch_statistics import check_independent
 from .buffers.parameters import check_group
 from .engine import Engine
@@ -642,11 +642,10 @@ class FusedAccumulator:
             TypeError, ValueError: An argument is wrong.
             RuntimeError: From the iterator of a window, once the next one was asked for: `list(acc.windows(...))`.
         """
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise wrong_type("n", "an int", n)
-        if n < 1:
+        number = as_int(n, "n")
+        if number < 1:
             raise ValueError(f"n must be at least 1, got {n}")
-        return self._cut(iter(expect_iterable(batches, "batches")), n)
+        return self._cut(iter(expect_iterable(batches, "batches")), number)
 
     def _cut(self, batches: Iterator[_Batch], n: int) -> Iterator[Iterator[_Batch]]:
         size = n - self.micro_batches if self.engine.window.resumed and self.micro_batches < n else n

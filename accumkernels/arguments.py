@@ -98,7 +98,7 @@ class Options:
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", as_bytes(self.memory_limit, "memory_limit", of_a_device=True))
 
-        if isinstance(self.noise_scale, bool | int | float):
+        if isinstance(self.noise_scale, Real):
             if not (isinstance(self.noise_scale, bool) or 0 < self.noise_scale < math.inf):
                 raise ValueError(
                     f"noise_scale must be True, False or a positive half-life in windows, got {self.noise_scale!r}"
@@ -153,19 +153,17 @@ class Split:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        micro_batch, budget, multiple_of = self.micro_batch, self.budget, self.multiple_of
-        if micro_batch != "auto" and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int)):
-            raise wrong_type("micro_batch", "'auto' or a number of samples", micro_batch)
-        if isinstance(micro_batch, int) and micro_batch < 1:
-            raise ValueError(f"micro_batch must be positive, got {micro_batch}")
-        if isinstance(budget, bool) or not isinstance(budget, int | float | None):
+        budget = self.budget
+        for name, expected in (("micro_batch", "'auto' or a number of samples"), ("multiple_of", "an int")):
+            value = getattr(self, name)
+            if name == "multiple_of" or value != "auto":
+                object.__setattr__(self, name, number := as_int(value, name, expected))
+                if number < 1:
+                    raise ValueError(f"{name} must be positive, got {number}")
+        if isinstance(budget, bool) or not isinstance(budget, Real | None):
             raise wrong_type("budget", "a number or None", budget)
         if budget is not None and not 0 < budget < math.inf:
             raise ValueError(f"budget must be positive and finite, got {budget}")
-        if isinstance(multiple_of, bool) or not isinstance(multiple_of, int):
-            raise wrong_type("multiple_of", "an int", multiple_of)
-        if multiple_of < 1:
-            raise ValueError(f"multiple_of must be positive, got {multiple_of}")
 
     @property
     def most(self) -> int | None:
@@ -176,6 +174,21 @@ class Split:
     def is_automatic(self) -> bool:
         """Whether only memory limits micro-batches."""
         return self.most is None and self.budget is None
+
+
+def as_int(value: Any, name: str, expected: str = "an int") -> int:
+    """Return `value` as an int. It may be anything with `__index__`, as NumPy's, except a bool.
+
+    Raises:
+        TypeError: names the argument and its value.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise wrong_type(name, expected, value)
+    return int(number)  # not a subclass of int
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -201,12 +214,7 @@ def as_bytes(value: object, name: str, *, of_a_device: bool = False) -> int:
             raise ValueError(f"{name} is not a number of bytes: {value!r} (write '8GiB', '512 MiB' or '800 B')")
         unit = found[2].upper()
         number = int(float(found[1]) * _UNITS[unit.rstrip("IB")])
-    try:
-        nbytes = None if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        nbytes = None
-    if nbytes is None:
-        raise wrong_type(name, "an int", value)
+    nbytes = as_int(number, name)
     if nbytes <= 0:
         raise ValueError(f"{name} must be positive, got {value}")
     if of_a_device and not unit and nbytes < _SMALLEST:
@@ -214,7 +222,7 @@ def as_bytes(value: object, name: str, *, of_a_device: bool = False) -> int:
             f"{name}={value!r} is less than a mebibyte: add the unit that is meant, such as '{nbytes} GiB', "
             f"'{nbytes} MiB' or, for bytes, '{nbytes} B'"
         )
-    return int(nbytes)  # not a subclass of int
+    return nbytes
 
 
 def as_scalar(

@@ -106,7 +106,7 @@ class Engine:
         self.store = Store(named, options.backend, options.master_weights, Slots() if options.cpu_offload else None)
         self.ranks.follow(self.store.buffers)
         self.silence = chosen.silence()
-        half_life = None if isinstance(options.noise_scale, bool) else options.noise_scale
+        half_life = None if isinstance(options.noise_scale, bool) else float(options.noise_scale)
         self.noise = NoiseMeter(half_life, options.noise_scale is not False, self.ranks)
         self.runner = MicroBatchRunner(self.store, self.ranks, self.scaler, self.noise, options)
         self.ending = End(self.store, self.ranks, self.scaler, options.overflow, self.noise)

@@ -249,3 +249,28 @@ def test_what_is_inside_an_argument(call, error, message):
     acc = ak.FusedAccumulator(mlp())
     with pytest.raises(error, match=message):
         call(acc, torch.optim.SGD(acc.parameters(), lr=0.1))
+
+
+def test_numbers_of_numpy():
+    """They are numbers: as the same ones of Python."""
+    numpy = pytest.importorskip("numpy")
+    answers = []
+    for integer, real in ((int, float), (numpy.int64, numpy.float32), (numpy.int16, numpy.float64)):
+        model = mlp()
+        acc = ak.FusedAccumulator(model, noise_scale=real(3))
+        x, y = batch(7)
+        loss_fn = lambda part, model=model: mse_loss(model(part[0]), part[1])  # noqa: E731
+        answers.append(
+            (
+                [list(window) for window in acc.windows(range(5), integer(2))],
+                acc.backward_batch((x, y), loss_fn, micro_batch=integer(4), multiple_of=integer(2)).sizes,
+                acc.backward_batch((x, y), loss_fn, budget=real(3)).sizes,
+                acc.backward_batch((x, y), loss_fn, budget=integer(3)).sizes,
+                ak.plan(integer(9), integer(3), samples_per_second=real(64), optimizer_seconds=real(2**-6)).verdict,
+                ak.plan(9, 3, noise_scale=integer(2)).noise_scale,
+                ak.suggest_learning_rate(real(0.5), integer(8), integer(16)),
+            )
+        )
+        with pytest.raises(TypeError, match="n must be an int, got"):
+            acc.windows([], real(2))
+    assert answers[1:] == answers[:1] * 2

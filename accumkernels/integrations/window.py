@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Real
 from typing import Any
 
 import torch
@@ -723,8 +724,8 @@ def split_options(split: Any) -> dict[str, Any] | None:
         return dict(split)
     if split == "auto":
         return {}
-    if isinstance(split, bool) or not isinstance(split, int | float):
+    if isinstance(split, bool) or not isinstance(split, Real):
         raise wrong_type("split", "'auto', the most that a part may cost, a dict of options, or None", split)
-    if not split > 0:
+    if not float(split) > 0:
         raise ValueError(f"split must be positive, got {split}")
     return {"budget": split}

@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from ..arguments import as_int
 from ..errors import wrong_type
-from .training import as_int, fraction, one_of, positive_float, positive_int
+from .training import fraction, one_of, positive_float, positive_int
 
 
 class Milestones:

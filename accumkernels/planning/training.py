@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,26 +16,12 @@ from torch.optim import Optimizer
 
 from .. import devices
 from ..accumulator import FusedAccumulator
+from ..arguments import as_int
 from ..buffers.store import has_accumulator
 from ..errors import expect, short, wrong_type
 from ..splitting.batches import TreeSamples, to_device, tree_leaves
 
 # ---- Checks of what users give
-
-
-def as_int(value: Any, name: str) -> int:
-    """Return `value` as an int. It may be anything with `__index__`, as NumPy's, except a bool.
-
-    Raises:
-        TypeError: names the argument and its value.
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise wrong_type(name, "an int", value)
-    return int(number)  # not a BatchSize
 
 
 def positive_int(value: Any, name: str) -> int:
@@ -58,11 +44,12 @@ def as_float(
     Raises:
         TypeError, ValueError: names the argument and its value.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise wrong_type(name, expected, value)
-    if not fits(value):
+    number = float(value)
+    if not fits(number):
         raise ValueError(f"{name} must be {range_}, got {value!r}")
-    return float(value)
+    return number
 
 
 def positive_float(value: Any, name: str) -> float:
@@ -246,6 +233,8 @@ def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
                 raise (DataEnd if ends else ValueError)(
                     f"make_loader({size}): the loader's first batch does not have {size} samples"
                 )
+            if found is loader:  # a generator, which does not start over
+                loader = make_loader(size)
 
     return batches
 

@@ -6,15 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
+from ..arguments import as_int
 from ..errors import expect, expect_iterable
 from ..splitting.batches import TreeSamples
 from ..splitting.memory import format_bytes
 from ..window.noise_scale import NoiseScale
 from .batch_size import BatchSize
 from .costs import StepCosts
-from .training import as_float, as_int, is_callable, positive_float, positive_int, seconds
+from .training import as_float, is_callable, positive_float, positive_int, seconds
 
 # ---- Compares numbers of micro-batches: which trains fastest, and why, down to not accumulating at all.
 #
@@ -488,7 +490,7 @@ def _limit(found: int) -> str:
 
 def _noise(noise_scale: Any) -> float:
     value = float(noise_scale) if isinstance(noise_scale, NoiseScale) else noise_scale
-    if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+    if isinstance(value, Real) and not isinstance(value, bool) and not 0 < float(value) < math.inf:
         raise ValueError(f"noise_scale must be positive and finite, got {value!r}; a measurement needs more windows")
     return positive_float(value, "noise_scale")
 

@@ -295,6 +295,13 @@ def test_the_end_of_the_loader_is_that_of_the_data(limit, mode, answer):
     assert all(trial.size <= 10 for trial in found.tried)
 
 
+@pytest.mark.parametrize("batches", [1, 3, 6])
+def test_generators(batches):
+    """One ends for good: `make_loader` is asked for another, where it was an error, or an end of the data."""
+    found = fit(Device(None), 4, make_loader=lambda n: ((torch.randn(n, 2), torch.randn(n, 2)) for _ in range(batches)))
+    assert (found, found.reason) == (4, "dataset")
+
+
 def test_batches_that_ignore_the_size():
     """Are refused, from a loader with more of them, too; other layouts of a batch are not."""
     data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.randn(12, 2))
