@@ -472,9 +472,7 @@ class FusedAccumulator:
         check_independent(self.engine.module)
         scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
         coupled = CoupledLoss(chunks, encode, loss_fn)
-        return self.engine.backward_coupled(
-            coupled, self.engine.micro_batch(scalar, last=last), self.engine.misuse.inspect_loss
-        )
+        return self.engine.backward_coupled(coupled, self.engine.micro_batch(scalar, last=last))
 
     @opaque
     def backward_batch(
@@ -541,13 +539,7 @@ class FusedAccumulator:
         split = Split(
             micro_batch=micro_batch, cost=cost, budget=budget, collate=collate, weight=weight, multiple_of=multiple_of
         )
-        return self.engine.backward_batch(
-            batch,
-            loss_fn,
-            split,
-            is_last=lambda: self._check_last(False),
-            inspect_loss=self.engine.misuse.inspect_loss,
-        )
+        return self.engine.backward_batch(batch, loss_fn, split, last=self._check_last(False))
 
     def _check_last(self, last: bool) -> bool:
         """Whether the micro-batch is the window's last, and what is complete may be sent."""

@@ -205,15 +205,19 @@ class Engine:
         """Run a micro-batch: backward of its plain loss, with arguments of `Tensor.backward`, and `accumulate`."""
         self.accumulate(self.runner.backward(self.window, loss, micro_batch, kwargs))
 
-    def backward_coupled(
-        self, coupled: CoupledLoss, micro_batch: MicroBatch, inspect_loss: Callable[[Tensor], None]
-    ) -> Tensor:
-        """Run a micro-batch whose loss couples its samples, chunk by chunk; returns the loss, detached."""
+    def backward_coupled(self, coupled: CoupledLoss, micro_batch: MicroBatch, made: int = 0) -> Tensor:
+        """Run a micro-batch whose loss couples its samples, chunk by chunk; returns the loss, detached.
+
+        Args:
+            coupled: The loss.
+            micro_batch: The micro-batch.
+            made: See `MisuseDetector.inspect_loss`.
+        """
         last, micro_batch = micro_batch.last, micro_batch._replace(last=False)
 
         def backward(loss: Tensor) -> None:
             nonlocal micro_batch
-            inspect_loss(loss)
+            self.misuse.inspect_loss(loss, made)
             micro_batch = self.runner.backward(self.window, loss, micro_batch, {})
 
         def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], ends: bool) -> None:
@@ -234,8 +238,7 @@ class Engine:
         split: Split,
         *,
         divided_by: float | Tensor | None = None,
-        is_last: Callable[[], bool] = lambda: False,
-        inspect_loss: Callable[[Tensor], None] = lambda loss: None,
+        last: bool = False,
         splits_together: bool = False,
     ) -> BatchReport:
         """Run a whole batch as micro-batches; see `FusedAccumulator.backward_batch`.
@@ -245,8 +248,7 @@ class Engine:
             loss_fn: Returns the loss of a part, or that and its weight, or these and anything else.
             split: How it is split.
             divided_by: See `MicroBatch`.
-            is_last: Whether the last micro-batch of the batch is the window's last.
-            inspect_loss: Called with each loss before its backward.
+            last: Whether the last micro-batch of the batch is the window's last.
             splits_together: Whether ranks wait for each other in `loss_fn`.
         """
         self.check_accumulating("backward_batch()")
@@ -260,7 +262,7 @@ class Engine:
         budget = math.inf if split.budget is None and split.most is not None else split.budget
         before = self.window.loss.sums()
         unweighted = None if agree else functools.partial(self.sample_mean.check, loss_fn, samples, costs)
-        parts = _Parts(self, call, unweighted, agree, divided_by, is_last, inspect_loss)
+        parts = _Parts(self, call, unweighted, agree, divided_by, last)
         ran = self.batches.run(samples, packer, budget, parts, self.drawing(batch))
         if self.options.overflow == "microbatch":
             self.flush()  # which may be where micro-batches are dropped
@@ -456,16 +458,14 @@ class _Parts:
         unweighted: Callable[[Any, Sequence[int], Tensor], None] | None,
         agree: Callable[[Sequence[int]], list[int]] | None,
         divided_by: float | Tensor | None,
-        is_last: Callable[[], bool],
-        inspect_loss: Callable[[Tensor], None],
+        last: bool,
     ) -> None:
         self.agree = agree
         self._engine = engine
         self._call = call
         self._unweighted = unweighted
         self._divided_by = divided_by
-        self._is_last = is_last
-        self._see_loss = inspect_loss
+        self._last = last
         self._begins = engine.window.micro_batches == 0 and not engine.window.dropped
 
     def add(self, part: Any, indices: Sequence[int], whole: bool, last: bool, asks: bool) -> tuple[bool, Any]:
@@ -481,7 +481,7 @@ class _Parts:
                 check(kept, indices, found.loss)
             kept = None
             if found is not None:
-                self._add(found.loss, found.weight, last and not whole)
+                self._add(found.loss, found.weight, self._last and last and not whole)
         except BaseException:
             engine.discard()
             raise
@@ -493,8 +493,10 @@ class _Parts:
 
     def _add(self, loss: Tensor, weight: float, last: bool) -> None:
         engine, kind = self._engine, self._engine.store.layout.devices[0].type
-        self._see_loss(loss)
-        micro_batch = engine.micro_batch(weight, last=last and self._is_last(), divided_by=self._divided_by)
+        engine.misuse.inspect_loss(loss)
+        if last:  # also where it fails, and is discarded
+            engine.ranks.sender.mark_last()
+        micro_batch = engine.micro_batch(weight, last=last, divided_by=self._divided_by)
         with contextlib.ExitStack() as stack:
             if weight == 0:
                 stack.enter_context(adding_nothing(loss))

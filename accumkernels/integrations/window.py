@@ -294,8 +294,8 @@ class TrainerWindow:
             self._mark_last()
         engine.check_accumulating("backward_coupled()")
         check_independent(engine.module)
-        inspect_loss = functools.partial(engine.misuse.inspect_loss, made=self.divisions + 1)
-        engine.backward_coupled(CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends), inspect_loss)
+        coupled, micro_batch = CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends)
+        engine.backward_coupled(coupled, micro_batch, self.divisions + 1)
 
     def backward_batch(self, batch: Any, loss_fn: Callable[[Any], Any], **options: Any) -> BatchReport:
         """`FusedAccumulator.backward_batch`, after `open` and `begin`. Losses that are sums are added up over parts.
@@ -309,14 +309,12 @@ class TrainerWindow:
             options["weight"] = lambda part: 1.0
         if self.sends:
             self._mark_last()
-        last = self.sends
         return self.engine.backward_batch(
             batch,
             loss_fn,
             Split(**options),
             divided_by=self.made_up_for,
-            is_last=lambda: last,
-            inspect_loss=self.engine.misuse.inspect_loss,
+            last=self.sends,
             splits_together=self._splits_together,
         )
 
