@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -34,18 +34,15 @@ class OptimizerAccumulator:
         optimizer: Changed while this object lives.
         scaler: The trainer's GradScaler, if it is enabled.
         alone: Whether no other optimizer steps parameters of the modules.
+        masters: What the masters of trainable parameters begin with, by id of the parameter; else with its values.
         **options: Of FusedAccumulator.
 
     Attributes:
-        accumulator: Replaced by `renew`.
+        accumulator: Of the parameters that the optimizer steps when this is made.
         engine: The accumulator's.
         sends_in_backward: Whether sums can be sent to other ranks while a backward runs.
         no_syncs: Those of DistributedDataParallel modules, which know whether a loop is inside.
     """
-
-    accumulator: FusedAccumulator
-    engine: Engine
-    sends_in_backward: bool
 
     def __init__(
         self,
@@ -54,34 +51,27 @@ class OptimizerAccumulator:
         scaler: torch.amp.GradScaler | None,
         *,
         alone: bool,
+        masters: Mapping[int, Tensor],
         **options: Any,
     ) -> None:
         self._modules = modules
         self._optimizer = optimizer
-        self._scaler = scaler
-        self._alone = alone
-        self._options = options
         self._cleanup = contextlib.ExitStack()
-        self._build()
-
-    def _build(self) -> None:
-        """Make the accumulator of the parameters that the optimizer steps, and give the optimizer the masters."""
-        stepped = set(map(id, owned((self._optimizer,))))
-        wrapped = [ddp for ddp in map(unwrapped, self._modules) if isinstance(ddp, DistributedDataParallel)]
-        options = dict(self._options)
+        stepped = set(map(id, owned((optimizer,))))
+        wrapped = [ddp for ddp in map(unwrapped, modules) if isinstance(ddp, DistributedDataParallel)]
         group = options.pop("process_group", None)
         if options.get("cpu_offload"):
             raise ValueError(
                 "cpu_offload=True in a trainer: it moves the optimizer's state to the model's device, and its "
                 "checkpoints would lack the masters. Use FusedAccumulator in a loop of your own (docs/cpu_offload.md)"
             )
-        checked = Options(scaler=self._scaler, **options)
-        if len(self._modules) == 1 and self._alone:
-            self.engine = Engine(self._modules[0], checked, group, stepped=stepped)
+        checked = Options(scaler=scaler, **options)
+        if len(modules) == 1 and alone:
+            self.engine = Engine(modules[0], checked, group, stepped=stepped)
         else:
             named = [
-                (f"{index}.{name}" if len(self._modules) > 1 else name, p)
-                for index, module in enumerate(self._modules)
+                (f"{index}.{name}" if len(modules) > 1 else name, p)
+                for index, module in enumerate(modules)
                 for name, p in module.named_parameters()
                 if id(p) in stepped
             ]
@@ -101,12 +91,18 @@ class OptimizerAccumulator:
         static = any(ddp.static_graph for ddp in wrapped)
         early = self.engine.runner.captures.release_early
         self.sends_in_backward = self.engine.ranks.reduces_sums and early and not static
-        if self.engine.store.sharded and self._options.get("master_weights"):
+        store = self.engine.store
+        if store.sharded and checked.master_weights:
             raise ValueError(
                 "master_weights=True with FSDP2 in a trainer: keep the parameters in fp32, and cast them in its "
                 "mixed precision policy (param_dtype)"
             )
-        self._translate(self.engine.store.target)
+        self._translate(store.target)
+        self._owned = list(map(id, owned((optimizer,))))
+        with torch.no_grad():
+            for entry in store.named:
+                if id(entry.param) in masters and entry.param.requires_grad:
+                    store.target(entry.param).copy_(masters[id(entry.param)])
 
     def _translate(self, target: Callable[[Tensor], Tensor]) -> None:
         """Let the optimizer step other tensors, and move its state to them."""
@@ -116,7 +112,6 @@ class OptimizerAccumulator:
                 if old is not other and old in self._optimizer.state:
                     self._optimizer.state[other] = self._optimizer.state.pop(old)
             group["params"] = new
-        self._owned = list(map(id, owned((self._optimizer,))))
 
     @property
     def of_one_module(self) -> bool:
@@ -156,16 +151,6 @@ class OptimizerAccumulator:
         self.accumulator.remove()
         self._cleanup.close()
         return masters
-
-    @torch.no_grad()
-    def renew(self) -> None:
-        """Accumulate what the optimizer steps now; masters keep their values."""
-        masters = self.remove()
-        self._build()
-        store = self.engine.store
-        for entry in store.named:
-            if id(entry.param) in masters and entry.param.requires_grad:
-                store.target(entry.param).copy_(masters[id(entry.param)])
 
 
 # ---- DistributedDataParallel modules that the windows of several optimizers share

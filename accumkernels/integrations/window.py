@@ -98,7 +98,10 @@ class TrainerWindow:
         self._warned = False  # of a window whose end was left out
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self.running: MicroBatch | None = None
-        self._current = OptimizerAccumulator(self.modules, optimizer, self._scaler, alone=alone, **options)
+        self._accumulate = functools.partial(
+            OptimizerAccumulator, self.modules, optimizer, self._scaler, alone=alone, **options
+        )
+        self._current = self._accumulate(masters={})
         self.accumulator, self.engine = self._current.accumulator, self._current.engine
 
     # ---- the accumulator
@@ -236,7 +239,7 @@ class TrainerWindow:
             self.close()
         if self.engine.window.micro_batches == 0 and not self._visible.shown and self._current.outgrown:
             self._drop()
-            self._current.renew()
+            self._current = self._accumulate(masters=self._current.remove())
             self.accumulator, self.engine = self._current.accumulator, self._current.engine
 
     def begin(self, divided_by: float | Tensor, divisions: int, *, sums: bool = False, ends: bool = False) -> None:
