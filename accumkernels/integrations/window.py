@@ -90,7 +90,7 @@ class TrainerWindow:
         self.micro_batch: int | None = None
         self.folds = False
         self._promised: tuple[float | Tensor, Tensor] | None = None
-        self._visible = VisibleGrads()
+        self._shown: list[_Shown] = []  # sums that are `.grad`s now
         self._idle = False
         self._splits_together = False
         self.number = 0
@@ -237,7 +237,7 @@ class TrainerWindow:
                     "the last backward of a window)"
                 )
             self.close()
-        if self.engine.window.micro_batches == 0 and not self._visible.shown and self._current.outgrown:
+        if self.engine.window.micro_batches == 0 and not self._shown and self._current.outgrown:
             self._drop()
             self._current = self._accumulate(masters=self._current.remove())
             self.accumulator, self.engine = self._current.accumulator, self._current.engine
@@ -254,7 +254,7 @@ class TrainerWindow:
         Raises:
             RuntimeError: The window has micro-batches of the other kind.
         """
-        if self._visible.shown:
+        if self._shown:
             self.take_back()
         if self.engine.window.micro_batches == 0:
             self.sums = sums
@@ -381,11 +381,12 @@ class TrainerWindow:
 
     def show(self) -> None:
         """Let `.grad` be the sum so far."""
-        self._visible.show(self.engine.store)
+        self._shown += _show(self.engine.store)
 
     def take_back(self) -> None:
         """Take `.grad` back as the loop left it; if the loop dropped all of it, drop the window."""
-        if self._visible.take_back():
+        shown, self._shown = self._shown, []
+        if _take_back(shown):
             self.close()
 
     # ---- the end of a window
@@ -405,7 +406,7 @@ class TrainerWindow:
 
         If the window's last micro-batch was marked as the last, there are no such gradients.
         """
-        if self._visible.shown:
+        if self._shown:
             self.take_back()
         self.running = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, its gradients count once
@@ -558,8 +559,7 @@ class TrainerWindow:
         if self.engine.ranks.sender.begun:
             self.finalize()
         dropped = self.dropped or (self.finalized and not self.stepped)
-        if self._visible.shown:
-            self._visible.forget()
+        self._shown = []
         self.accumulator.zero_()
         if dropped:
             self.engine.window.miss_end()
@@ -655,52 +655,41 @@ def apart(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterator[None]:
         scaler._per_optimizer_states.update(others)
 
 
-# ---- Sums shown as `.grad` inside a window, as autograd leaves gradients, and taken back with the loop's changes
+# ---- Sums shown as `.grad` inside a window, as autograd leaves gradients, and taken back with the loop's changes: on
+# one rank, and only if they are not divided, as in stock torch
+
+_Shown = tuple[FlatBuffer, Segment, Tensor, Tensor, int]  # whose sum, and the `.grad` of which tensor, of which version
 
 
-class VisibleGrads:
-    """The part of a window that is shown, on one rank and only if sums are not divided, as in stock torch.
+def _show(store: Store) -> Iterator[_Shown]:
+    """Set `.grad` to the sum so far."""
+    for buffer, segment in store.touched():
+        view = buffer.expose()[segment.index]
+        target = store.target(segment.param)
+        grad = view if view.dtype == target.dtype else view.to(target.dtype)
+        target.grad = shaped_like(grad, target) if buffer.sharded else grad
+        yield buffer, segment, target, grad, grad._version
 
-    Attributes:
-        shown: What is, in which `.grad` of which version; empty if nothing is.
+
+@torch.no_grad()
+def _take_back(shown: Sequence[_Shown]) -> bool:
+    """Take `.grad` back as the loop left it: changed, replaced, or None.
+
+    Returns:
+        Whether all are None, which means that the window was dropped.
     """
-
-    def __init__(self) -> None:
-        self.shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
-
-    def show(self, store: Store) -> None:
-        """Set `.grad` to the sum so far."""
-        for buffer, segment in store.touched():
-            view = buffer.expose()[segment.index]
-            target = store.target(segment.param)
-            grad = view if view.dtype == target.dtype else view.to(target.dtype)
-            target.grad = shaped_like(grad, target) if buffer.sharded else grad
-            self.shown.append((buffer, segment, target, grad, grad._version))
-
-    @torch.no_grad()
-    def take_back(self) -> bool:
-        """Take `.grad` back as the loop left it: changed, replaced, or None.
-
-        Returns:
-            Whether all are None, which means that the window was dropped.
-        """
-        shown, self.shown = self.shown, []
-        if shown and all(target.grad is None for _, _, target, _, _ in shown):
-            return True
-        for buffer, segment, target, grad, version in shown:
-            if target.grad is None:
-                buffer.touch(segment.index, False)
-                continue
-            found, view = local(target.grad), buffer.views[segment.index]
-            replaced = found is not grad and found is not view
-            if replaced or (grad.dtype != view.dtype and grad._version != version):
-                view.copy_(found)
-            target.grad = None
-        return False
-
-    def forget(self) -> None:
-        """Forget what is shown, after the window has ended."""
-        self.shown = []
+    if shown and all(target.grad is None for _, _, target, _, _ in shown):
+        return True
+    for buffer, segment, target, grad, version in shown:
+        if target.grad is None:
+            buffer.touch(segment.index, False)
+            continue
+        found, view = local(target.grad), buffer.views[segment.index]
+        replaced = found is not grad and found is not view
+        if replaced or (grad.dtype != view.dtype and grad._version != version):
+            view.copy_(found)
+        target.grad = None
+    return False
 
 
 # ---- The argument `split` of the adapters
