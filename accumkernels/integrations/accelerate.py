@@ -463,9 +463,9 @@ class Accelerator(Stock):
             )
         self._begin(self._windows, None if self.counts_micro_batches else 1.0, steps=1)
         window = self._windows[0]
-        self._apart = window.several_ranks and not window.split_together(self.splits_together)
+        self._apart = window.splits_apart(self.splits_together)
         try:
-            report = window.backward_batch(batch, loss_fn, **options)
+            report = window.backward_batch(batch, loss_fn, self.splits_together, **options)
         finally:
             self._apart = False
         self._counted([window])

@@ -459,7 +459,7 @@ class FusedAccumulation(pl.Callback):
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             window.close()  # as Lightning's zero_grad, which comes after the parts' backwards
         self._begin(1, ends=not trainer.fit_loop._should_accumulate())
-        self._apart = window.several_ranks and not window.split_together(False)
+        self._apart = window.splits_apart()
         try:
             report = window.backward_batch(batch, loss_fn, **(self._split or {}))
         finally:

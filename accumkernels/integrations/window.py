@@ -92,7 +92,6 @@ class TrainerWindow:
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._shown: list[_Shown] = []  # sums that are `.grad`s now
         self._idle = False
-        self._splits_together = False
         self.number = 0
         self.due: int | None = None
         self._warned = False  # of a window whose end was left out
@@ -131,10 +130,10 @@ class TrainerWindow:
         """Whether other ranks may have micro-batches in this window."""
         return self.engine.ranks.ends_together
 
-    def split_together(self, together: bool) -> bool:
-        """Let ranks split batches into equally many parts, or as they must; returns whether they are equally many."""
-        self._splits_together = together and self._current.of_one_module
-        return self._splits_together or self.engine.store.sharded
+    def splits_apart(self, together: bool = False) -> bool:
+        """Whether ranks may split batches into different numbers of parts; `together`: as in `backward_batch`."""
+        alike = self.engine.store.sharded or (together and self._current.of_one_module)
+        return self.several_ranks and not alike
 
     @property
     def outgrown(self) -> bool:
@@ -300,12 +299,15 @@ class TrainerWindow:
         coupled, micro_batch = CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends)
         engine.backward_coupled(coupled, micro_batch, self.divisions + 1)
 
-    def backward_batch(self, batch: Any, loss_fn: Callable[[Any], Any], **options: Any) -> BatchReport:
+    def backward_batch(
+        self, batch: Any, loss_fn: Callable[[Any], Any], together: bool = False, /, **options: Any
+    ) -> BatchReport:
         """`FusedAccumulator.backward_batch`, after `open` and `begin`. Losses that are sums are added up over parts.
 
         Args:
             batch: The batch.
             loss_fn: Returns the loss of a part, divided as `begin` says; or a tuple of that and its weight (and more).
+            together: Whether ranks are to split into equally many parts, if one module has all parameters.
             **options: Of `FusedAccumulator.backward_batch`.
         """
         if self.sums:
@@ -318,7 +320,7 @@ class TrainerWindow:
             Split(**options),
             divided_by=self.made_up_for,
             last=self.sends,
-            splits_together=self._splits_together,
+            splits_together=together and self._current.of_one_module,
         )
 
     def _mark_last(self) -> None:
