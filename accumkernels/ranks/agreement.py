@@ -90,42 +90,39 @@ class Agreement:
     ) -> None:
         self._table = table
         self._group = group
-        self._numbers: list[float] = []
-        self._tensors: list[tuple[int, Tensor]] = []  # with their offsets in the vector
-        self._places = {"looks": self._put(looks)}
+        plain: dict[str, Any] = {"looks": looks}
         self._compared: dict[str, Tensor | float] = {}
         self._shown: dict[str, Any] = {}  # what an error needs besides
         for name, rule in table.items():
             if rule == DIFFERS:
                 self._compared[name] = _number(values[name])
             elif not isinstance(rule, Alike):
-                self._places[name] = self._put(values[name])
+                plain[name] = values[name]
             elif rule.nearly:
                 self._shown[name] = values[name]
                 self._compared |= {f"{name} {i}": _number(cell) for i, cell in enumerate(_cells(values[name]))}
             else:
                 self._compared[name] = _number(values[name])
-        first = len(self._numbers)
-        for value in self._compared.values():
-            self._put(_parts(value))
-        self._vector = move(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), device)  # in one copy
-        for start, tensor in self._tensors:
+        numbers: list[float] = []
+        tensors: list[tuple[int, Tensor]] = []  # with their offsets in the vector
+        self._places: dict[str, slice] = {}
+        for name, value in [*plain.items(), *((name, _parts(value)) for name, value in self._compared.items())]:
+            start = len(numbers)
+            if isinstance(value, Tensor):
+                tensors.append((start, value.reshape(-1)))
+                numbers += [0.0] * value.numel()
+            elif isinstance(value, Sequence):
+                numbers += value
+            else:
+                numbers.append(0.0 if value is None else float(value))
+            self._places[name] = slice(start, len(numbers))
+        self._vector = move(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)  # in one copy
+        for start, tensor in tensors:
             self._vector[start : start + tensor.numel()] = move(tensor, device)
         group.sum(self._vector)
-        sums = self._vector[first:].view(len(self._compared), _WIDTH)
+        sums = self._vector[len(numbers) - _WIDTH * len(self._compared) :].view(-1, _WIDTH)
         apart = group.size * sums[:, 4] - sums[:, :4].square().sum(1)
         self._differs = apart > (group.size - 1) / 2
-
-    def _put(self, value: Tensor | Sequence[float] | float | None) -> slice:
-        start = len(self._numbers)
-        if isinstance(value, Tensor):
-            self._tensors.append((start, value.reshape(-1)))
-            self._numbers += [0.0] * value.numel()
-        elif isinstance(value, Sequence):
-            self._numbers += value
-        else:
-            self._numbers.append(0.0 if value is None else float(value))
-        return slice(start, len(self._numbers))
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the sum's view, or 0-d bool for a flag and for what may differ."""
@@ -177,7 +174,7 @@ class Agreement:
 
     @functools.cached_property
     def sums(self) -> dict[str, list[float]]:
-        """All fields that are not compared, as numbers; flags are counts of ranks."""
+        """All fields as numbers; flags are counts of ranks, and what is compared comes in its parts."""
         return {name: self._read[place] for name, place in self._places.items()}
 
     def wrong(self, nothing: bool = False) -> list[str]:
