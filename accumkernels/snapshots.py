@@ -21,7 +21,7 @@ from .devices import is_accelerator, random_state, set_random_state, with_random
 
 _COUNTER = 4096  # elements of a counter at the most
 
-# ---- Remembers random generators and the contents of containers, and puts them back
+# ---- Remembers random generators, and puts them back
 
 
 class RandomState:
@@ -47,46 +47,6 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
             set_random_state(device, state)
-
-
-class Contents:
-    """What lists, dicts, sets and deques hold, generators and small arrays among it, and the global random generators.
-
-    Args:
-        on_tensor: Called with each tensor that values lead to; whether and how to restore it is the caller's.
-        without: Containers that are left out.
-    """
-
-    def __init__(self, on_tensor: Callable[[Tensor], None], without: Iterable[object]) -> None:
-        self._on_tensor = on_tensor
-        self._seen: dict[int, Any] = {id(value): value for value in without}  # kept alive: no id is used again
-        self._containers: list[tuple[Any, Any]] = []
-        self._put_back: list[Callable[[], object]] = []
-        self._random_state = RandomState()
-
-    def remember(self, root: Any, without: Iterable[object] = ()) -> None:
-        """Remember a value and, without recursion, everything that containers lead to, but for those left out."""
-        self._seen.update((id(value), value) for value in without)
-        queue = [root]
-        while queue:
-            value = queue.pop()
-            if isinstance(value, Tensor):
-                self._on_tensor(value)
-            elif (put_back := _put_back(value)) is not None:
-                self._put_back.append(put_back)
-            elif isinstance(value, dict | list | set | deque | tuple) and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                if not isinstance(value, tuple):
-                    self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
-                queue.extend(_items(value))
-
-    def restore(self) -> None:
-        """Restore everything but tensors, in place, because others hold the containers too."""
-        for container, content in self._containers:
-            _refill(container, content)
-        for put_back in self._put_back:
-            put_back()
-        self._random_state.restore()
 
 
 def _put_back(value: Any) -> Callable[[], object] | None:
@@ -144,20 +104,22 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, *, parameters: bool = True) -> None:
-        self._params: dict[int, tuple[Tensor, Tensor, Tensor | None, bool, list[Any]]] = {}
+        self._containers: list[tuple[Any, Any]] = []
+        self._put_back: list[Callable[[], object]] = []
+        self._params: list[tuple[Tensor, Tensor, Tensor | None, bool, list[Any]]] = []
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._seen: dict[int, Tensor] = {}  # by id; kept alive, so that no id is used again
+        self._seen: dict[int, Any] = {}  # by id; kept alive, so that no id is used again
         self._largest = math.inf  # elements of tensors that are remembered
-        replaced: list[object] = []  # by FSDP2, while it runs
+        self._random_state = RandomState()
         if not parameters:
-            replaced = [held for m in model.modules() for held in (m._parameters, m._buffers, m._modules)]
-            self._seen = {id(p): p for p in model.parameters()}
+            for module in model.modules():  # FSDP2 replaces what these hold while it runs
+                self._leave_out((module._parameters, module._buffers, module._modules))
+            self._leave_out(model.parameters())
             for buffer in model.buffers():
                 self._tensor(buffer)
             self._largest = _COUNTER
-        self._contents = Contents(self._tensor, replaced)
         for module in model.modules():
-            self._contents.remember(module.__dict__)
+            self._remember(module.__dict__)
 
     def include(self, owner: object, *, without: Iterable[object] = ()) -> None:
         """Remember the attributes of an object too, such as an optimizer's state, groups and hooks.
@@ -166,7 +128,26 @@ class Snapshot:
             owner: The object.
             without: Containers that are left out, such as datasets.
         """
-        self._contents.remember(vars(owner), without)
+        self._leave_out(without)
+        self._remember(vars(owner))
+
+    def _leave_out(self, values: Iterable[object]) -> None:
+        self._seen.update((id(value), value) for value in values)
+
+    def _remember(self, root: Any) -> None:
+        """Remember a value and, without recursion, everything that containers lead to, but for those left out."""
+        queue = [root]
+        while queue:
+            value = queue.pop()
+            if isinstance(value, Tensor):
+                self._tensor(value)
+            elif (put_back := _put_back(value)) is not None:
+                self._put_back.append(put_back)
+            elif isinstance(value, dict | list | set | deque | tuple) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                if not isinstance(value, tuple):
+                    self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
+                queue.extend(_items(value))
 
     def _tensor(self, tensor: Tensor) -> None:
         if id(tensor) in self._seen or tensor.numel() > self._largest:
@@ -175,7 +156,7 @@ class Snapshot:
         if tensor.is_leaf:
             hooks = [(name, _contents(getattr(tensor, name, None))) for name in _HOOKS]
             data = tensor.detach()  # shares the storage, but not a later `tensor.data = other`
-            self._params[id(tensor)] = (tensor, data, tensor.grad, tensor.requires_grad, hooks)
+            self._params.append((tensor, data, tensor.grad, tensor.requires_grad, hooks))
             if tensor.grad is not None:
                 self._content(tensor.grad)
         self._content(tensor)
@@ -194,8 +175,12 @@ class Snapshot:
             self._restore()
 
     def _restore(self) -> None:
-        self._contents.restore()
-        for tensor, data, grad, requires_grad, hooks in self._params.values():
+        for container, content in self._containers:  # in place, because others hold them too
+            _refill(container, content)
+        for put_back in self._put_back:
+            put_back()
+        self._random_state.restore()
+        for tensor, data, grad, requires_grad, hooks in self._params:
             if _moved(tensor, data):
                 tensor.data = data
             if tensor.requires_grad is not requires_grad:
