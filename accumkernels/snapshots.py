@@ -181,8 +181,7 @@ class Snapshot:
             put_back()
         self._random_state.restore()
         for tensor, data, grad, requires_grad, hooks in self._params:
-            if _moved(tensor, data):
-                tensor.data = data
+            tensor.data = data
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
             if tensor.grad is not grad:
@@ -197,19 +196,6 @@ class Snapshot:
 
 def _contents(hooks: Any) -> Any:
     return {} if hooks is None else dict(hooks)
-
-
-def _moved(tensor: Tensor, data: Tensor) -> bool:
-    """Whether the tensor was given other memory, or views it differently."""
-    if any(getattr(tensor, fact) != getattr(data, fact) for fact in ("device", "dtype", "layout", "shape")):
-        return True
-    if data.layout is not torch.strided:  # it has no storage of its own
-        return False
-    return (
-        tensor.stride() != data.stride()
-        or (not tensor.is_meta and tensor.untyped_storage()._cdata != data.untyped_storage()._cdata)
-        or tensor.storage_offset() != data.storage_offset()
-    )
 
 
 @contextmanager
