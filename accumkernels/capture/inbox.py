@@ -13,7 +13,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,23 +71,25 @@ Place = tuple[FlatBuffer, int]  # a segment
 _Item = tuple[Place, Tensor]
 
 
-class Sink(Protocol):
-    """Receives gradients while a backward runs.
+class Sink:
+    """Receives gradients while a backward runs. By itself it needs all of them, and sends none to other ranks.
 
     Attributes:
         awaited: Segments whose gradients must be handed over at once, with all that is pending.
     """
 
-    awaited: Set[Place]
+    awaited: Set[Place] = frozenset()
 
     def add(self, bucket: Bucket, micro_batch: MicroBatch) -> None:
         """Add gradients to the flat buffers."""
+        raise NotImplementedError
 
     def multiplier(self, micro_batch: MicroBatch) -> float | Tensor | None:
         """Return the factor for ops that compute weight gradients and add them: the weight over the loss scale.
 
         None: the micro-batch needs gradients of its own.
         """
+        return None
 
     def check_writable(self, place: Place) -> None:
         """Refuse an addition to a segment that is being sent to other ranks."""
@@ -102,6 +104,7 @@ class Sink(Protocol):
         Returns:
             Whether to hand over now what is pending.
         """
+        return False
 
 
 # ---- pending gradients

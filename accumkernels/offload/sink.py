@@ -7,14 +7,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..buffers.flat import FlatBuffer, Segment
-from ..capture.inbox import Bucket, Captured, MicroBatch, Place
+from ..capture.inbox import Bucket, Captured, MicroBatch, Sink
 from ..devices import captures, current_stream
 from .slots import Slot, Slots, event, flat
 
@@ -73,7 +73,7 @@ class _Addition:
         self._buckets = []
 
 
-class Offload:
+class Offload(Sink):
     """Gradients on their way to host memory: the sink of backwards whose sums are there.
 
     Buckets are copied while backward runs; nothing is added before it has ended, so that a backward that fails leaves
@@ -93,8 +93,6 @@ class Offload:
         seconds_before: The same for the window before.
     """
 
-    awaited: Set[Place] = frozenset()  # see `Sink`
-
     def __init__(self, slots: Slots, owner: object) -> None:
         self._slots = slots
         self._worker = Worker(owner)
@@ -109,16 +107,6 @@ class Offload:
         self._sources = sources
 
     # ---- as a sink: see `Sink`
-
-    def multiplier(self, micro_batch: MicroBatch) -> None:
-        """Every gradient has to exist."""
-
-    def check_writable(self, place: Place) -> None:
-        """Nothing is sent."""
-
-    def leaf_ran(self, place: Place, pending: bool) -> bool:
-        """Nobody waits."""
-        return False
 
     def add(self, bucket: Bucket, micro_batch: MicroBatch) -> None:
         """Copy gradients to the host, without waiting for the device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from ..buffers.parameters import move
 from ..buffers.store import Store
 from ..capture.casts import CastCache
 from ..capture.choice import Captures
-from ..capture.inbox import Bucket, Captured, MicroBatch, Place, Sink
+from ..capture.inbox import Bucket, Captured, MicroBatch, Sink
 from ..capture.static_grads import Watches
 from ..errors import is_oom_error
 from ..hooks import Hook
@@ -395,7 +395,7 @@ class MicroBatchRunner:
 _NOTHING = Captured([], [])
 
 
-class Sums:
+class Sums(Sink):
     """Runs micro-batches' kernels on every device that has gradients; the sink of backwards that send nothing.
 
     Args:
@@ -408,10 +408,7 @@ class Sums:
     Attributes:
         partial: Whether an `add` that failed has run an op, or a part of one: an op refuses its own gradients before it
             adds any, but may run out of memory after it has added some.
-        awaited: See `Sink`.
     """
-
-    awaited: Set[Place] = frozenset()
 
     def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
         self._store = store
@@ -433,13 +430,6 @@ class Sums:
         if isinstance(weight, float) and (weight == 0 or not math.isfinite(weight)):
             return None  # BLAS would not look for an overflow in operands that it multiplies by zero
         return weight
-
-    def check_writable(self, place: Place) -> None:
-        """See `Sink`: nothing is being sent."""
-
-    def leaf_ran(self, place: Place, pending: bool) -> bool:
-        """See `Sink`: nobody waits."""
-        return False
 
     def add(
         self,
