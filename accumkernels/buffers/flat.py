@@ -225,7 +225,7 @@ class HandedOut:
         return True
 
     def stay(self) -> None:
-        """Keep the buffer where it is: a CUDA graph holds its address."""
+        """Keep the buffer where it is, also where others have its address: a CUDA graph has it, too."""
         self._once.add("captured")
 
     def _may_move(self, tensor: Tensor) -> bool:
@@ -455,25 +455,14 @@ class FlatBuffer:
             return self.views
         return [self.views[s.index] for s in self.touched_segments() if only is None or id(s.param) in only]
 
-    def expose(self) -> list[Tensor]:
+    def expose(self) -> HandedOut:
         """The views of all segments that may become `.grad`; not `views`, which users may keep (`main_grad`)."""
         if self._exposed is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._exposed = HandedOut(self.tensor, self.segments)
         if self._uses is None:
             self._uses = use_count(self._exposed.storage._cdata)
-        return self._exposed.views
-
-    def stay(self) -> None:
-        """Keep the memory, also where others have its address: a CUDA graph has it, too."""
-        self.expose()
-        assert self._exposed is not None
-        self._exposed.stay()
-
-    def renew_handed_out(self) -> None:
-        """Make anew what was handed out and given other memory (`p.grad.data = ...`)."""
-        if self._exposed is not None:
-            self._exposed.renew()
+        return self._exposed
 
     def take_back(self) -> None:
         """End the window, after every `.grad` was set to None: leave to others what they keep of it."""

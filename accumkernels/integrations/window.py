@@ -666,7 +666,7 @@ _Shown = tuple[FlatBuffer, Segment, Tensor, Tensor, int]  # whose sum, and the `
 def _show(store: Store) -> Iterator[_Shown]:
     """Set `.grad` to the sum so far."""
     for buffer, segment in store.touched():
-        view = buffer.expose()[segment.index]
+        view = buffer.expose().views[segment.index]
         target = store.target(segment.param)
         grad = view if view.dtype == target.dtype else view.to(target.dtype)
         target.grad = shaped_like(grad, target) if buffer.sharded else grad

@@ -214,7 +214,7 @@ class End:
         if not self._graphs and is_capturing(state.device):
             self._graphs = True
             for buffer in store.buffers:
-                buffer.stay()
+                buffer.expose().stay()
         # What frozen parameters could give back: nothing once a CUDA graph may hold its addresses.
         idle = b"" if self._graphs or window.phase is Phase.AVERAGED else store.idle(touched)
         report = LocalStats(

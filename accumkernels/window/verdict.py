@@ -229,7 +229,7 @@ class WindowGrads:
     def assign_grads(self) -> None:
         """Set `.grad` of every parameter that got a gradient in the window."""
         for buffer in self._store.buffers:
-            segments, views = buffer.touched_segments(), buffer.expose()
+            segments, views = buffer.touched_segments(), buffer.expose().views
             if segments is not buffer.segments:
                 views = [views[s.index] for s in segments]
             if self._store.masters is None and not self._rounded and not buffer.sharded:
@@ -259,7 +259,7 @@ class WindowGrads:
             for segment, grad in found:
                 buffer.views[segment.index].copy_(grad)
                 buffer.touch(segment.index)
-            buffer.renew_handed_out()
+            buffer.expose().renew()
         if changed:
             if self._store.layout.rounds:
                 self.round()
