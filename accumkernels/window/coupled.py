@@ -108,41 +108,53 @@ class CoupledLoss:
 
         Returns:
             The loss, detached.
+
+        Raises:
+            TypeError, ValueError: Encodings are not tensors of one structure.
+            RuntimeError: An encoding's shape differs from the first pass.
         """
         devices = list(devices)
-        first = FirstPass(self.chunks, self._encode, devices)
-        loss = expect(call_with(self._loss_fn, first.encodings), Tensor, "what loss_fn returns", "a tensor")
+        states, rows, encodings, joined = self._first_pass(devices)
+        loss = expect(call_with(self._loss_fn, encodings), Tensor, "what loss_fn returns", "a tensor")
         backward(loss)
-        after = RandomState(devices)
+        after, start = RandomState(devices), 0
         for index, chunk in enumerate(self.chunks):
-            pairs = first.encode_again(index, chunk, self._encode)
+            states[index].restore()
+            found = leaves(self._encode(chunk), index)
+            shapes = [tuple(tensor.shape) for tensor in found]
+            expected = [(rows[index], *tensor.shape[1:]) for tensor in joined]
+            if shapes != expected:
+                raise RuntimeError(
+                    f"encode returned shapes {shapes} for chunk {index} in the second pass, and {expected} in the first"
+                    " (AK10)"
+                )
+            stop = start + rows[index]
+            pairs = [
+                (tensor, of_all.grad[start:stop])
+                for tensor, of_all in zip(found, joined, strict=True)
+                if tensor.requires_grad and of_all.grad is not None
+            ]
             if pairs:
                 tensors, grads = zip(*pairs, strict=True)
                 backward_part(tensors, grads, index == len(self.chunks) - 1)
             torch.clear_autocast_cache()
+            start = stop
         after.restore()
         return loss.detach()
 
+    def _first_pass(
+        self, devices: Sequence[torch.device]
+    ) -> tuple[list[RandomState], list[int], Encodings, list[Tensor]]:
+        """Encode all chunks without a graph.
 
-class FirstPass:
-    """Encodings of all chunks without a graph, and the random state before each.
-
-    Args:
-        chunks: Arguments for `encode`, one per chunk.
-        encode: Returns a tensor, or a tuple or dict of tensors, with one row per sample.
-        devices: Devices whose random state matters, besides the host's.
-
-    Raises:
-        TypeError, ValueError: there are no chunks, or encodings are not tensors of one structure.
-    """
-
-    def __init__(self, chunks: Sequence[Any], encode: Callable[[Any], Any], devices: Sequence[torch.device]) -> None:
-        self._states = []
-        parts = []
+        Returns:
+            The random state before each chunk, its rows, the encodings of all, and these as a list of leaves.
+        """
+        states, parts = [], []
         with torch.no_grad():
-            for index, chunk in enumerate(chunks):
-                self._states.append(RandomState(devices))
-                structure = encode(chunk)
+            for index, chunk in enumerate(self.chunks):
+                states.append(RandomState(devices))
+                structure = self._encode(chunk)
                 parts.append(leaves(structure, index))
                 if len(parts[-1]) != len(parts[0]):
                     raise ValueError(
@@ -150,34 +162,7 @@ class FirstPass:
                     )
         # Autocast caches 16-bit copies of weights, made here without a graph, and would use them in the second pass.
         torch.clear_autocast_cache()
-        self._rows = [part[0].shape[0] for part in parts]
-        self._joined = [torch.cat(tensors).detach() for tensors in zip(*parts, strict=True)]
-        for tensor in self._joined:
+        joined = [torch.cat(tensors).detach() for tensors in zip(*parts, strict=True)]
+        for tensor in joined:
             tensor.requires_grad_(tensor.is_floating_point())
-        self.encodings = like(structure, self._joined)
-
-    def encode_again(self, index: int, chunk: Any, encode: Callable[[Any], Any]) -> list[tuple[Tensor, Tensor]]:
-        """Encode a chunk with a graph and the random numbers of the first pass.
-
-        Returns:
-            Each encoding that got a gradient from the loss, with that gradient.
-
-        Raises:
-            RuntimeError: an encoding's shape differs from the first pass.
-        """
-        self._states[index].restore()
-        found = leaves(encode(chunk), index)
-        shapes = [tuple(tensor.shape) for tensor in found]
-        expected = [(self._rows[index], *tensor.shape[1:]) for tensor in self._joined]
-        if shapes != expected:
-            raise RuntimeError(
-                f"encode returned shapes {shapes} for chunk {index} in the second pass, and {expected} in the first"
-                " (AK10)"
-            )
-        start = sum(self._rows[:index])
-        rows = slice(start, start + self._rows[index])
-        return [
-            (tensor, joined.grad[rows])
-            for tensor, joined in zip(found, self._joined, strict=True)
-            if tensor.requires_grad and joined.grad is not None
-        ]
+        return states, [part[0].shape[0] for part in parts], like(structure, joined), joined
