@@ -85,17 +85,15 @@ class _Weight:
         param: The parameter.
         place: Its segment.
         numel: Its elements.
-        nodes: In the running backward, how many nodes have yet to make their part of its gradient.
         products: The way to add a product, by dtype and number of tokens.
         way: How its gradient came in the last backward whose graph was read, one of `_WAYS`; None: by autograd.
     """
 
-    __slots__ = ("_capture", "nodes", "numel", "param", "place", "products", "way")
+    __slots__ = ("_capture", "numel", "param", "place", "products", "way")
 
     def __init__(self, capture: GraphCapture, buffer: FlatBuffer, segment: Segment) -> None:
         self._capture = weakref.ref(capture)
         self.param, self.place, self.numel = segment.param, (buffer, segment.index), segment.numel
-        self.nodes = 0
         self.products: dict[tuple[torch.dtype, int], Gemm | None] = {}
         self.way: str | None = None
 
@@ -116,8 +114,8 @@ class _Weight:
                 capture.add_embedding(self, run, node, grad)
             else:
                 capture.add_product(self, run, node, grad)
-        self.nodes -= 1
-        if self.nodes == 0 and self.way == _FUSED and run.micro_batch.last:
+        run.nodes[self] -= 1
+        if run.nodes[self] == 0 and self.way == _FUSED and run.micro_batch.last:
             if run.sink.leaf_ran(self.place, capture.inbox.holds(self.place)):
                 capture.inbox.flush(self.place[0].grad_device)
         return (None,) if taken else None
@@ -132,12 +130,14 @@ class _Backward:
 
     Attributes:
         hooks: On nodes of its graph.
+        nodes: How many nodes have yet to make their part of each weight's gradient.
         task: The number that the engine gives it; -1 until it runs.
     """
 
     def __init__(self, micro_batch: MicroBatch, sink: Sink) -> None:
         self.micro_batch, self.sink = micro_batch, sink
         self.hooks: list[Any] = []
+        self.nodes: dict[_Weight, int] = {}
         self.task = -1
 
     @functools.cached_property
@@ -239,7 +239,7 @@ class GraphCapture:
         run = _Backward(micro_batch, sink)
         fuses = excludes and not nested and self._policy.fuses and not torch.is_anomaly_enabled()
         for known in self.weights.values():
-            known.nodes, known.way = 0, None
+            known.way = None
         found = []
         excluded = set()
         for leaf in [node for node in users if type(node) is _LEAF]:
@@ -249,7 +249,7 @@ class GraphCapture:
                 continue
             found.append((weight, sources))
             weight.way = _IN_16_BITS if len(sources) == 1 and type(sources[0]) is _CAST else _FUSED
-            weight.nodes = len(sources)
+            run.nodes[weight] = len(sources)
             if weight.way == _FUSED:
                 excluded.add(leaf)
                 ends += sources  # else what leads only to an excluded leaf would not run
