@@ -875,7 +875,7 @@ class FusedAccumulator:
             )
         if (
             self.engine.window.phase is Phase.BROKEN
-            or not self.engine.runner.is_ready()
+            or self.engine.runner.captures.inbox.running
             or self.engine.runner.is_uncounted()
         ):
             raise RuntimeError(

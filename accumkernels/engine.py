@@ -122,19 +122,19 @@ class Engine:
         Raises:
             RuntimeError: says why, and what to do.
         """
-        ready = not self.runner.captures.inbox.running
-        if not ready or self.window.phase is not Phase.OPEN or not self.store.has_claim or self.ranks.sender.begun:
+        running = self.runner.captures.inbox.running
+        if running or self.window.phase is not Phase.OPEN or not self.store.has_claim or self.ranks.sender.begun:
             self._refuse(caller, adds=True)
 
     def check_ending(self, caller: str) -> None:
         """Refuse a call that ends the window where it cannot end; see `check_accumulating`."""
-        ready = not self.runner.captures.inbox.running
-        if not ready or self.window.phase is not Phase.OPEN or not self.store.has_claim:
+        running = self.runner.captures.inbox.running
+        if running or self.window.phase is not Phase.OPEN or not self.store.has_claim:
             self._refuse(caller, adds=False)
 
     def _refuse(self, caller: str, adds: bool) -> None:
         """Raise what is wrong with a call in the phase that the window is in, if anything is."""
-        release, phase = self.options.resolved_release, self.window.phase
+        phase, interrupted = self.window.phase, self.runner.captures.inbox.running  # of a backward
         if not self.store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
         if phase is Phase.FINALIZED:
@@ -149,14 +149,14 @@ class Engine:
             raise RuntimeError(
                 f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
             )
-        if self.options.cpu_offload and not self.runner.is_ready():
+        if self.options.cpu_offload and interrupted:
             raise RuntimeError(f"{caller} after a backward that raised: drop what it has left by acc.discard()")
-        if phase is Phase.BROKEN or not self.runner.is_ready():
+        if phase is Phase.BROKEN or interrupted:
             together = self.ranks.ends_together
             out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
                 f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
-                f"(release={release!r}); drop the window with {out} (AK07)"
+                f"(release={self.options.resolved_release!r}); drop the window with {out} (AK07)"
             )
         if self.ranks.sender.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")

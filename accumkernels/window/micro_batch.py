@@ -132,10 +132,6 @@ class MicroBatchRunner:
         if self.offload is not None:
             self.offload.remove()
 
-    def is_ready(self) -> bool:
-        """Return False if a backward was interrupted."""
-        return not self.captures.inbox.running
-
     def is_uncounted(self) -> bool:
         """Whether captures hold gradients that no `accumulate` has counted."""
         return self.captures.inbox.uncounted
