@@ -97,30 +97,6 @@ class Outcome(NamedTuple):
     parts: tuple[float, ...]
 
 
-class GcGuard:
-    """Collects often at little cost, until `end`.
-
-    A full collection looks at every object of the process, which takes 0.1 s and more with torch and a few libraries
-    loaded. After the first one, all living objects are set aside (`gc.freeze`), so that later ones look only at new
-    objects. If the program has frozen objects itself, nothing is set aside.
-    """
-
-    def __init__(self) -> None:
-        self._frozen = False
-
-    def collect(self) -> None:
-        """Collect."""
-        gc.collect()
-        if not self._frozen and gc.get_freeze_count() == 0:
-            gc.freeze()
-            self._frozen = True
-
-    def end(self) -> None:
-        """Give the objects that were set aside back to other collections."""
-        if self._frozen:
-            gc.unfreeze()
-
-
 class Trials:
     """Trains on trial, again and again, and restores everything afterwards.
 
@@ -152,16 +128,28 @@ class Trials:
         self._training = training
         self._steps_in_parts = self._iterations if times_parts else 1
         self._snapshot = Snapshot(training.model)
-        self._garbage = GcGuard()
+        self._cleanup = contextlib.ExitStack()
         self.on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
 
     def __enter__(self) -> Trials:
         if self._training.device.type != "cpu":
-            self._garbage.collect()
+            self._collect()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._garbage.end()
+        self._cleanup.close()
+
+    def _collect(self) -> None:
+        """Collect, again and again at little cost.
+
+        A full collection looks at every object of the process, which takes 0.1 s and more with torch and a few
+        libraries loaded. After the first one, all living objects are set aside until the end, so that later ones look
+        only at new objects. If the program has set objects aside itself, nothing more is.
+        """
+        gc.collect()
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
+            self._cleanup.callback(gc.unfreeze)
 
     def try_size(self, size: int, accumulate: int | None) -> Outcome:
         """Train, and restore everything that training changes.
@@ -187,7 +175,7 @@ class Trials:
                 with interrupts_later():
                     self._snapshot.restore()
         if failure or self._training.device.type != "cpu":
-            self._garbage.collect()  # objects in cycles must not count in the next trial
+            self._collect()  # objects in cycles must not count in the next trial
         if not failure and self._memory.crowded:
             failure = "it fits only when cached blocks are freed again and again"
         trial = Trial(size, not failure, self._memory.peak or 0, 0.0 if failure else rate)
