@@ -326,7 +326,7 @@ class FusedAccumulator:
         * `offload_wait`: with `cpu_offload`, seconds that the window waited for gradients to be added on the host, at
           its end and whenever its sums were read.
         """
-        metrics = self.engine.ending.metrics.read()
+        metrics = self.engine.ending.metrics()
         loss_scale = self.engine.scaler.current_scale()
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale

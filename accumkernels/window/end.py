@@ -23,7 +23,7 @@ from .grad_scaler import LossScaler
 from .noise_scale import NoiseMeter
 from .optimizers import OptimizerSteps, owned
 from .state import Outcome, Phase, Window
-from .verdict import Metrics, Verdict, WindowGrads, clip_coefficient
+from .verdict import Verdict, WindowGrads, clip_coefficient
 
 
 class _Last(NamedTuple):
@@ -33,11 +33,21 @@ class _Last(NamedTuple):
         skipped: Whether its step was skipped; on the device until somebody reads it.
         captured: Whether that belongs to a CUDA graph, and changes with every replay.
         reached: Whether any rank had a gradient.
+        micro_batches: Number of its `accumulate` calls.
+        judged: fp64, see `ops.schema.Judged`; nobody changes it any more. None: no window has ended.
+        loss: See `WindowLoss.sums`; called when metrics are read.
+        norm: Its norm, if it was computed.
+        counted: How many windows have ended, and were skipped, whose verdicts the host has.
     """
 
     skipped: bool | Tensor = False
     captured: bool = False
     reached: bool = False
+    micro_batches: int = 0
+    judged: Tensor | None = None
+    loss: Callable[[], Tensor | None] = lambda: None
+    norm: Tensor | None = None
+    counted: tuple[float, float] = (0.0, 0.0)
 
 
 class End:
@@ -53,13 +63,11 @@ class End:
     Attributes:
         last_norm: The last norm computed.
         last: The last window that ended.
-        metrics: Its metrics, and counts of all.
         steps: Checks the optimizers before a window ends, then steps them.
     """
 
     def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
         self.last_norm: Tensor | None = None
-        self.metrics = Metrics(store.layout.device)
         self.steps = OptimizerSteps(store, scaler)
         self.last = _Last()
         self._graphs = False  # whether any window was captured: a graph holds addresses of buffers
@@ -69,6 +77,12 @@ class End:
         self._overflow = overflow
         self._noise = noise
         self._limit: tuple[tuple[float, torch.device], Tensor] | None = None
+        # Windows, and skipped windows, whose verdicts are on the device: fp64 [2], changed in place, so that a replayed
+        # CUDA graph counts too.
+        self._counts: Tensor | None = None
+        if store.layout.device.type != "cpu":
+            with torch.inference_mode(False):
+                self._counts = torch.zeros(2, dtype=torch.float64, device=store.layout.device)
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped, read from the device at most once.
@@ -120,8 +134,37 @@ class End:
 
     def skip_empty(self) -> None:
         """End a window without micro-batches, in a process that ends its windows alone."""
-        self.last = _Last(skipped=True)
-        self.metrics.end_empty_window()
+        judged = torch.zeros(len(Judged), dtype=torch.float64, device=self._store.layout.device)
+        judged[: Judged.SKIP + 1] = 1
+        self.last = _Last(skipped=True, judged=judged, counted=self._count(judged))
+
+    def _count(self, judged: Tensor) -> tuple[float, float]:
+        """Count a window that ends; returns the counts that the host has."""
+        ended, skipped = self.last.counted
+        if judged.is_cpu:  # a number costs a tenth of a tensor
+            numbers = judged.tolist()
+            return ended + numbers[Judged.ENDED], skipped + numbers[Judged.SKIP]
+        if self._counts is not None:
+            self._counts.add_(judged[Judged.ENDED : Judged.SKIP + 1])
+        return ended, skipped
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return what loggers want of the last window, and counts of all, in tensors of their own; nothing is read."""
+        last = self.last
+        ended = torch.tensor(last.counted, dtype=torch.float64, device="cpu")
+        if self._counts is not None:
+            ended = self._counts.clone()
+        found: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
+        if last.judged is not None:
+            judged, loss = last.judged.clone(), last.loss()
+            found["micro_batches"] = last.micro_batches
+            found["micro_batches_used"], found["weight"] = judged[Judged.USED], judged[Judged.WEIGHT]
+            found["found_inf"], found["step_skipped"] = judged[Judged.FOUND_INF].float(), judged[Judged.SKIP].float()
+            if loss is not None:
+                found["loss"] = loss[0] / loss[1]
+            if last.norm is not None:
+                found["grad_norm"] = last.norm.clone()
+        return found
 
     def norm(self, norm_type: float) -> Tensor:
         """Compute the norm of the undivided sums, fp64 0-d."""
@@ -130,7 +173,7 @@ class End:
     def result(self, norm: Tensor) -> Tensor:
         """Convert a norm to what the user gets."""
         self.last_norm = norm.to(self._store.layout.result_dtype)
-        self.metrics.record_norm(self.last_norm)
+        self.last = self.last._replace(norm=self.last_norm)
         return self.last_norm
 
     def results(self, norms: Sequence[Tensor]) -> list[Tensor]:
@@ -271,8 +314,9 @@ class End:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
         window.finalize(Outcome(verdict, grads, ended.stats.idle))
-        self.last = _Last(skip, self._graphs and is_capturing(skip.device), 1 in self.steps.plan.touched)
-        self.metrics.end_window(window.micro_batches, verdict.exact, window.loss.sums)
+        captured, reached = self._graphs and is_capturing(skip.device), 1 in self.steps.plan.touched
+        about = window.micro_batches, verdict.exact, window.loss.sums
+        self.last = _Last(skip, captured, reached, *about, counted=self._count(verdict.exact))
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
         # an overflow would leave the momentum of torch's fused SGD undefined, which is worth a synchronisation.
         plan = self.steps.plan
@@ -294,7 +338,7 @@ class End:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state_dict` returned."""
-        self.last = _Last(state["step_was_skipped"])
+        self.last = self.last._replace(skipped=state["step_was_skipped"], captured=False, reached=False)
         norm = state["last_norm"]
         if norm is not None:
             norm = torch.tensor(norm, dtype=self._store.layout.result_dtype, device=self._store.layout.device)

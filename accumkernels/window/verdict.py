@@ -1,10 +1,9 @@
-"""What a window comes to: its verdict, metrics for loggers, and the gradients that optimizers see."""
+"""What a window comes to: its verdict, and the gradients that optimizers see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ..buffers.parameters import local_grad, move, shaped_like, worst
 from ..buffers.store import Store
 from ..ops.schema import Judged
 
-# ---- A window's verdict (its divisor, and whether to step and to back off), and metrics for loggers
+# ---- A window's verdict: its divisor, and whether to step and to back off
 
 
 class Verdict:
@@ -84,78 +83,6 @@ class Verdict:
 def is_known_zero(scalar: Tensor) -> bool:
     """Whether the host can see, without waiting, that a 0-d tensor is zero."""
     return scalar.is_cpu and scalar.tolist() == 0  # not item(): tolist() is no op
-
-
-class _Ended(NamedTuple):
-    """What `Metrics` says of one window, and how many have ended, and were skipped, whose verdicts the host has."""
-
-    micro_batches: int
-    judged: Tensor
-    loss: Callable[[], Tensor | None]
-    counted: tuple[float, float]
-    norm: Tensor | None = None
-
-
-class Metrics:
-    """A snapshot of the last window that ended, and counts of all windows; nothing is read from the device.
-
-    A GPU updates its counts in place, so that a replayed CUDA graph counts too; counts on the CPU are numbers.
-
-    Args:
-        device: Where to keep the counts.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ended: Tensor | None = None  # windows, and skipped windows, whose verdicts are on the device: fp64 [2]
-        if device.type != "cpu":
-            with torch.inference_mode(False):
-                self._ended = torch.zeros(2, dtype=torch.float64, device=device)
-        self._last: _Ended | None = None
-
-    def end_window(self, micro_batches: int, judged: Tensor, loss: Callable[[], Tensor | None]) -> None:
-        """Record a window that ends.
-
-        Args:
-            micro_batches: Number of its `accumulate` calls.
-            judged: fp64, see `ops.schema.Judged`; nobody changes it any more.
-            loss: See `WindowLoss.sums`; `read` calls it.
-        """
-        counted = (0.0, 0.0) if self._last is None else self._last.counted
-        if judged.is_cpu:  # a number costs a tenth of a tensor
-            numbers = judged.tolist()
-            counted = counted[0] + numbers[Judged.ENDED], counted[1] + numbers[Judged.SKIP]
-        elif self._ended is not None:
-            self._ended.add_(judged[Judged.ENDED : Judged.SKIP + 1])
-        self._last = _Ended(micro_batches, judged, loss, counted)
-
-    def end_empty_window(self) -> None:
-        """Record a window without micro-batches."""
-        judged = torch.zeros(len(Judged), dtype=torch.float64, device=self._device)
-        judged[: Judged.SKIP + 1] = 1
-        self.end_window(0, judged, lambda: None)
-
-    def record_norm(self, norm: Tensor) -> None:
-        """Record the norm of the window that ended."""
-        if self._last is not None:
-            self._last = self._last._replace(norm=norm)
-
-    def read(self) -> dict[str, float | Tensor]:
-        """Return the snapshot, in tensors of its own."""
-        last = self._last
-        counted = torch.tensor((0.0, 0.0) if last is None else last.counted, dtype=torch.float64, device="cpu")
-        ended = counted if self._ended is None else self._ended.clone()
-        window: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
-        if last is not None:
-            judged, loss = last.judged.clone(), last.loss()
-            window["micro_batches"] = last.micro_batches
-            window["micro_batches_used"], window["weight"] = judged[Judged.USED], judged[Judged.WEIGHT]
-            window["found_inf"], window["step_skipped"] = judged[Judged.FOUND_INF].float(), judged[Judged.SKIP].float()
-            if loss is not None:
-                window["loss"] = loss[0] / loss[1]
-            if last.norm is not None:
-                window["grad_norm"] = last.norm.clone()
-        return window
 
 
 # ---- The gradients that optimizers see: views of the flat buffers as `.grad`, or copies rounded to 16 bits
