@@ -260,18 +260,9 @@ class Engine:
         costs = costs_of(samples, split.cost)
         packer = Packer(costs, padded=samples.padded, most=split.most, multiple_of=split.multiple_of)
         budget = math.inf if split.budget is None and split.most is not None else split.budget
-        before = self.window.loss.sums()
         unweighted = None if agree else functools.partial(self.sample_mean.check, loss_fn, samples, costs)
         parts = _Parts(self, call, unweighted, agree, divided_by, last)
-        ran = self.batches.run(samples, packer, budget, parts, self.drawing(batch))
-        if self.options.overflow == "microbatch":
-            self.flush()  # which may be where micro-batches are dropped
-        sums = self.window.loss.sums()
-        if sums is None:
-            sums = torch.zeros(2, dtype=torch.float64, device=device)
-        if before is not None:
-            sums = sums - before
-        return BatchReport(ran.sizes, ran.costs, ran.out_of_memory, ran.peak_bytes, sums[0] / sums[1], ran.extras)
+        return self.batches.run(samples, packer, budget, parts, self.drawing(batch))
 
     @functools.cached_property
     def batches(self) -> BatchRunner:
@@ -467,6 +458,7 @@ class _Parts:
         self._divided_by = divided_by
         self._last = last
         self._begins = engine.window.micro_batches == 0 and not engine.window.dropped
+        self._before = engine.window.loss.sums()
 
     def add(self, part: Any, indices: Sequence[int], whole: bool, last: bool, asks: bool) -> tuple[bool, Any]:
         """Add a part."""
@@ -519,3 +511,15 @@ class _Parts:
         if anew:
             self._engine.drop()
         return anew
+
+    def loss(self) -> Tensor:
+        """The loss of what was added."""
+        engine = self._engine
+        if engine.options.overflow == "microbatch":
+            engine.flush()  # which may be where micro-batches are dropped
+        sums = engine.window.loss.sums()
+        if sums is None:
+            sums = torch.zeros(2, dtype=torch.float64, device=engine.store.layout.devices[0])
+        if self._before is not None:
+            sums = sums - self._before
+        return sums[0] / sums[1]

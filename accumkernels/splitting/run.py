@@ -45,16 +45,6 @@ class BatchReport(NamedTuple):
     extras: list[Any]
 
 
-class Ran(NamedTuple):
-    """What a `BatchRunner` ran; the fields are those of `BatchReport`."""
-
-    sizes: list[int]
-    costs: list[float]
-    out_of_memory: int
-    peak_bytes: int | None
-    extras: list[Any]
-
-
 class Window(Protocol):
     """The window that micro-batches are added to.
 
@@ -88,6 +78,9 @@ class Window(Protocol):
     def begin_anew(self) -> bool:
         """Drop what this batch has added; return False if the window has more than that."""
 
+    def loss(self) -> Tensor:
+        """Return the loss of what this batch has added, as `BatchReport` has it."""
+
 
 class BatchRunner:
     """Runs the batches of one accumulator.
@@ -113,7 +106,7 @@ class BatchRunner:
         budget: float | None,
         window: Window,
         devices: Sequence[torch.device],
-    ) -> Ran:
+    ) -> BatchReport:
         """Run a batch.
 
         Args:
@@ -133,7 +126,16 @@ class BatchRunner:
             if self._free is not None and self._free < 0:
                 raise torch.OutOfMemoryError(self._below(self._memory.alive() or 0))
         with self._memory.limited():
-            return self._run(samples, packer, budget, window, devices)
+            used, tries, peak = self._run(samples, packer, budget, window, devices)
+        extras = [extra for _, _, extra in used]
+        return BatchReport(
+            [size for size, _, _ in used],
+            [cost for _, cost, _ in used],
+            tries,
+            peak,
+            window.loss(),
+            extras if any(extra is not None for extra in extras) else [],
+        )
 
     def _run(
         self,
@@ -142,7 +144,8 @@ class BatchRunner:
         budget: float | None,
         window: Window,
         devices: Sequence[torch.device],
-    ) -> Ran:
+    ) -> tuple[list[tuple[int, float, Any]], int, int | None]:
+        """Run it; return size, cost and extra of each micro-batch that was used, the failed tries, and the peak."""
         outer = sys.exc_info()[1]
         learned, tries, peak, new = self.learned, 0, 0, False
         start = RandomState(devices)
@@ -210,14 +213,7 @@ class BatchRunner:
         learned.end_batch(split=tries > 0)
         self._settled = 0 if new or tries else self._settled + 1
         self._warn_of_splits()
-        extras = [extra for _, _, extra in used]
-        return Ran(
-            [size for size, _, _ in used],
-            [cost for _, cost, _ in used],
-            tries,
-            peak or None,
-            extras if any(extra is not None for extra in extras) else [],
-        )
+        return used, tries, peak or None
 
     def _pack(self, packer: Packer, budget: float | None, window: Window) -> deque[list[int]]:
         """Micro-batches of all samples; empty ones at the end, where other ranks have more."""
