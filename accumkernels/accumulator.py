@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
@@ -169,6 +171,7 @@ class FusedAccumulator:
         self._once: set[str] = set()  # what was said, or looked for, and is not again
         self._iterated = False  # whether `window` was called since a window ended
         self._in_last: object = None  # whose last batch is at hand: of what `window` returned
+        self._turns = threading.RLock()
 
     # ---- what it holds
 
@@ -379,16 +382,17 @@ class FusedAccumulator:
             **kwargs: `retain_graph`, `create_graph` and `inputs` of `Tensor.backward`.
         """
         engine = self.engine
-        engine.check_accumulating("backward()")
-        last = self._ranks.reduces_sums and self._check_last(last)
-        engine.misuse.inspect_loss(loss)
-        if weight is None:
-            weight = 1.0
-            if "unequal items" not in engine.misuse.once:
-                engine.misuse.note_items(loss, sys._getframe(1).f_back)  # above `opaque`; None if C has called
-        else:  # a wrong one is an error before backward runs
-            weight = as_scalar(weight, "weight", self._store.layout.devices[0])
-        engine.backward(loss, engine.micro_batch(weight, last=last), **kwargs)
+        with self._turn("backward()"):
+            engine.check_accumulating("backward()")
+            last = self._ranks.reduces_sums and self._check_last(last)
+            engine.misuse.inspect_loss(loss)
+            if weight is None:
+                weight = 1.0
+                if "unequal items" not in engine.misuse.once:
+                    engine.misuse.note_items(loss, sys._getframe(1).f_back)  # above `opaque`; None if C has called
+            else:  # a wrong one is an error before backward runs
+                weight = as_scalar(weight, "weight", self._store.layout.devices[0])
+            engine.backward(loss, engine.micro_batch(weight, last=last), **kwargs)
 
     @opaque
     def accumulate(self, weight: float | Tensor = 1.0, *, last: bool = False, loss: Tensor | None = None) -> None:
@@ -467,12 +471,13 @@ class FusedAccumulator:
             RuntimeError: As `accumulate`; or `encode` returned other shapes in its second pass. After an exception the
                 window is as it was, unless gradients were added in buckets, which breaks it.
         """
-        self.engine.check_accumulating("backward_coupled()")
-        last = self._check_last(last)
-        check_independent(self.engine.module)
-        scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
-        coupled = CoupledLoss(chunks, encode, loss_fn)
-        return self.engine.backward_coupled(coupled, self.engine.micro_batch(scalar, last=last))
+        with self._turn("backward_coupled()"):
+            self.engine.check_accumulating("backward_coupled()")
+            last = self._check_last(last)
+            check_independent(self.engine.module)
+            scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
+            coupled = CoupledLoss(chunks, encode, loss_fn)
+            return self.engine.backward_coupled(coupled, self.engine.micro_batch(scalar, last=last))
 
     @opaque
     def backward_batch(
@@ -539,7 +544,14 @@ class FusedAccumulator:
         split = Split(
             micro_batch=micro_batch, cost=cost, budget=budget, collate=collate, weight=weight, multiple_of=multiple_of
         )
-        return self.engine.backward_batch(batch, loss_fn, split, last=self._check_last(False))
+        with self._turn("backward_batch()"):
+            return self.engine.backward_batch(batch, loss_fn, split, last=self._check_last(False))
+
+    def _turn(self, caller: str) -> AbstractContextManager[Any]:
+        """Return what a micro-batch runs under, so that threads that train one model take turns."""
+        if torch._C._current_graph_task_id() >= 0:  # in a hook of a backward, which may be the one that has the turn
+            self.engine.check_accumulating(caller)
+        return self._turns
 
     def _check_last(self, last: bool) -> bool:
         """Whether the micro-batch is the window's last, and what is complete may be sent."""
@@ -875,6 +887,7 @@ class FusedAccumulator:
             )
         if (
             self.engine.window.phase is Phase.BROKEN
+            or self.engine.runner.runs
             or self.engine.runner.captures.inbox.running
             or self.engine.runner.is_uncounted()
         ):

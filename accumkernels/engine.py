@@ -122,13 +122,13 @@ class Engine:
         Raises:
             RuntimeError: says why, and what to do.
         """
-        running = self.runner.captures.inbox.running
+        running = self.runner.runs or self.runner.captures.inbox.running
         if running or self.window.phase is not Phase.OPEN or not self.store.has_claim or self.ranks.sender.begun:
             self._refuse(caller, adds=True)
 
     def check_ending(self, caller: str) -> None:
         """Refuse a call that ends the window where it cannot end; see `check_accumulating`."""
-        running = self.runner.captures.inbox.running
+        running = self.runner.runs or self.runner.captures.inbox.running
         if running or self.window.phase is not Phase.OPEN or not self.store.has_claim:
             self._refuse(caller, adds=False)
 
@@ -137,6 +137,11 @@ class Engine:
         phase, interrupted = self.window.phase, self.runner.captures.inbox.running  # of a backward
         if not self.store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
+        if self.runner.runs:
+            raise RuntimeError(
+                f"{caller} while a backward of this accumulator runs, as in one of its hooks: what it has made so far "
+                "would count here. Add up the losses, or call it when that backward has ended"
+            )
         if phase is Phase.FINALIZED:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"

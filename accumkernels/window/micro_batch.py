@@ -43,6 +43,7 @@ class MicroBatchRunner:
 
     Attributes:
         serial: Number of micro-batches ever accumulated, which the kernels store in flags.
+        runs: Whether a backward of its own runs.
         captures: Take gradients.
         casts: Autocast's copies of weights, if they are kept for a window.
         offload: Takes gradients to host memory, if the sums are there.
@@ -50,6 +51,7 @@ class MicroBatchRunner:
 
     def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, noise: NoiseMeter, options: Options) -> None:
         self.serial = 0
+        self.runs = False
         self._store = store
         self._ranks = ranks
         self._sender = ranks.sender
@@ -232,7 +234,7 @@ class MicroBatchRunner:
                 self.flush(window)  # which raises, and breaks the window
             self.offload.begin(lambda: captures.inbox.sources)
         takes = not leaves and (captures.graph is not None or captures.inbox.listens)
-        broken, failed = False, True
+        broken, failed, self.runs = False, True, True
         try:
             sink: Sink = self.offload or self._sums
             if micro_batch.last or self._sender.begun:
@@ -248,6 +250,7 @@ class MicroBatchRunner:
                 self._shared_loss.run(backward, micro_batch)
             failed = False
         finally:
+            self.runs = False
             if takes:
                 broken = captures.end() and self.offload is None
             if failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -177,3 +178,53 @@ def test_whether_backward_crosses_ranks_is_asked_in_each_window(monkeypatch):
             acc.backward(mse_loss(model(x), y))
         assert len(asked) == window
         acc.step(optimizer)
+
+
+OWN_WAYS = {  # of gradients until they are added
+    "whole": {"release": "microbatch"},
+    "fused": {"release": "microbatch", "fuse_weight_gradients": True},
+    "buckets": {"release": "backward", "bucket_bytes": 64},
+    "dropped": {"overflow": "microbatch"},
+}
+
+
+def loss_with_hook(model, x, y, hook):
+    """A loss in whose backward a hook runs, when the last layer has its gradient and the first has none."""
+    between = model[:2](x)
+    between.register_hook(hook)
+    return mse_loss(model[2:](between), y)
+
+
+@pytest.mark.parametrize("options", OWN_WAYS.values(), ids=OWN_WAYS)
+def test_threads_take_turns(options):
+    """A micro-batch of another thread waits until that which runs is counted, as their weights differ."""
+    model = mlp(torch.float64)
+    (x, y), acc = batch(4, torch.float64), ak.FusedAccumulator(model, **options)
+    other = threading.Thread(target=acc.backward, args=(mse_loss(model(x[:1]), y[:1]), 1))
+
+    def start(_):
+        other.start()
+        other.join(0.1)  # it comes back at once where it does not wait
+
+    acc.backward(loss_with_hook(model, x[1:], y[1:], start), weight=3)
+    other.join()
+    acc.finalize()
+    assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-14
+
+
+@pytest.mark.parametrize("options", OWN_WAYS.values(), ids=OWN_WAYS)
+@pytest.mark.parametrize("call", ["backward", "accumulate", "backward_batch", "step"])
+def test_a_micro_batch_inside_another(options, call):
+    """A hook that counts one while the gradients of another are half made is an error."""
+    model = mlp(torch.float64)
+    (x, y), acc = batch(4, torch.float64), ak.FusedAccumulator(model, **options)
+    acc.backward(mse_loss(model(x), y))
+    inner = mse_loss(model(x[:1]), y[:1])
+    arguments = {"backward": (inner,), "accumulate": (), "backward_batch": ((x, y), lambda _: inner), "step": ()}[call]
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) while a backward of this accumulator runs"):
+        acc.backward(loss_with_hook(model, x, y, lambda _: getattr(acc, call)(*arguments)))
+    if options.get("release") == "backward" or "fuse_weight_gradients" in options:
+        acc.zero_()
+        acc.backward(mse_loss(model(x), y))
+    acc.finalize()
+    assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-14
