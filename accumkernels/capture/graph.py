@@ -508,17 +508,43 @@ def _read(roots: Sequence[Node]) -> tuple[Users, list[Node], bool]:
             if function is None:
                 _TORCHS_OWN.add(type(node))
             elif not nested:
-                nested = _runs_backward(function.backward)
+                if type(node) not in _NESTED:
+                    _NESTED[type(node)] = _runs_backward(function.backward, set())
+                nested = _NESTED[type(node)]
     return users, ends, nested
 
 
 _TORCHS_OWN: set[type] = set()  # types of nodes that are no custom functions, seen so far
 
 
-def _runs_backward(backward: Callable[..., Any]) -> bool:
-    """Whether a custom function's backward runs another, as reentrant checkpoints do, which refuse `inputs`."""
-    code = getattr(inspect.unwrap(backward), "__code__", None)
-    return code is None or not {"backward", "_is_checkpoint_valid"}.isdisjoint(code.co_names)
+_NESTED: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()  # types that are; see `_runs_backward`
+
+
+def _runs_backward(backward: Callable[..., Any], seen: set[Any]) -> bool:
+    """Whether a custom function's backward runs another, as reentrant checkpoints do, which refuse `inputs`.
+
+    Helpers that it calls, and what a decorator has wrapped, are looked at too, except torch's own.
+
+    Args:
+        backward: A function.
+        seen: Functions that were looked at.
+    """
+    backward = inspect.unwrap(backward)
+    if not inspect.isfunction(backward):
+        return True
+    seen.add(backward)
+    try:
+        names = inspect.getclosurevars(backward)
+    except ValueError:  # a variable of an enclosing function that is not there any more
+        return True
+    if not {"backward", "_is_checkpoint_valid"}.isdisjoint(backward.__code__.co_names):
+        return True
+    called = filter(inspect.isfunction, (*names.nonlocals.values(), *names.globals.values()))
+    return any(_runs_backward(f, seen) for f in called if f not in seen and not _is_torchs(f))
+
+
+def _is_torchs(function: Callable[..., Any]) -> bool:
+    return (function.__module__ or "").startswith("torch.")
 
 
 def _deferred_tokens(weight: Tensor) -> int:

@@ -69,6 +69,31 @@ class BackwardInside(torch.autograd.Function):
         return grad
 
 
+def recompute(grad):
+    """What reentrant checkpoints do, which refuse to run where the engine is told what to compute."""
+    assert torch.autograd._is_checkpoint_valid()
+    return grad
+
+
+class BackwardInHelper(BackwardInside):
+    """The same, out of a function that its backward calls."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return recompute(grad)
+
+
+def decorated(function):
+    """A decorator that leaves no trace of what it wraps."""
+    return lambda *args: function(*args)
+
+
+class BackwardDecorated(BackwardInside):
+    """The same, behind a decorator."""
+
+    backward = staticmethod(decorated(lambda ctx, grad: recompute(grad)))
+
+
 def autocast(dtype=torch.bfloat16):
     """To 16 bit."""
     return torch.autocast("cpu", dtype)
@@ -138,6 +163,8 @@ GRAPHS = {  # of a weight `w` of 8 x 6 and `h` of 5 x 6, whose gradient is wante
     "own function": (lambda w, h: F.linear(h, Double.apply(w)), None),
     "own product": (lambda w, h: OwnLinear.apply(h, w), None),
     "backward inside": (lambda w, h: BackwardInside.apply(F.linear(h, w)), None),
+    "backward in a helper": (lambda w, h: BackwardInHelper.apply(F.linear(h, w)), None),
+    "backward decorated": (lambda w, h: BackwardDecorated.apply(F.linear(h, w)), None),
     "checkpoint": (checkpointed(False), FUSED),
     "reentrant checkpoint": (checkpointed(True), None),
     "autocast": (under_autocast(lambda w, h: F.linear(h, w)), FUSED),
