@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -109,7 +110,7 @@ class _Weight:
             if taken:
                 if grad.layout is not torch.strided and self.way == _IN_16_BITS:
                     return None
-                capture.inbox.put(self.place, grad)
+                capture.inbox.put(self.place, _unshared(grad))
             elif type(node) is _EMBEDDING:
                 capture.add_embedding(self, run, node, grad)
             else:
@@ -379,6 +380,7 @@ class GraphCapture:
             if self._kept is None or self._kept.factor != run.factor:
                 self.flush()
                 self._kept = _Kept(run.factor)
+            left, right = (_unshared(left), right) if left is grad else (left, _unshared(right))
             tokens = self._kept.add(weight, left, right, run.micro_batch.tag)
             if weight.place[0].queues:  # whoever multiplies them waits for this stream, too
                 self.inbox.order.take(weight.place[0].device)
@@ -572,6 +574,20 @@ def _are_plain(*tensors: Tensor) -> bool:
         if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided or tensor.is_neg():
             return False
     return True
+
+
+_uses_of = operator.methodcaller("_use_count")
+_USES_OF_OWN = 2  # of a gradient in a hook that nobody else has: the engine's, and the hook's
+
+
+def _unshared(grad: Tensor) -> Tensor:
+    """Copy a gradient that others have, too, as behind an addition: they may write to it before it is added.
+
+    Kernels that make the gradient of their input in place (Liger's RMSNorm) do, and show it in no version counter.
+    """
+    base = grad._base  # a view keeps what it is a view of
+    shared = _uses_of(grad) > _USES_OF_OWN or (base is not None and _uses_of(base) > _USES_OF_OWN)
+    return grad.clone() if shared else grad
 
 
 # ---- saved tensors, which a hook reads before the node itself does

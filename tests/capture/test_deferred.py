@@ -182,3 +182,44 @@ def test_wrong_value():
     """It names the option, what it may be, and the value."""
     with pytest.raises(ValueError, match="fuse_weight_gradients must be 'auto', 'deferred', True or False, got 'late'"):
         ak.FusedAccumulator(net(), fuse_weight_gradients="late")
+
+
+class InPlace(torch.autograd.Function):
+    """Doubles; makes its input's gradient in the memory of its output's, which no counter shows, as Liger's RMSNorm."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad.data.mul_(2)
+        return grad
+
+
+class Beside(nn.Module):
+    """A product whose gradient another function gets, too, and later."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x):
+        """The function comes before the product, and its backward after the product's."""
+        first, _, second, tanh, last = self.body
+        h = first(x)
+        return last(tanh(InPlace.apply(h) + second(tanh(h))))
+
+
+def test_a_gradient_that_another_function_writes_to():
+    """What is kept is what the product's backward would have seen, as in stock."""
+    model = Beside()
+    truth, total = copy.deepcopy(model), 0.0
+    acc = ak.FusedAccumulator(model, fuse_weight_gradients="deferred")
+    for seed in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        acc.backward(model(x).square().mean())
+        total = total + truth(x).square().mean()
+    total.backward()
+    acc.finalize()
+    assert relative_error([p.grad * 3 for p in model.parameters()], [p.grad for p in truth.parameters()]) < TOLERANCE

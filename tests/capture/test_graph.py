@@ -94,6 +94,19 @@ class BackwardDecorated(BackwardInside):
     backward = staticmethod(decorated(lambda ctx, grad: recompute(grad)))
 
 
+class InPlace(torch.autograd.Function):
+    """Doubles; makes its input's gradient in the memory of its output's, which no counter shows, as Liger's RMSNorm."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad.data.mul_(2)
+        return grad
+
+
 def autocast(dtype=torch.bfloat16):
     """To 16 bit."""
     return torch.autocast("cpu", dtype)
@@ -179,6 +192,14 @@ GRAPHS = {  # of a weight `w` of 8 x 6 and `h` of 5 x 6, whose gradient is wante
     "autocast, convolution": (under_autocast(lambda w, h: F.conv1d(h.view(5, 6, 1), w.view(8, 6, 1))), None),
     "cast": (lambda w, h: F.linear(h.bfloat16(), w.bfloat16()), FUSED),
     "cast, two ways": (cast_for_two, HALF),
+    "a cast beside what writes to its gradient": (
+        lambda w, h: InPlace.apply(torch.cat([h, h[:3]]).bfloat16()) + w.bfloat16(),
+        HALF,
+    ),
+    "a cast's view beside it": (
+        lambda w, h: InPlace.apply(torch.cat([h, h[:3]]).bfloat16()[None]) + w.bfloat16()[None],
+        HALF,
+    ),
     "two casts": (twice_cast, FUSED),
     "a cast and a square": (lambda w, h: w.bfloat16().square().sum() + w.square().sum(), None),
     "two casts, one square": (lambda w, h: w.bfloat16().square().sum() + w.bfloat16().sum(), None),
@@ -230,6 +251,16 @@ def test_the_way_of_a_weight(name, fuse, release):
         assert same_bits(acc.main_grad(w), torch.zeros_like(w) if stock is None else stock)
     else:
         assert relative_error([acc.main_grad(w)], [stock]) < (BF16 if casts or "cast" in name else FP32)
+
+
+@pytest.mark.parametrize("name", ["autocast, a first layer", "autocast, packed", "cast, two ways"])
+def test_gradients_that_nobody_else_has_are_not_copied(name, monkeypatch):
+    """With each torch, which may hold more references to them."""
+    seen, unshared = [], graph._unshared
+    monkeypatch.setattr(graph, "_unshared", lambda grad: seen.append(unshared(grad) is grad) or grad)
+    w, h = parts()
+    ak.FusedAccumulator([w], fuse_weight_gradients=False).backward(loss_of(GRAPHS[name][0], w, h))
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
