@@ -92,7 +92,9 @@ class FusedAccumulator:
         cache_casts: Keep autocast's 16-bit copies of the weights for the whole window, in torch's own cache, from the
             first `acc.backward` or from the beginning of `acc.window` on, which saves a cast of every weight in each
             further micro-batch. For loops in which only optimizers change weights: an edit in place inside a window is
-            an error that names the parameter, and an edit by `.data` is not seen until the next window.
+            an error that names the parameter, and an edit by `.data` is not seen until the next window. A window's
+            autocast contexts need one dtype. Where a micro-batch has several of them, gradients of their common casts
+            are added up in 16 bits, as in one context.
         cpu_offload: Keep sums, fp32 masters and the optimizer's state in host memory, for a model whose weights fit on
             the card and whose training does not. `parameters()` yields masters on the CPU for every trainable
             parameter; backward copies gradients to pinned memory, and a thread adds them once the whole backward has
