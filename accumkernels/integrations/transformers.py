@@ -264,7 +264,7 @@ class FusedAccumulationMixin(Base):
                 "micro-batches: the gradient would be their mean, where transformers adds them up. Add up the losses, "
                 "and run one backward (override compute_loss)"
             )
-        self._adds_means = means
+        self._adds_means |= means and ran > 0  # else it has run a backward of its own, whose loss the Trainer's is
         return loss
 
     def _backward_batch(self, compute: Callable[[Any], Tensor], inputs: Any, means: bool, steps: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any
@@ -84,6 +85,7 @@ class TrainerWindow:
         self.sums = False
         self.finalized = False
         self.stepped = self.dropped = False
+        self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._needs_closure = needs_closure(optimizer) or (closures and may_call_closure(optimizer))
         self.alone = alone
@@ -227,6 +229,8 @@ class TrainerWindow:
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
         """
+        if self.stepped:
+            self._open_for_own()
         if self.finalized:
             if not self.spent:
                 raise RuntimeError(
@@ -395,6 +399,8 @@ class TrainerWindow:
 
     def finalize(self) -> None:
         """Average and set `.grad`, unless that is done or nothing was accumulated."""
+        if self.stepped:
+            self._open_for_own()
         if self.finalized:
             return
         self._take_uncounted()
@@ -402,6 +408,16 @@ class TrainerWindow:
             return
         self.accumulator.finalize(self.optimizer, divisor=self._divisor() if self.sums else None)
         self.finalized = True
+
+    def _open_for_own(self) -> None:
+        """Open the next window if a backward of the loop's own, which opens none, has left gradients since the step."""
+        grads = [(entry.param, entry.param.grad) for entry in self.engine.store.named]
+        for (_, grad), left in zip(grads, self._left, strict=True):
+            if grad is not None and (left is None or left[0]() is not grad or left[1] != grad._version):
+                self.close()
+                for p, own in grads:
+                    p.grad = own
+                return
 
     def _take_uncounted(self) -> None:
         """Before the end, take what the loop made of `.grad`, and gradients of backwards that the trainer did not see.
@@ -431,7 +447,7 @@ class TrainerWindow:
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; returns its norm before clipping."""
-        if not self.finalized:
+        if self.stepped or not self.finalized:
             self.finalize()
         if not self.finalized:
             return torch.zeros(())
@@ -467,6 +483,8 @@ class TrainerWindow:
     ) -> Tensor | None:
         """Step, and return the norm before clipping, with `max_norm`."""
         if self.stepped:
+            self._open_for_own()
+        if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
         with contextlib.nullcontext() if self._scaler is None else apart(self._scaler, self.optimizer):
@@ -482,7 +500,7 @@ class TrainerWindow:
             # After `finalize`, which has asked the other ranks, sums are those of all.
             self._idle = self.engine.window.micro_batches == 0 and 1 not in self.engine.store.touched_bytes()
             if self._idle:  # as in stock torch: nothing moves, and schedulers go on
-                self.stepped = self.finalized
+                self.stepped, self._left = self.finalized, [None] * len(self.engine.store.named)
                 if self._scaler is None and not self._needs_closure:
                     self.optimizer.step(**kwargs)
                 return None
@@ -501,6 +519,10 @@ class TrainerWindow:
         if self.engine.ranks.size > 1:
             self.dropped = self.spent  # all ranks drop it, or the next end says which do not
         self.stepped = True
+        self._left = [
+            None if (grad := entry.param.grad) is None else (weakref.ref(grad), grad._version)
+            for entry in self.engine.store.named
+        ]
         return norm
 
     @property
@@ -558,7 +580,7 @@ class TrainerWindow:
 
         A rank that drops what all have finalized differs from those that step it, and says so at the next end.
         """
-        if self.engine.ranks.sender.begun:
+        if self.engine.ranks.sender.begun and not self.finalized:
             self.finalize()
         dropped = self.dropped or (self.finalized and not self.stepped)
         self._shown = []

@@ -105,6 +105,18 @@ def raw_backward(accelerator, model, optimizer, scheduler):
             optimizer.zero_grad()
 
 
+def own_backwards(accelerator, model, optimizer, scheduler):
+    """Backwards that accelerate does not see, alone or before its own, and gradients cleared by way of the model."""
+    for i in range(9):
+        loss_of(model, i).backward()
+        if i % 3 == 1:
+            accelerator.backward(loss_of(model, 10 + i))
+        accelerator.clip_grad_norm_(model.parameters(), 0.05 if i % 2 else 1e6)
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad(set_to_none=i % 4 < 2)
+
+
 def nothing_to_step(accelerator, model, optimizer, scheduler):
     """A step without a backward: schedulers go on."""
     optimizer.step()
@@ -130,7 +142,8 @@ def closures(accelerator, model, optimizer, scheduler):
             optimizer.zero_grad()
 
 
-LOOPS = [recipe, by_hand, dropped, raw_backward, nothing_to_step, closures]
+LOOPS = [recipe, by_hand, dropped, raw_backward, own_backwards, nothing_to_step, closures]
+COUNTED = (recipe, raw_backward)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -138,7 +151,7 @@ def test_loops(loop):
     """Where a loop does not count by `accumulate()` and `backward`, gradients are accelerate's own."""
     models = []
     for cls in BOTH:
-        accelerator = make(cls, steps=1 if loop in (by_hand, dropped, closures, nothing_to_step) else 4)
+        accelerator = make(cls, steps=4 if loop in COUNTED else 1)
         model = mlp()
         optimizer = adamw(model.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)

@@ -47,6 +47,7 @@ BY_ANY = [
 BY_TWO = [
     trainer_scenarios.accelerate_empty_rank,
     trainer_scenarios.accelerate_failed_backward,
+    trainer_scenarios.accelerate_own_backward,
     trainer_scenarios.accelerate_recipe,
     trainer_scenarios.accelerate_refuses,
     trainer_scenarios.lightning_resumed,
@@ -124,6 +125,13 @@ def test_accelerates_recipe_for_token_counts(found):
     for result in found["accelerate_recipe"]:
         for name in ("stock", "ours"):
             assert_close(result[name], expected, ROUNDING["fp32"])
+
+
+def test_backwards_that_accelerate_does_not_see(found):
+    """`loss.backward()` is averaged over ranks at the step, in every window."""
+    check(found, "accelerate_own_backward")
+    for result in found["accelerate_own_backward"]:
+        assert_close(result["ours"], result["stock"], ROUNDING["fp32"])
 
 
 def test_a_rank_without_micro_batches_clips_alike(found):

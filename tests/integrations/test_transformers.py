@@ -176,6 +176,30 @@ def test_loss_functions_of_ones_own(tmp_path, scaled):
     assert stock > 0.05 if scaled is False else stock < ROUNDING
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_backwards_of_a_training_step(tmp_path, inside):
+    """`loss.backward()` in a `training_step` that does not call ours, or that ours calls: all is as in the Trainer."""
+
+    class Own(STOCK):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.current_gradient_accumulation_steps
+            loss.backward()
+            return loss.detach()
+
+    class Called(FusedAccumulationMixin, Own):
+        pass
+
+    class Instead(Trainer):
+        training_step = Own.training_step
+
+    stock = train(Own, tmp_path, 20, Plain(), sgd, num_train_epochs=2)
+    ours = train(Called if inside else Instead, tmp_path, 20, Plain(), sgd, num_train_epochs=2)
+    for one, two in zip(stock.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+    for key in ("loss", "grad_norm"):
+        assert logged(ours, key) == pytest.approx(logged(stock, key), rel=1e-5)
+
+
 def test_weight_of_a_micro_batch(tmp_path):
     """Labels that are not -100, after the shift if the loss shifts them; else rows; whatever one says."""
     labels = torch.tensor([[1, 2, -100, 3], [4, -100, -100, 5]])

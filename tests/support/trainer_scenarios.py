@@ -164,6 +164,25 @@ def accelerate_recipe(rank, size):
     return found
 
 
+def accelerate_own_backward(rank, size):
+    """Backwards that accelerate does not see, and gradients cleared by way of the model."""
+    environment(rank, size)
+    found = {}
+    for name in ("stock", "ours"):
+        one = accelerator("stock" if name == "stock" else None)
+        one.gradient_accumulation_steps = 1
+        model = mlp()
+        model, optimizer = one.prepare(model, sgd(model.parameters()))
+        for window in range(3):
+            x, y = item(window * size + rank)
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            model.zero_grad()
+        found[name] = parameters(model)
+        one.free_memory()
+    return found
+
+
 def accelerate_several(rank, size):
     """One model, two optimizers, one clipping; and two models with one optimizer."""
     environment(rank, size)
