@@ -224,13 +224,13 @@ class FusedAccumulator:
         Raises:
             TypeError, ValueError: `param` is not a tensor, not accumulated here, or frozen.
         """
-        place = self._store.place(expect(param, Tensor, "main_grad(): param", "a parameter"))
-        if place is None:
+        found = self._store.segment_of(expect(param, Tensor, "main_grad(): param", "a parameter"))
+        if found is None:
             raise ValueError(
                 f"main_grad(): a tensor of shape {tuple(param.shape)} is not one of the accumulator's trainable "
                 "parameters"
             )
-        buffer, segment = place
+        buffer, segment = found
         if buffer.released:
             raise RuntimeError(
                 "main_grad(): release_buffers() freed the buffers; the next accumulate() makes them anew"
@@ -521,9 +521,9 @@ class FusedAccumulator:
             cost: What a sample takes of the memory: a function of one sample, or one number per sample, in any unit,
                 which stays the same in all calls, since what fits is learnt in it. Default: 1; with `collate` the
                 length of a sample, or of a mapping's first value that has one. A micro-batch costs the sum of its
-                samples', with `collate` the dearest times their number, since it is padded to that.
+                samples', with `collate` the most expensive times their number, since it is padded to that.
             budget: The most that a micro-batch may cost, unless it is a single sample. Samples are sorted by cost and
-                packed into as few micro-batches as possible, about as dear as each other, the dearest first: always
+                packed into as few micro-batches as possible, of about the same cost, the most expensive first: always
                 the same for the same batch and budget.
             collate: Makes a part of a list of samples, right before it runs, so that it is padded to its own longest.
             weight: Returns the weight of a part, such as its number of label tokens. Default: its number of samples. A

@@ -262,7 +262,7 @@ class Streams:
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], torch.Stream] = {}
 
-    def see(self, device: torch.device) -> None:
+    def record(self, device: torch.device) -> None:
         """Note the current stream of a device that has streams, before the tensor that it computes is passed on."""
         key = (device.index, stream_id(device))
         if key not in self.seen:
@@ -273,7 +273,7 @@ class Streams:
         for (index, number), stream in list(self.seen.items()):
             if (device is None or index == device.index) and number != stream_id(stream.device):
                 current_stream(stream.device).wait_stream(stream)
-                self.see(stream.device)
+                self.record(stream.device)
 
 
 class StreamOrder:

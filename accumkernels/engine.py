@@ -204,7 +204,7 @@ class Engine:
                 self.discard()
             raise
         if self.window.micro_batches >= self.patience.limit:
-            self.patience.see(self.window.micro_batches)
+            self.patience.record(self.window.micro_batches)
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, **kwargs: Any) -> None:
         """Run a micro-batch: backward of its plain loss, with arguments of `Tensor.backward`, and `accumulate`."""
@@ -257,16 +257,16 @@ class Engine:
             splits_together: Whether ranks wait for each other in `loss_fn`.
         """
         self.check_accumulating("backward_batch()")
-        agree = self._agreement(split.is_automatic, splits_together)
+        max_over_ranks = self._max_over_ranks(split.is_automatic, splits_together)
         device = self.store.layout.devices[0]
         check = functools.partial(as_scalar, name="weight", device=device)
-        call = LossAndWeight(loss_fn, split.weight, check, agree is not None)
+        call = LossAndWeight(loss_fn, split.weight, check, max_over_ranks is not None)
         samples = samples_of(batch, split.collate)
         costs = costs_of(samples, split.cost)
         packer = Packer(costs, padded=samples.padded, most=split.most, multiple_of=split.multiple_of)
         budget = math.inf if split.budget is None and split.most is not None else split.budget
-        unweighted = None if agree else functools.partial(self.sample_mean.check, loss_fn, samples, costs)
-        parts = _Parts(self, call, unweighted, agree, divided_by, last)
+        unweighted = None if max_over_ranks else functools.partial(self.sample_mean.check, loss_fn, samples, costs)
+        parts = _Parts(self, call, unweighted, max_over_ranks, divided_by, last)
         return self.batches.run(samples, packer, budget, parts, self.drawing(batch))
 
     @functools.cached_property
@@ -285,7 +285,7 @@ class Engine:
         devices |= dict.fromkeys(leaf.device for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         return [device for device in devices if is_accelerator(device)]
 
-    def _agreement(self, automatic: bool, together: bool) -> Callable[[Sequence[int]], list[int]] | None:
+    def _max_over_ranks(self, automatic: bool, together: bool) -> Callable[[Sequence[int]], list[int]] | None:
         """The largest of such numbers on all ranks, if they wait for each other in forward or backward; else None."""
         if not self.store.sharded:
             if not self.ranks.ends_together:  # nobody waits, and modules need no look
@@ -353,7 +353,7 @@ class Engine:
         return found
 
     def _close(self) -> None:
-        """The window ends: a backward from here on adds to what is handed out."""
+        """The window ends: a backward from here on adds to what is assigned."""
         if self.runner.casts is not None:
             self.runner.casts.release()
         if self.window.micro_batches == 0 and self.ranks.ends_together:
@@ -452,11 +452,11 @@ class _Parts:
         engine: Engine,
         call: LossAndWeight,
         unweighted: Callable[[Any, Sequence[int], Tensor], None] | None,
-        agree: Callable[[Sequence[int]], list[int]] | None,
+        max_over_ranks: Callable[[Sequence[int]], list[int]] | None,
         divided_by: float | Tensor | None,
         last: bool,
     ) -> None:
-        self.agree = agree
+        self.max_over_ranks = max_over_ranks
         self._engine = engine
         self._call = call
         self._unweighted = unweighted

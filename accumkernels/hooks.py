@@ -239,7 +239,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(callable(value) for value in (*args[1:], *kwargs.values()))
 
 
-def _watch(name: str, tell: Callable[[Follower, list[Tensor]], None]) -> Any:
+def _watch(name: str, notify: Callable[[Follower, list[Tensor]], None]) -> Any:
     """Tell followers of the calls of one of torch's clipping functions, whenever and however users imported it.
 
     What users import is a wrapper around the function that does the work, which is replaced inside the wrapper.
@@ -260,7 +260,7 @@ def _watch(name: str, tell: Callable[[Follower, list[Tensor]], None]) -> Any:
             for ref in tuple(_followers):
                 follower = ref()
                 if follower is not None:
-                    tell(follower, tensors)
+                    notify(follower, tensors)
         return inner(tensors, *args, **kwargs)
 
     cells[0].cell_contents = watched

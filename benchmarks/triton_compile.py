@@ -39,8 +39,8 @@ def variants() -> Iterator[Variant]:
         {"COUNT": True, "BLOCK": TOTAL_BLOCK},
     )
     yield Variant(kernels.check_weight_kernel, "check_weight_kernel", {"weight": "*fp64", "found_inf": "*fp64"}, {})
-    judged = dict.fromkeys(("verdict", "state", "divisor", "norm", "max_norm", "overflow"), "*fp64")
-    yield Variant(kernels.judge_kernel, "judge_kernel", {**judged, "single": "*fp32"}, {})
+    arguments = dict.fromkeys(("verdict", "state", "divisor", "norm", "max_norm", "overflow"), "*fp64")
+    yield Variant(kernels.decide_kernel, "decide_kernel", {**arguments, "single": "*fp32"}, {})
     for inf in (False, True):
         types = {"out": "*fp64", "partials": "*fp64", "num_partials": "i32"}
         constants: dict[str, object] = {"INF": inf, "BLOCK": TOTAL_BLOCK}

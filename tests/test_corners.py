@@ -357,7 +357,7 @@ def test_no_reference_cycles_with_the_scaler():
         scaler.step(optimizer)
         scaler.update()
         acc.zero_()
-        acc.engine.ending.last = acc.engine.ending.last._replace(judged=None)
+        acc.engine.ending.last = acc.engine.ending.last._replace(verdict=None)
         assert judged() is None
     finally:
         gc.enable()

@@ -132,7 +132,7 @@ _log = logger(__name__)
 use_count = torch._C._storage_Use_Count
 
 
-class HandedOut:
+class ExposedViews:
     """Hands out views of one flat buffer in every window, as the same tensors.
 
     The next window overwrites the buffer. Stock torch leaves a `.grad` that an optimizer or a user has kept as it was
@@ -173,7 +173,7 @@ class HandedOut:
         """Move what somebody keeps out of the buffer, after every `.grad` was set to None.
 
         Args:
-            uses: Of the storage, before this window handed out anything.
+            uses: Of the storage, before this window exposed anything.
 
         Returns:
             False if some of it cannot be moved, since its address is known elsewhere.
@@ -317,21 +317,21 @@ class FlatBuffer:
             keep_until_done([self.tensor])
         self.tensor = torch.empty(0, dtype=self.dtype, device=self.device)
         self.views = []
-        self._exposed: HandedOut | None = None
-        self._uses: int | None = None  # of the tensor's storage, before this window handed out anything
+        self._exposed: ExposedViews | None = None
+        self._uses: int | None = None  # of the tensor's storage, before this window exposed anything
 
     def allocate(self) -> None:
         """Allocate the tensor and its views."""
         self.tensor = zeros(self.numel, self.dtype, self.device)
         self.views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in self.segments]
 
-    def without(self, gone: Sequence[int]) -> FlatBuffer:
+    def without(self, freed: Sequence[int]) -> FlatBuffer:
         """Return a buffer of the other segments, which has no memory yet, with their flags.
 
         Args:
-            gone: For each segment, not 0 if it is left out.
+            freed: For each segment, not 0 if it is left out.
         """
-        kept = [segment for segment, is_freed in zip(self.segments, gone, strict=True) if not is_freed]
+        kept = [segment for segment, is_freed in zip(self.segments, freed, strict=True) if not is_freed]
         rest = FlatBuffer(kept, self.dtype, self.device, self.ops)
         rest.flags.copy_(self.flags[[segment.index for segment in kept]])
         return rest
@@ -455,11 +455,11 @@ class FlatBuffer:
             return self.views
         return [self.views[s.index] for s in self.touched_segments() if only is None or id(s.param) in only]
 
-    def expose(self) -> HandedOut:
+    def expose(self) -> ExposedViews:
         """The views of all segments that may become `.grad`; not `views`, which users may keep (`main_grad`)."""
         if self._exposed is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._exposed = HandedOut(self.tensor, self.segments)
+                self._exposed = ExposedViews(self.tensor, self.segments)
         if self._uses is None:
             self._uses = use_count(self._exposed.storage._cdata)
         return self._exposed

@@ -81,12 +81,12 @@ class Masters(Follower):
             offloaded = slots is not None and p.device.type != "cpu" and p.dtype in FLOAT_DTYPES
             if offloaded or p.dtype in (torch.float16, torch.bfloat16):
                 if p.requires_grad and local(p).numel():
-                    place = local(p).untyped_storage()._cdata, local(p).storage_offset()
-                    if at.setdefault(place, entry.name) != entry.name:
+                    memory = local(p).untyped_storage()._cdata, local(p).storage_offset()
+                    if at.setdefault(memory, entry.name) != entry.name:
                         raise ValueError(
-                            f"params: {entry.name!r} and {at[place]!r} are two parameters in the same memory, and each "
-                            "would get a master: rounding one would undo the other's step. Make them one parameter "
-                            "(module.weight = other.weight)"
+                            f"params: {entry.name!r} and {at[memory]!r} are two parameters in the same memory, and "
+                            "each would get a master: rounding one would undo the other's step. Make them one "
+                            "parameter (module.weight = other.weight)"
                         )
                 device, dtype = p.device if slots is None else "cpu", buffer_dtype(p.dtype)
                 placeholder = torch.zeros((), dtype=dtype, device=device).expand(local(p).shape)

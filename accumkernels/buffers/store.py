@@ -44,10 +44,10 @@ class _AsBuilt:
     """
 
     def __init__(self, named: Sequence[NamedParameter], segments: Sequence[Segment]) -> None:
-        places = [(owner, key, entry.param) for entry in named for owner, key in entry.owners]
-        self._owners = [owner for owner, _, _ in places]
-        self._keys = [key for _, key, _ in places]
-        self._owned = [param for _, _, param in places]
+        owned = [(owner, key, entry.param) for entry in named for owner, key in entry.owners]
+        self._owners = [owner for owner, _, _ in owned]
+        self._keys = [key for _, key, _ in owned]
+        self._owned = [param for _, _, param in owned]
         self._params = [s.param for s in segments]
         # Not of subclasses, which need not have an address.
         plain = all(type(p) in (Tensor, Parameter) for p in self._params)
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
     """What follows from the buffers of a store: what is planned for one layout may not fit the next.
 
     Attributes:
-        places: Where gradients are summed, by id of the parameter and of its master.
+        segments_by_id: Where gradients are summed, by id of the parameter and of its master.
         device: The first that has sums, where weights are counted and results are returned.
         devices: Those that forward and backward run on. The first has losses, and weights until they are added.
         queues: The devices of parameters whose work is queued on streams.
@@ -81,7 +81,7 @@ class Layout(NamedTuple):
         as_built: What parameters were; None if one is a DTensor.
     """
 
-    places: dict[int, tuple[FlatBuffer, Segment]]
+    segments_by_id: dict[int, tuple[FlatBuffer, Segment]]
     device: torch.device
     devices: list[torch.device]
     queues: tuple[torch.device, ...]
@@ -139,7 +139,7 @@ class Store:
 
     def claims(self, param: Tensor) -> bool:
         """Whether the parameter, or the master, belongs to this store."""
-        return id(param) in self._ids or id(param) in self.layout.places
+        return id(param) in self._ids or id(param) in self.layout.segments_by_id
 
     def release_claim(self) -> None:
         """Let another accumulator take the parameters."""
@@ -176,13 +176,13 @@ class Store:
             translated.append({**group, "params": targets})
         return translated
 
-    def place(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
+    def segment_of(self, param: Tensor) -> tuple[FlatBuffer, Segment] | None:
         """Where the gradient of a parameter or master is summed; None if it is frozen, or not ours."""
-        return self.layout.places.get(id(param))
+        return self.layout.segments_by_id.get(id(param))
 
     def unplaced(self) -> list[NamedParameter]:
         """Parameters that require a gradient and have no segment: those that were unfrozen since the last `grow`."""
-        return [e for e in self.named if e.param.requires_grad and id(e.param) not in self.layout.places]
+        return [e for e in self.named if e.param.requires_grad and id(e.param) not in self.layout.segments_by_id]
 
     def grow(self, fresh: list[NamedParameter]) -> list[FlatBuffer]:
         """Lay out parameters in new buffers, and return these.
@@ -233,7 +233,7 @@ class Store:
         sizes = [segment.param.numel() * itemsize for segment, itemsize in pairs]
         freed = sum(size for size, is_idle in zip(sizes, idle, strict=True) if is_idle)
         # The first device counts weights, and needs a buffer for that while others have one.
-        left = [buffer.device for buffer, gone in self._by_buffer(idle) if 0 in gone]
+        left = [buffer.device for buffer, freed in self._by_buffer(idle) if 0 in freed]
         if 1 not in idle or freed < least * sum(sizes) or (left and left[0] != self.layout.device):
             return b""
         return idle
@@ -248,14 +248,14 @@ class Store:
             idle: For each segment, in the order of buffers, not 0 if it goes.
         """
         buffers = []
-        for buffer, gone in self._by_buffer(idle):
-            if not any(gone):
+        for buffer, freed in self._by_buffer(idle):
+            if not any(freed):
                 buffers.append(buffer)
                 continue
             buffer.release()
-            if not all(gone):
+            if not all(freed):
                 with torch.inference_mode(False), torch.no_grad():
-                    buffers.append(buffer.without(gone))
+                    buffers.append(buffer.without(freed))
         self.buffers[:] = buffers
         self.layout = self._lay_out()
         _log.debug("frozen parameters gave back %d segments: %s", sum(map(bool, idle)), self)
@@ -270,16 +270,16 @@ class Store:
 
     def _lay_out(self) -> Layout:
         """Find what follows from the buffers; devices stay as they were if there are none."""
-        places: dict[int, tuple[FlatBuffer, Segment]] = {}
+        segments_by_id: dict[int, tuple[FlatBuffer, Segment]] = {}
         for buffer in self.buffers:
             for segment in buffer.segments:
-                places[id(segment.param)] = places[id(self.target(segment.param))] = (buffer, segment)
+                segments_by_id[id(segment.param)] = segments_by_id[id(self.target(segment.param))] = (buffer, segment)
         found = list(dict.fromkeys(buffer.grad_device for buffer in self.buffers)) or self.layout.devices
         segments = [segment for buffer in self.buffers for segment in buffer.segments]
         sharded = any(buffer.sharded for buffer in self.buffers)
         wide = any(buffer.dtype == torch.float64 for buffer in self.buffers)
         return Layout(
-            places=places,
+            segments_by_id=segments_by_id,
             device=self.buffers[0].device if self.buffers else self.layout.device,
             devices=found if self.slots is None else sorted(found, key=_is_cpu),
             queues=tuple(dict.fromkeys(buffer.grad_device for buffer in self.buffers if buffer.queues)),
@@ -297,8 +297,8 @@ class Store:
         if self.layout.as_built is not None and self.layout.as_built.holds():
             return
         for entry in self.named:
-            place = self.place(entry.param)
-            change = entry.check_identity() or (place[1].drift() if place else None)
+            found = self.segment_of(entry.param)
+            change = entry.check_identity() or (found[1].drift() if found else None)
             if change is not None:
                 raise RuntimeError(
                     f"{change}; after such a change call remove() and build a new FusedAccumulator and optimizer"
@@ -368,7 +368,7 @@ class Store:
         nothing = torch.empty(0, device=state.device)
         ops.reference.accumulate_(nothing, state, [], [], [], nothing, nothing, None, tag, *weight, None, drop)
 
-    def agreed(self, state: Tensor, touched: Sequence[int] | None) -> None:
+    def adopt(self, state: Tensor, touched: Sequence[int] | None) -> None:
         """Adopt the state that all ranks agreed on.
 
         Args:

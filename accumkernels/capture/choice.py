@@ -14,7 +14,7 @@ from ..buffers.store import Store
 from ..hooks import Handles
 from ..ops.products import sums_fit_in_cache
 from .graph import FusionPolicy, GraphCapture
-from .inbox import Bucket, Inbox, MicroBatch, Place, Sink, default_bucket_bytes
+from .inbox import Bucket, Inbox, MicroBatch, SegmentKey, Sink, default_bucket_bytes
 
 _SMALLEST_FUSED = 2**18  # elements; below, hooks cost more than the bytes that they save
 _WIDE_RANGE = frozenset({torch.bfloat16, torch.float32})
@@ -159,9 +159,9 @@ class Captures:
             self.inbox.end()
         return broken
 
-    def reports(self, place: Place) -> bool:
+    def reports(self, key: SegmentKey) -> bool:
         """Whether `Sink.leaf_ran` reports when all gradients of a segment have come."""
-        return self.graph is not None and self.graph.reports(place)
+        return self.graph is not None and self.graph.reports(key)
 
     def remove(self) -> None:
         """Remove every hook."""

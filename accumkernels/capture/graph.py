@@ -31,7 +31,7 @@ from ..buffers.flat import FlatBuffer, Segment
 from ..buffers.store import Store
 from ..devices import keep_until_done
 from ..ops.products import Gemm, add_product, add_rows, choose, widened
-from .inbox import Inbox, MicroBatch, Place, Sink, have_hooks, in_compiled_autograd, is_ours_alone
+from .inbox import Inbox, MicroBatch, SegmentKey, Sink, has_only_our_hooks, have_hooks, in_compiled_autograd
 
 _NODES: Any = torch._C._functions
 _LEAF, _CAST, _TRANSPOSE = _NODES.AccumulateGrad, _NODES.ToCopyBackward0, _NODES.TBackward0
@@ -84,17 +84,17 @@ class _Weight:
 
     Attributes:
         param: The parameter.
-        place: Its segment.
+        key: Its segment.
         numel: Its elements.
         products: The way to add a product, by dtype and number of tokens.
         way: How its gradient came in the last backward whose graph was read, one of `_WAYS`; None: by autograd.
     """
 
-    __slots__ = ("_capture", "numel", "param", "place", "products", "way")
+    __slots__ = ("_capture", "key", "numel", "param", "products", "way")
 
     def __init__(self, capture: GraphCapture, buffer: FlatBuffer, segment: Segment) -> None:
         self._capture = weakref.ref(capture)
-        self.param, self.place, self.numel = segment.param, (buffer, segment.index), segment.numel
+        self.param, self.key, self.numel = segment.param, (buffer, segment.index), segment.numel
         self.products: dict[tuple[torch.dtype, int], Gemm | None] = {}
         self.way: str | None = None
 
@@ -110,15 +110,15 @@ class _Weight:
             if taken:
                 if grad.layout is not torch.strided and self.way == _IN_16_BITS:
                     return None
-                capture.inbox.put(self.place, _unshared(grad))
+                capture.inbox.put(self.key, _unshared(grad))
             elif type(node) is _EMBEDDING:
                 capture.add_embedding(self, run, node, grad)
             else:
                 capture.add_product(self, run, node, grad)
         run.nodes[self] -= 1
         if run.nodes[self] == 0 and self.way == _FUSED and run.micro_batch.last:
-            if run.sink.leaf_ran(self.place, capture.inbox.holds(self.place)):
-                capture.inbox.flush(self.place[0].grad_device)
+            if run.sink.leaf_ran(self.key, capture.inbox.holds(self.key)):
+                capture.inbox.flush(self.key[0].grad_device)
         return (None,) if taken else None
 
 
@@ -198,7 +198,7 @@ class GraphCapture:
         self._policy = policy
         self.weights: dict[int, _Weight] = {}
         self.run: _Backward | None = None
-        self._until_look = 0  # number of backwards
+        self._until_walk = 0  # number of backwards
         self._kept: _Kept | None = None
         self._lock = threading.RLock()  # of what is kept: a backward over several devices has a thread for each
 
@@ -229,8 +229,8 @@ class GraphCapture:
         """
         if not self.inbox.listening or not self.weights or torch._C._are_functorch_transforms_active():
             return ()
-        if self._until_look:
-            self._until_look -= 1
+        if self._until_walk:
+            self._until_walk -= 1
             return ()
         if in_compiled_autograd(enabled=True):
             return ()
@@ -256,7 +256,7 @@ class GraphCapture:
                 ends += sources  # else what leads only to an excluded leaf would not run
         if not found:
             if not self._policy.fuses:  # fused gradients have bits of their own, which no earlier backward may change
-                self._until_look = EVERY - 1
+                self._until_walk = EVERY - 1
             return ()
         self.run = run
         # The first node may itself be one of the sources.
@@ -269,7 +269,7 @@ class GraphCapture:
 
     def _sources(self, weight: _Weight, run: _Backward, leaf: Node, users: Users, fuses: bool) -> list[Node] | None:
         """Find the nodes that make a weight's gradient, of which each can be taken; None: leave it to autograd."""
-        if not is_ours_alone(weight.param):
+        if not has_only_our_hooks(weight.param):
             return None
         found: list[Node] = []
         passed = [leaf]  # nodes between the leaf and those
@@ -354,7 +354,7 @@ class GraphCapture:
         )
 
     def _way(self, weight: _Weight, dtype: torch.dtype, tokens: int) -> Gemm | None:
-        buffer, index = weight.place
+        buffer, index = weight.key
         if (dtype, tokens) not in weight.products:
             weight.products[dtype, tokens] = choose(buffer.views[index], dtype, tokens)
         return weight.products[dtype, tokens]
@@ -369,7 +369,7 @@ class GraphCapture:
         left, right = (grad, input) if transposed else (input, grad)
         way = self._way(weight, grad.dtype, grad.shape[0])
         if way is None or grad.dtype != input.dtype or not _are_plain(grad, input):
-            self.inbox.put(weight.place, left.t().mm(right))
+            self.inbox.put(weight.key, left.t().mm(right))
             return
         assert isinstance(run.factor, float)
         most = _deferred_tokens(weight.param) if self._policy.deferred else 0
@@ -382,15 +382,15 @@ class GraphCapture:
                 self._kept = _Kept(run.factor)
             left, right = (_unshared(left), right) if left is grad else (left, _unshared(right))
             tokens = self._kept.add(weight, left, right, run.micro_batch.tag)
-            if weight.place[0].queues:  # whoever multiplies them waits for this stream, too
-                self.inbox.order.take(weight.place[0].device)
+            if weight.key[0].queues:  # whoever multiplies them waits for this stream, too
+                self.inbox.order.take(weight.key[0].device)
             self.inbox.note_added()
             too_many = self._kept.nbytes > sum(b.tensor.nbytes for b in self._store.buffers) // _KEPT_PART
             if too_many or run.micro_batch.last or tokens >= most:
                 self._flush(self._kept, weight)
 
     def _add(self, weight: _Weight, way: Gemm, left: Tensor, right: Tensor, factor: float, tag: int) -> None:
-        buffer, index = weight.place
+        buffer, index = weight.key
         begins = self._write(weight, tag)
         add_product(way, buffer.views[index], left, right, factor, 0.0 if begins else 1.0)
 
@@ -410,7 +410,7 @@ class GraphCapture:
     def _flush(self, products: _Kept, weight: _Weight) -> None:
         kept = products.take(weight)
         if any(left._version != a or right._version != b for left, a, right, b, _ in kept):
-            name = weight.place[0].segments[weight.place[1]].name
+            name = weight.key[0].segments[weight.key[1]].name
             raise RuntimeError(
                 f"an operand of the gradient of {name!r} was changed in place after its backward, before it was "
                 "multiplied (fuse_weight_gradients='deferred'): drop the window by acc.zero_(), and use 'auto' where "
@@ -420,7 +420,7 @@ class GraphCapture:
         left, right = (lefts[0], rights[0]) if len(kept) == 1 else (torch.cat(lefts), torch.cat(rights))
         way = self._way(weight, left.dtype, left.shape[0]) or widened
         self._add(weight, way, left, right, products.factor, kept[-1].tag)
-        if weight.place[0].queues:
+        if weight.key[0].queues:
             keep_until_done(lefts + rights)
 
     def drop_kept(self) -> None:
@@ -435,9 +435,9 @@ class GraphCapture:
         options = -1 if padding >= 2**63 else padding, node._saved_scale_grad_by_freq
         if not _are_plain(grad):
             rows = weight.param.shape[0]
-            self.inbox.put(weight.place, torch.ops.aten.embedding_dense_backward(grad, indices, rows, *options))
+            self.inbox.put(weight.key, torch.ops.aten.embedding_dense_backward(grad, indices, rows, *options))
             return
-        buffer, index = weight.place
+        buffer, index = weight.key
         view, factor = buffer.views[index], run.factor
         assert factor is not None
         if self._write(weight, run.micro_batch.tag):
@@ -446,9 +446,9 @@ class GraphCapture:
 
     def _write(self, weight: _Weight, tag: int) -> bool:
         """Announce an addition of micro-batch `tag` to a segment; return whether it holds no sum of this window yet."""
-        buffer, index = weight.place
+        buffer, index = weight.key
         if self.run is not None:
-            self.run.sink.check_writable(weight.place)
+            self.run.sink.check_writable(weight.key)
             if not self.inbox.added:
                 self.inbox.note_added()
         first = not buffer.touched[index]
@@ -457,9 +457,9 @@ class GraphCapture:
             self.inbox.order.take(buffer.device)
         return first
 
-    def reports(self, place: Place) -> bool:
+    def reports(self, key: SegmentKey) -> bool:
         """Whether `Sink.leaf_ran` will report when all gradients of a segment have come."""
-        weight = self.weights.get(id(place[0].params[place[1]]))
+        weight = self.weights.get(id(key[0].params[key[1]]))
         return weight is not None and weight.way == _FUSED
 
     # ---- after it

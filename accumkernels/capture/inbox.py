@@ -67,18 +67,18 @@ class Captured(NamedTuple):
 
 
 Bucket = Sequence[tuple[FlatBuffer, Captured]]
-Place = tuple[FlatBuffer, int]  # a segment
-_Item = tuple[Place, Tensor]
+SegmentKey = tuple[FlatBuffer, int]  # a segment
+_Item = tuple[SegmentKey, Tensor]
 
 
 class Sink:
     """Receives gradients while a backward runs. By itself it needs all of them, and sends none to other ranks.
 
     Attributes:
-        awaited: Segments whose gradients must be handed over at once, with all that is pending.
+        flush_at: Segments whose gradients must be handed over at once, with all that is pending.
     """
 
-    awaited: Set[Place] = frozenset()
+    flush_at: Set[SegmentKey] = frozenset()
 
     def add(self, bucket: Bucket, micro_batch: MicroBatch) -> None:
         """Add gradients to the flat buffers."""
@@ -91,14 +91,14 @@ class Sink:
         """
         return None
 
-    def check_writable(self, place: Place) -> None:
+    def check_writable(self, key: SegmentKey) -> None:
         """Refuse an addition to a segment that is being sent to other ranks."""
 
-    def leaf_ran(self, place: Place, pending: bool) -> bool:
+    def leaf_ran(self, key: SegmentKey, pending: bool) -> bool:
         """Note that a segment gets no more gradients in this backward.
 
         Args:
-            place: The segment.
+            key: The segment.
             pending: Whether one of its gradients has not been handed over yet.
 
         Returns:
@@ -144,7 +144,7 @@ def _references() -> int:
     return counts[-1]
 
 
-_NONE: Set[Place] = frozenset()
+_NONE: Set[SegmentKey] = frozenset()
 
 
 class _Pending:
@@ -166,14 +166,14 @@ class _Route(NamedTuple):
     """Where gradients go in one backward.
 
     Attributes:
-        add: Gets full buckets, and what is awaited; None: everything is kept until it is drained.
-        awaited: See `Sink`.
+        add: Gets full buckets, and what `flush_at` names; None: everything is kept until it is drained.
+        flush_at: See `Sink`.
         limit: Bytes of a full bucket.
         references: To a leaf's node while its hooks run, if nobody else holds it.
     """
 
     add: Callable[[Bucket], None] | None
-    awaited: Set[Place]
+    flush_at: Set[SegmentKey]
     limit: float
     references: int
 
@@ -219,7 +219,7 @@ class Inbox:
         self.always = usual is not None
         self.listens = self.running = self.added = False
         self.listening = True
-        self.frozen: list[Place] = []
+        self.frozen: list[SegmentKey] = []
         self.order = StreamOrder()
         self._store = store
         self._handles = handles
@@ -238,9 +238,9 @@ class Inbox:
 
     def listen(self, buffers: Sequence[FlatBuffer]) -> None:
         """Put a hook on every parameter of new buffers; on those that are frozen once they are unfrozen."""
-        places = [(buffer, index) for buffer in buffers for index in buffer.all_indices] + self.frozen
+        keys = [(buffer, index) for buffer in buffers for index in buffer.all_indices] + self.frozen
         self.frozen = []
-        for buffer, index in places:
+        for buffer, index in keys:
             param = buffer.params[index]
             if not param.requires_grad:
                 self.frozen.append((buffer, index))
@@ -249,21 +249,21 @@ class Inbox:
                 self._handles.add(param.register_post_accumulate_grad_hook(hook))
             self.listens = True
 
-    def _hook(self, place: Place, sharded: bool) -> Callable[[Tensor], None]:
+    def _hook(self, key: SegmentKey, sharded: bool) -> Callable[[Tensor], None]:
         """Make the hook that a parameter calls when backward has made its `.grad`."""
-        segment = place[0].segments[place[1]]
+        segment = key[0].segments[key[1]]
         nbytes, queues, pending = (
             segment.numel * segment.dtype.itemsize,
-            place[0].queues,
-            self._pending[place[0].grad_device],
+            key[0].queues,
+            self._pending[key[0].grad_device],
         )
 
         def take(param: Tensor) -> None:
             if is_dynamo_compiling():  # under compiled autograd, which must not look into what follows
-                _take_opaquely(self, place, param)
+                _take_opaquely(self, key, param)
                 return
             if not self.running:
-                self.take_first(place, param)
+                self.take_first(key, param)
                 return
             grad = local_grad(param) if sharded else param.grad
             if grad is None:  # another hook may have taken it
@@ -274,16 +274,16 @@ class Inbox:
                     return
             param.grad = None
             if queues:
-                self._streams.see(grad.device)
-            pending.items.append((place, grad))
+                self._streams.record(grad.device)
+            pending.items.append((key, grad))
             pending.nbytes += nbytes
-            if pending.nbytes >= route.limit or (route.awaited and place in route.awaited):
-                self.flush(place[0].grad_device)
+            if pending.nbytes >= route.limit or (route.flush_at and key in route.flush_at):
+                self.flush(key[0].grad_device)
 
-        take.of_accumulator = True  # type: ignore[attr-defined]  # see `is_ours_alone`
+        take.of_accumulator = True  # type: ignore[attr-defined]  # see `has_only_our_hooks`
         return take
 
-    def take_first(self, place: Place, param: Tensor) -> None:
+    def take_first(self, key: SegmentKey, param: Tensor) -> None:
         """Take a backward's first gradient (or any, if nobody knows that a backward has begun), if it takes any."""
         if not (self.listening and (self.always or self.running)):
             return
@@ -291,7 +291,7 @@ class Inbox:
         grad = local_grad(param)
         if grad is not None and not _others_wait(param, torch._C._current_autograd_node()):
             param.grad = None
-            self.put(place, grad)
+            self.put(key, grad)
 
     def _begin_loops(self, *_: Any) -> None:
         """Note that a loop's own backward runs, and ask to be called at its end."""
@@ -318,7 +318,7 @@ class Inbox:
             holds_leaves: Whether the `inputs` of the backward hold the nodes of leaves.
         """
         add = functools.partial(sink.add, micro_batch=micro_batch)
-        self._route = _Route(add, sink.awaited, self.bucket_bytes, _references() + holds_leaves)
+        self._route = _Route(add, sink.flush_at, self.bucket_bytes, _references() + holds_leaves)
         self.running = self.listening
 
     def end(self) -> None:
@@ -332,21 +332,21 @@ class Inbox:
 
     # ---- pending gradients
 
-    def put(self, place: Place, grad: Tensor) -> None:
+    def put(self, key: SegmentKey, grad: Tensor) -> None:
         """Keep a segment's gradient, or a part of it."""
-        if place[0].queues:
-            self._streams.see(grad.device)
-        pending = self._pending[place[0].grad_device]
-        pending.items.append((place, grad))
+        if key[0].queues:
+            self._streams.record(grad.device)
+        pending = self._pending[key[0].grad_device]
+        pending.items.append((key, grad))
         pending.nbytes += grad.nbytes
-        if pending.nbytes >= self._route.limit or place in self._route.awaited:
-            self.flush(place[0].grad_device)
+        if pending.nbytes >= self._route.limit or key in self._route.flush_at:
+            self.flush(key[0].grad_device)
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, key: SegmentKey) -> bool:
         """Whether a gradient of a segment is pending, here or in `.grad`, which may be left to somebody else's hook."""
         return (
-            any(pending == place for pending, _ in self._pending[place[0].grad_device].items)
-            or place[0].params[place[1]].grad is not None
+            any(pending == key for pending, _ in self._pending[key[0].grad_device].items)
+            or key[0].params[key[1]].grad is not None
         )
 
     @property
@@ -412,12 +412,12 @@ class Inbox:
         Returns:
             The gradients that are the only ones of their parameters.
         """
-        counts = collections.Counter(place for place, _ in items)
+        counts = collections.Counter(key for key, _ in items)
         single = []
-        for place, grad in items:
-            param = place[0].params[place[1]]
-            if counts[place] == 1 and param.grad is None:
-                single.append((place, grad))
+        for key, grad in items:
+            param = key[0].params[key[1]]
+            if counts[key] == 1 and param.grad is None:
+                single.append((key, grad))
             else:
                 param.grad = grad.to(param.dtype) if param.grad is None else param.grad + grad
         for pending in self._pending.values():
@@ -494,7 +494,7 @@ def _buckets(items: list[_Item]) -> list[Bucket]:
     while items:
         later: list[_Item] = []
         first = items[0][0][0]
-        found = {first: {place[1]: grad for place, grad in items if place[0] is first}}
+        found = {first: {key[1]: grad for key, grad in items if key[0] is first}}
         if len(found[first]) < len(items):  # else one buffer, each segment once: nearly always, and three times as fast
             found = {}
             for item in items:
@@ -521,7 +521,7 @@ def in_compiled_autograd(enabled: bool = False) -> bool:
     return getattr(module, "compiled_autograd_enabled" if enabled else "in_compiled_autograd_region", False)
 
 
-def is_ours_alone(param: Tensor) -> bool:
+def has_only_our_hooks(param: Tensor) -> bool:
     """Whether nobody else waits for a parameter's gradient; hooks would not see what never gets there."""
     return param.requires_grad and not param._backward_hooks and not _others_find_grad(param)
 

@@ -49,7 +49,7 @@ class Watches:
                         self._handles.add(_watch(param))
                 quiet = [p for p in params if not p._post_accumulate_grad_hooks]
                 if quiet:
-                    _look_once(quiet, self._handles)
+                    _inspect_once(quiet, self._handles)
 
     def remove(self) -> None:
         """Take off every hook."""
@@ -81,7 +81,7 @@ def _watch(param: Tensor, found: StorageWeakRef | None = None) -> RemovableHandl
         found: Memory that a gradient came in, and that somebody else held; None before its first backward.
     """
 
-    def look(param: Tensor) -> None:
+    def inspect(param: Tensor) -> None:
         nonlocal found
         if is_dynamo_compiling():  # under compiled autograd, which copies what it does not own
             return
@@ -94,19 +94,19 @@ def _watch(param: Tensor, found: StorageWeakRef | None = None) -> RemovableHandl
         if storage is not None:
             _take_own_memory(param)
 
-    look.of_accumulator = True  # type: ignore[attr-defined]  # see `inbox.is_ours_alone`
-    handle = param.register_post_accumulate_grad_hook(look)
+    inspect.of_accumulator = True  # type: ignore[attr-defined]  # see `inbox.has_only_our_hooks`
+    handle = param.register_post_accumulate_grad_hook(inspect)
     hooks: Any = param._post_accumulate_grad_hooks
     for key in [key for key in hooks if key != handle.id]:
         hooks[key] = hooks.pop(key)  # torch calls them in the order of insertion, which move_to_end leaves as it was
     return handle
 
 
-def _look_once(params: Sequence[Tensor], handles: Handles) -> None:
+def _inspect_once(params: Sequence[Tensor], handles: Handles) -> None:
     """Look at the gradients of parameters when a backward ends that reached the first or the last of them."""
     own: list[RemovableHandle] = []
 
-    def look() -> None:
+    def inspect() -> None:
         while own:  # only now: a backward that raises does not come here
             own.pop().remove()
         for param in params:
@@ -117,7 +117,7 @@ def _look_once(params: Sequence[Tensor], handles: Handles) -> None:
 
     def ask(_: Tensor) -> None:
         if not is_dynamo_compiling():
-            torch.autograd.Variable._execution_engine.queue_callback(look)
+            torch.autograd.Variable._execution_engine.queue_callback(inspect)
 
     ask.of_accumulator = True  # type: ignore[attr-defined]
     for param in dict.fromkeys((params[0], params[-1])):

@@ -150,7 +150,7 @@ class Accelerator(Stock):
         self.reads_gradients = True
         self.counts_micro_batches = False
         self.splits_together = False
-        self._apart = False  # whether a loss function runs whose ranks have split their batches differently
+        self._split_differs = False  # whether a loss function runs whose ranks have split their batches differently
         self._accumulator_options = dict(options)
         self._preparing = False
         self._wrapped: list[nn.Module] = []  # as prepared; accelerate's `_models` has what was passed
@@ -238,18 +238,18 @@ class Accelerator(Stock):
             models = [model for model in self._wrapped if any(id(p) in stepped for p in model.parameters())]
             models = models if any(optimizer.optimizer is other for other in alike) else []
             others = set().union(*(other for other in steps if other is not stepped))
-            alone = not any(id(p) in others for model in models for p in model.parameters())
+            exclusive = not any(id(p) in others for model in models for p in model.parameters())
             window = optimizer.window
             if window is None and not models:
                 continue
-            if window is not None and len(window.modules) == len(models) and window.alone == alone:
+            if window is not None and len(window.modules) == len(models) and window.exclusive == exclusive:
                 continue
             if window is not None:
                 window.release()
                 optimizer.window = None
             if models:
                 window = TrainerWindow(
-                    models, optimizer.optimizer, self.scaler, alone=alone, **self._accumulator_options
+                    models, optimizer.optimizer, self.scaler, exclusive=exclusive, **self._accumulator_options
                 )
                 optimizer.window = window
 
@@ -328,7 +328,7 @@ class Accelerator(Stock):
         finally:
             for window in windows:
                 window.micro_batch = None
-                window.due = window.number if self.sync_gradients else None
+                window.expected_end = window.number if self.sync_gradients else None
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """As in accelerate; it has no effect with FSDP2, which reduces each micro-batch."""
@@ -463,11 +463,11 @@ class Accelerator(Stock):
             )
         self._begin(self._windows, None if self.counts_micro_batches else 1.0, steps=1)
         window = self._windows[0]
-        self._apart = window.splits_apart(self.splits_together)
+        self._split_differs = window.splits_differ(self.splits_together)
         try:
             report = window.backward_batch(batch, loss_fn, self.splits_together, **options)
         finally:
-            self._apart = False
+            self._split_differs = False
         self._counted([window])
         return report
 
@@ -482,7 +482,7 @@ class Accelerator(Stock):
         return super().reduce(tensor, *args, **kwargs)
 
     def _check_together(self, name: str) -> None:
-        if self._apart:
+        if self._split_differs:
             raise RuntimeError(
                 f"accelerator.{name}() in the loss function of backward_batch: ranks may split their batches into "
                 "different numbers of parts, and would wait for each other. Call it after backward_batch (in a "

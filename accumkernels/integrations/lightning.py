@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..accumulator import FusedAccumulator
 from ..errors import expect, logger, needs
 from ..splitting.run import BatchReport
-from .lightning_readers import is_users, looks_at_grad, reader_of_grad
+from .lightning_readers import is_users, reader_of_grad, reads_grad
 from .several import backward_coupled_of_all, driven, run_for_all
 from .window import NOT_RUN, TrainerWindow, split_options
 
@@ -78,18 +78,18 @@ class FusedAccumulation(pl.Callback):
         self._strategy: Any = None  # whose training_step splits batches
         self._sharding: Any = None  # the strategy that saves sharded optimizers
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
-        self._apart = False  # whether it runs, and ranks split their batches differently
+        self._split_differs = False  # whether it runs, and ranks split their batches differently
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
         self._loss: Tensor | None = None  # of the last backward, not scaled
-        self._stepped: list[int] = []  # places of windows that this batch has stepped
+        self._stepped: list[int] = []  # indices of windows that this batch has stepped
         self._before: list[int] = []  # micro-batches of each window that are not this batch's
         self._begins = False  # whether Lightning is about to clear gradients, and has not yet
         self._precision: Precision | None = None
         self._manual = False
         self._lightning_optimizers: list[Any] = []
         self._saved: dict[str, Any] | None = None
-        self._gone: list[str] = []  # what checkpoints after `fit` lack
+        self._left_out: list[str] = []  # what checkpoints after `fit` lack
         # Whether `.grad` is there after backward.
         self._leaves = split is None and options.get("release") == "microbatch"
         self._edited = False  # whether the module's own `backward` looks for it
@@ -150,13 +150,15 @@ class FusedAccumulation(pl.Callback):
             )
         saved = self._saved
         self._release()
-        self._saved, self._gone = saved, []
+        self._saved, self._left_out = saved, []
         precision = strategy.precision_plugin
         scaler = getattr(precision, "scaler", None)
         model = strategy.model if strategy.model is not None else pl_module
-        alone = len(trainer.optimizers) == 1
+        exclusive = len(trainer.optimizers) == 1
         for optimizer in driven(trainer.optimizers):
-            self._windows.append(TrainerWindow([model], optimizer, scaler, alone=alone, closures=True, **self._options))
+            self._windows.append(
+                TrainerWindow([model], optimizer, scaler, exclusive=exclusive, closures=True, **self._options)
+            )
         self._before = [0] * len(self._windows)
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
@@ -275,7 +277,7 @@ class FusedAccumulation(pl.Callback):
         if self._windows:
             open_ = max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows)
             masters = any(window.engine.store.masters is not None for window in self._windows)
-            self._gone = ["the fp32 masters"] * masters + [f"{open_} micro-batches of a window"] * bool(open_)
+            self._left_out = ["the fp32 masters"] * masters + [f"{open_} micro-batches of a window"] * bool(open_)
         for window in self._windows:
             window.release()
         self._windows = []
@@ -349,7 +351,7 @@ class FusedAccumulation(pl.Callback):
         windows, leaves = self._windows, self._leaves or self._edited
         scaler = getattr(self._precision, "scaler", None)
         self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
-        if len(windows) == 1 and windows[0].alone:
+        if len(windows) == 1 and windows[0].exclusive:
             windows[0].run(run, tensor, self._batch_weight, leaves=leaves)
         else:
             run_for_all(windows, tensor, self._batch_weight, run, leaves)
@@ -459,11 +461,11 @@ class FusedAccumulation(pl.Callback):
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             window.close()  # as Lightning's zero_grad, which comes after the parts' backwards
         self._begin(1, ends=not trainer.fit_loop._should_accumulate())
-        self._apart = window.splits_apart()
+        self._split_differs = window.splits_differ()
         try:
             report = window.backward_batch(batch, loss_fn, **(self._split or {}))
         finally:
-            self._apart = False
+            self._split_differs = False
             results.update(batch=batch, batch_size=None)
         return report.loss.to(losses[0].dtype) if losses else None
 
@@ -471,7 +473,7 @@ class FusedAccumulation(pl.Callback):
         """A strategy's method that is an error while parts run; a function, since Lightning copies what it keeps."""
 
         def communicate(*args: Any, **kwargs: Any) -> Any:
-            if self._apart:
+            if self._split_differs:
                 raise RuntimeError(
                     "training_step communicates, while ranks may have split their batches into different numbers of "
                     "parts, and would wait for each other: log with on_step=False or without sync_dist=True, and "
@@ -489,7 +491,7 @@ class FusedAccumulation(pl.Callback):
     def _take(self) -> None:
         """Take the gradients of the last backward, each for the optimizer that steps its parameter."""
         for window in self._windows:
-            if window.running is not None and (window.alone or window.reached):
+            if window.running is not None and (window.exclusive or window.reached):
                 window.take(self._loss)
 
     # ---- the end of a window, in place of the precision plugin's
@@ -508,25 +510,25 @@ class FusedAccumulation(pl.Callback):
             kind = type(self._precision)
             return kind.optimizer_step(self._precision, optimizer, model=model, closure=closure, **kwargs)
         self._take()
-        place = self._windows.index(window)
+        index = self._windows.index(window)
         again = None
         if self._manual and window.evaluates and closure is not do_nothing_closure:
             again = functools.partial(self._evaluate, window, optimizer, model, closure)
-        ran = window.reached or window.accumulator.micro_batches > self._before[place]  # a backward of this batch
+        ran = window.reached or window.accumulator.micro_batches > self._before[index]  # a backward of this batch
         result = NOT_RUN if again is not None and ran and not window.finalized else closure()
         self._take()
         if window.stepped and not self._manual:  # an epoch without backwards: StochasticWeightAveraging's for BatchNorm
             window.open()
         if self._manual:
-            self._say_averaged(window.accumulator.micro_batches - self._before[place])
-            self._before[place] = 0
+            self._say_averaged(window.accumulator.micro_batches - self._before[index])
+            self._before[index] = 0
         window.folds = again is None and self._nobody_reads_gradients(model)
         if not window.folds:
             window.finalize()
         if result is not NOT_RUN:
             self._precision._after_closure(model, optimizer)  # on_before_optimizer_step, and the Trainer's clipping
         window.step(result, again=again, **kwargs)
-        self._stepped.append(place)
+        self._stepped.append(index)
         return None if result is NOT_RUN else result
 
     def _evaluate(
@@ -553,7 +555,7 @@ class FusedAccumulation(pl.Callback):
         )
 
     def _nobody_reads_gradients(self, model: pl.LightningModule) -> bool:
-        return not self._read_elsewhere and not looks_at_grad((model, *model.trainer.callbacks))
+        return not self._read_elsewhere and not reads_grad((model, *model.trainer.callbacks))
 
     def _clip_gradients(
         self,
@@ -597,12 +599,12 @@ class FusedAccumulation(pl.Callback):
         """The accumulators' states: masters and an open window; empty with FSDP2."""
         self._take()
         if not self._windows:
-            if self._gone:
+            if self._left_out:
                 _log.warning(
                     "a checkpoint after trainer.fit() has ended, by an exception or not, leaves out %s: a run that "
                     "resumes from it goes on without. Let ModelCheckpoint save while it runs (every_n_train_steps=..., "
                     "save_last=True)",
-                    " and ".join(self._gone),
+                    " and ".join(self._left_out),
                 )
             return {}
         if any(window.engine.store.sharded for window in self._windows):

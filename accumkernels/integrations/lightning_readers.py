@@ -30,7 +30,7 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accumkernels")  # whos
 _CALLED = {"__init__", "__call__", "forward"}  # where an object's name is all that code says
 
 
-def looks_at_grad(owners: Iterable[pl.LightningModule | pl.Callback]) -> bool:
+def reads_grad(owners: Iterable[pl.LightningModule | pl.Callback]) -> bool:
     """Whether any hook between a window's last backward and the next window runs code of the user's."""
     return any(is_users(owner, name) for owner in owners for name in _HOOKS)
 

@@ -71,7 +71,7 @@ class LossProbe:
             if self.normalization(inputs) is None:
                 forms.setdefault(self._form(inputs), []).append(inputs)
         for form, alike in forms.items():
-            answer = self._trainer.told_normalization or self._find_out(alike, items)
+            answer = self._trainer.declared_normalization or self._find_out(alike, items)
             if answer is not None:
                 self._answers[form] = answer
             if answer == MEAN and (shifts := self._find_shift(alike, items)) is not None:
@@ -88,13 +88,13 @@ class LossProbe:
 
     def _find_out(self, alike: list[Any], items: Tensor | int | None) -> str | None:
         if self._trainer.adds_up(items):
-            divided = self._agreed(self._divided_part, alike, items)
+            divided = self._on_all_ranks(self._divided_part, alike, items)
             if math.isnan(divided):
                 return None
             if divided >= _FOLLOWS:
                 self._check_rest(abs(1 - divided))
                 return DIVIDED
-        growth = self._agreed(self._growth, alike, items)
+        growth = self._on_all_ranks(self._growth, alike, items)
         return SUM if abs(growth - _TIMES) < _SUM * _TIMES else MEAN
 
     def _divided_part(self, inputs: Any, items: Any) -> float:
@@ -124,7 +124,7 @@ class LossProbe:
         able = torch.tensor([float(any(map(self._tells_shift, alike)))], device=self._trainer.args.device)
         if not bool(self._trainer.accelerator.gather(able).any()):
             return None
-        counts = self._agreed(self._counts_first, alike, items)
+        counts = self._on_all_ranks(self._counts_first, alike, items)
         return None if math.isnan(counts) else counts == 0
 
     def _tells_shift(self, inputs: Any) -> bool:
@@ -159,7 +159,7 @@ class LossProbe:
         same = math.isclose(first, none, rel_tol=_ROUNDING) or (math.isnan(first) and math.isnan(none))
         return float(not same) if tells else math.nan
 
-    def _agreed(self, ask: Callable[[Any, Any], float], alike: list[Any], items: Any) -> float:
+    def _on_all_ranks(self, ask: Callable[[Any, Any], float], alike: list[Any], items: Any) -> float:
         """The answer for the first micro-batch that has one on any rank; nan if none has."""
         for index in range(self._trainer.args.gradient_accumulation_steps):  # as often on all ranks
             own = torch.tensor([ask(alike[index % len(alike)], items)], device=self._trainer.args.device)

@@ -33,7 +33,7 @@ class OptimizerAccumulator:
         modules: The modules that have such parameters.
         optimizer: Changed while this object lives.
         scaler: The trainer's GradScaler, if it is enabled.
-        alone: Whether no other optimizer steps parameters of the modules.
+        exclusive: Whether no other optimizer steps parameters of the modules.
         masters: What the masters of trainable parameters begin with, by id of the parameter; else with its values.
         **options: Of FusedAccumulator.
 
@@ -50,7 +50,7 @@ class OptimizerAccumulator:
         optimizer: Optimizer,
         scaler: torch.amp.GradScaler | None,
         *,
-        alone: bool,
+        exclusive: bool,
         masters: Mapping[int, Tensor],
         **options: Any,
     ) -> None:
@@ -66,7 +66,7 @@ class OptimizerAccumulator:
                 "checkpoints would lack the masters. Use FusedAccumulator in a loop of your own (docs/cpu_offload.md)"
             )
         checked = Options(scaler=scaler, **options)
-        if len(modules) == 1 and alone:
+        if len(modules) == 1 and exclusive:
             self.engine = Engine(modules[0], checked, group, stepped=stepped)
         else:
             named = [

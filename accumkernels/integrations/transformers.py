@@ -195,7 +195,7 @@ class FusedAccumulationMixin(Base):
         return self._loss_is is None and type(self).micro_batch_weight is FusedAccumulationMixin.micro_batch_weight
 
     @property
-    def told_normalization(self) -> str | None:
+    def declared_normalization(self) -> str | None:
         """How the user says that losses are normalized."""
         if self._loss_is is not None:
             return SUM if self._loss_is == "sum" else MEAN
@@ -210,9 +210,9 @@ class FusedAccumulationMixin(Base):
 
     def adds_up(self, items: Tensor | int | None) -> bool:
         """Whether the Trainer adds losses up as they are: it believes that they are divided by this number of items."""
-        told = getattr(self, "loss_is_scaled_for_ga", None)
-        if told is not None:
-            return told
+        declared = getattr(self, "loss_is_scaled_for_ga", None)
+        if declared is not None:
+            return declared
         return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:

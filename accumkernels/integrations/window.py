@@ -44,7 +44,7 @@ class TrainerWindow:
         optimizer: With `master_weights=True` it gets the masters in place of 16-bit parameters, and keeps its state. A
             parameter that is added to it later is accumulated from the next window on.
         scaler: The trainer's GradScaler.
-        alone: Whether no other optimizer steps parameters of the modules.
+        exclusive: Whether no other optimizer steps parameters of the modules.
         closures: Whether the trainer gives its optimizers a closure in each step, as an optimizer may expect.
         **options: Of FusedAccumulator.
 
@@ -63,7 +63,7 @@ class TrainerWindow:
         running: The micro-batch whose backward `run` has started, until it is counted or dropped.
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
         number: The number of the window in which it began.
-        due: The number of the window that the trainer's last micro-batch was to end; None inside a window.
+        expected_end: The number of the window that the trainer's last micro-batch was to end; None inside a window.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TrainerWindow:
         optimizer: Optimizer,
         scaler: torch.amp.GradScaler | None,
         *,
-        alone: bool = True,
+        exclusive: bool = True,
         closures: bool = False,
         **options: Any,
     ) -> None:
@@ -88,19 +88,19 @@ class TrainerWindow:
         self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._needs_closure = needs_closure(optimizer) or (closures and may_call_closure(optimizer))
-        self.alone = alone
+        self.exclusive = exclusive
         self.micro_batch: int | None = None
         self.folds = False
         self._promised: tuple[float | Tensor, Tensor] | None = None
         self._shown: list[_Shown] = []  # sums that are `.grad`s now
         self._idle = False
         self.number = 0
-        self.due: int | None = None
+        self.expected_end: int | None = None
         self._warned = False  # of a window whose end was left out
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self.running: MicroBatch | None = None
         self._accumulate = functools.partial(
-            OptimizerAccumulator, self.modules, optimizer, self._scaler, alone=alone, **options
+            OptimizerAccumulator, self.modules, optimizer, self._scaler, exclusive=exclusive, **options
         )
         self._current = self._accumulate(masters={})
         self.accumulator, self.engine = self._current.accumulator, self._current.engine
@@ -132,7 +132,7 @@ class TrainerWindow:
         """Whether other ranks may have micro-batches in this window."""
         return self.engine.ranks.ends_together
 
-    def splits_apart(self, together: bool = False) -> bool:
+    def splits_differ(self, together: bool = False) -> bool:
         """Whether ranks may split batches into different numbers of parts; `together`: as in `backward_batch`."""
         alike = self.engine.store.sharded or (together and self._current.of_one_module)
         return self.several_ranks and not alike
@@ -184,7 +184,7 @@ class TrainerWindow:
         Raises:
             RuntimeError: As `open` and `check_not_local`.
         """
-        if self.due == self.engine.window.number and not self.finalized:
+        if self.expected_end == self.engine.window.number and not self.finalized:
             self._miss_end()
         if self.engine.ranks.ends_together:
             self.check_not_local()
@@ -487,7 +487,7 @@ class TrainerWindow:
         if self.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
-        with contextlib.nullcontext() if self._scaler is None else apart(self._scaler, self.optimizer):
+        with contextlib.nullcontext() if self._scaler is None else separated(self._scaler, self.optimizer):
             if not self.finalized:
                 self._take_uncounted()
                 ran = self.accumulator.micro_batches > 0
@@ -640,7 +640,7 @@ def once(
     found = [_versions(params)]
     results = [] if result is NOT_RUN else [result]
 
-    def look(*_: Any) -> None:
+    def inspect(*_: Any) -> None:
         if len(found) == 1:  # else in a step within the step, as of a base class, which may come after a change
             found.append(_versions(params))
 
@@ -656,7 +656,7 @@ def once(
             "parameters: closure(), then optimizer.step(closure). For loops of your own see docs/swapping.md"
         )
 
-    last = optimizer.register_step_pre_hook(look)  # after hooks of others, which may change gradients
+    last = optimizer.register_step_pre_hook(inspect)  # after hooks of others, which may change gradients
     try:
         yield (closure,)
     finally:
@@ -669,7 +669,7 @@ def _versions(params: list[Tensor]) -> list[tuple[int, int, int | None]]:
 
 
 @contextlib.contextmanager
-def apart(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterator[None]:
+def separated(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterator[None]:
     """Hide a GradScaler's state of other optimizers from this one's step and update, and restore it afterwards."""
     records = scaler._per_optimizer_states
     others = {key: records.pop(key) for key in list(records) if key != id(optimizer)}

@@ -99,7 +99,7 @@ accumulate_ = torch.ops.accumkernels.accumulate_.default
 check_finite_ = torch.ops.accumkernels.check_finite_.default
 norm_ = torch.ops.accumkernels.norm_.default
 scaled_copy_ = torch.ops.accumkernels.scaled_copy_.default
-judge_ = torch.ops.accumkernels.judge_.default
+decide_ = torch.ops.accumkernels.decide_.default
 
 
 def build_info() -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .schema import LIBRARY, SCHEMAS, Judged, State
+from .schema import LIBRARY, SCHEMAS, State, VerdictField
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def scaled_copy_(
 
 
 @torch.no_grad()
-def judge_(
+def decide_(
     verdict: Tensor,
     single: Tensor,
     state: Tensor,
@@ -176,18 +176,18 @@ def judge_(
     limit = torch.full_like(weight, torch.inf) if max_norm is None else max_norm.reshape(())
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     found = {
-        Judged.ENDED: torch.ones_like(weight),
-        Judged.SKIP: skip.double(),
-        Judged.FOUND_INF: found_inf.double(),
-        Judged.EMPTY: empty.double(),
-        Judged.DIVISOR: divide_by,
-        Judged.NORM: norm,
-        Judged.COEFFICIENT: coefficient,
-        Judged.DIVIDE_BY: divide_by / coefficient,
-        Judged.WEIGHT: weight,
-        Judged.USED: state[State.USED],
+        VerdictField.ENDED: torch.ones_like(weight),
+        VerdictField.SKIP: skip.double(),
+        VerdictField.FOUND_INF: found_inf.double(),
+        VerdictField.EMPTY: empty.double(),
+        VerdictField.DIVISOR: divide_by,
+        VerdictField.NORM: norm,
+        VerdictField.COEFFICIENT: coefficient,
+        VerdictField.DIVIDE_BY: divide_by / coefficient,
+        VerdictField.WEIGHT: weight,
+        VerdictField.USED: state[State.USED],
     }
-    verdict.copy_(torch.stack([found[index] for index in Judged]))
+    verdict.copy_(torch.stack([found[index] for index in VerdictField]))
     single.copy_(verdict)
 
 

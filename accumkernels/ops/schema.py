@@ -35,7 +35,7 @@ FOUND_INF and POISONED.
 the output's dtype (fp64 is rounded to 16 bits through fp32, as in torch); `found_inf` becomes 1 if an output is not
 finite.
 
-`judge_` decides how a window with this `state` ends, and writes the result into `verdict` (fp64 `[10]`, see `Judged`)
+`decide_` decides how a window with this `state` ends, and writes that into `verdict` (fp64 `[10]`, see `VerdictField`)
 and, rounded to fp32, into `single`. `divisor` replaces the sum of weights; a divisor that is not positive and finite in
 fp32 counts as overflow. `norm` is the norm of the sums, and `max_norm` clips their average, by the formula of
 `torch.nn.utils.clip_grad_norm_`. If `overflow` is not 0, a sum is not finite, which the state does not show; it is
@@ -56,8 +56,8 @@ class State(enum.IntEnum):
     POISONED = 3  # 1.0 once a buffer may hold a value that is not finite: the step must be skipped
 
 
-class Judged(enum.IntEnum):
-    """Indices into what `judge_` writes; csrc/core/args.h has the same."""
+class VerdictField(enum.IntEnum):
+    """Indices into what `decide_` writes; csrc/core/args.h has the same."""
 
     ENDED = 0  # 1.0: the number of windows that this verdict is for
     SKIP = 1  # 1.0 if the step must not happen
@@ -86,7 +86,7 @@ SCHEMAS = {
     "scaled_copy_": (
         "(Tensor(a!)[] outputs, Tensor[] inputs, *, Tensor? divisor=None, Tensor(b!)? found_inf=None) -> ()"
     ),
-    "judge_": (
+    "decide_": (
         "(Tensor(a!) verdict, Tensor(b!) single, Tensor state, *, Tensor? divisor=None, Tensor? norm=None, "
         "Tensor? max_norm=None, Tensor? overflow=None) -> ()"
     ),

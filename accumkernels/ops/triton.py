@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
-from .schema import Judged, State
+from .schema import State, VerdictField
 
 TOTAL_BLOCK = 1024  # partial results that the last launch sums at a time
 
@@ -209,7 +209,7 @@ def scaled_copy_(
             _launch(_kernels().scaled_copy_kernel, group, *args, **_dtypes(group, "OUTPUT", "INPUT"))
 
 
-def judge_(
+def decide_(
     verdict: Tensor,
     single: Tensor,
     state: Tensor,
@@ -219,15 +219,17 @@ def judge_(
     max_norm: Tensor | None = None,
     overflow: Tensor | None = None,
 ) -> None:
-    op, device = "judge_", verdict.device
-    check_array(f"{op}: verdict", verdict, torch.float64, device, len(Judged))
-    check_array(f"{op}: single", single, torch.float32, device, len(Judged))
+    op, device = "decide_", verdict.device
+    check_array(f"{op}: verdict", verdict, torch.float64, device, len(VerdictField))
+    check_array(f"{op}: single", single, torch.float32, device, len(VerdictField))
     check_array(f"{op}: state", state, torch.float64, device, len(State))
     scalars = {"divisor": divisor, "norm": norm, "max_norm": max_norm, "overflow": overflow}
     for name, scalar in scalars.items():
         check_scalar(f"{op}: {name}", scalar, torch.float64, device)
     with _launching(op, device):
-        _kernels().judge_kernel[(1,)](verdict, single, state, divisor, norm, max_norm, overflow, enable_fp_fusion=False)
+        _kernels().decide_kernel[(1,)](
+            verdict, single, state, divisor, norm, max_norm, overflow, enable_fp_fusion=False
+        )
 
 
 @contextmanager

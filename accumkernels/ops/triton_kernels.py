@@ -369,8 +369,8 @@ def scaled_copy_kernel(
 
 
 @triton.jit
-def judge_kernel(verdict, single, state, divisor, norm, max_norm, overflow):
-    """The stored values, and the state, are in the order of `Judged` and `State` in schema.py."""
+def decide_kernel(verdict, single, state, divisor, norm, max_norm, overflow):
+    """The stored values, and the state, are in the order of `VerdictField` and `State` in schema.py."""
     weight = tl.load(state)
     no_weight = weight == 0.0
     divide_by = weight if divisor is None else tl.load(divisor)

@@ -176,7 +176,7 @@ class Trials:
                     self._snapshot.restore()
         if failure or self._training.device.type != "cpu":
             self._collect()  # objects in cycles must not count in the next trial
-        if not failure and self._memory.crowded:
+        if not failure and self._memory.over_limit:
             failure = "it fits only when cached blocks are freed again and again"
         trial = Trial(size, not failure, self._memory.peak or 0, 0.0 if failure else rate)
         if failure:

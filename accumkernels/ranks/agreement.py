@@ -82,15 +82,15 @@ class Agreement:
             ranks. What must be alike is a number, fp64 0-d or None. There may be values of no field.
         group: The ranks.
         device: Where the vector is summed.
-        looks: Whether this rank's host reads the result.
+        host_reads: Whether this rank's host reads the result.
     """
 
     def __init__(
-        self, table: Table, values: Mapping[str, Any], group: Group, device: torch.device, looks: bool = True
+        self, table: Table, values: Mapping[str, Any], group: Group, device: torch.device, host_reads: bool = True
     ) -> None:
         self._table = table
         self._group = group
-        plain: dict[str, Any] = {"looks": looks}
+        plain: dict[str, Any] = {"host_reads": host_reads}
         self._compared: dict[str, Tensor | float] = {}
         self._shown: dict[str, Any] = {}  # what an error needs besides
         for name, rule in table.items():
@@ -105,7 +105,7 @@ class Agreement:
                 self._compared[name] = _number(values[name])
         numbers: list[float] = []
         tensors: list[tuple[int, Tensor]] = []  # with their offsets in the vector
-        self._places: dict[str, slice] = {}
+        self._slices: dict[str, slice] = {}
         for name, value in [*plain.items(), *((name, _parts(value)) for name, value in self._compared.items())]:
             start = len(numbers)
             if isinstance(value, Tensor):
@@ -115,20 +115,20 @@ class Agreement:
                 numbers += value
             else:
                 numbers.append(0.0 if value is None else float(value))
-            self._places[name] = slice(start, len(numbers))
+            self._slices[name] = slice(start, len(numbers))
         self._vector = move(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)  # in one copy
         for start, tensor in tensors:
             self._vector[start : start + tensor.numel()] = move(tensor, device)
         group.sum(self._vector)
         sums = self._vector[len(numbers) - _WIDTH * len(self._compared) :].view(-1, _WIDTH)
-        apart = group.size * sums[:, 4] - sums[:, :4].square().sum(1)
-        self._differs = apart > (group.size - 1) / 2
+        spread = group.size * sums[:, 4] - sums[:, :4].square().sum(1)
+        self._differs = spread > (group.size - 1) / 2
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the sum's view, or 0-d bool for a flag and for what may differ."""
         if self._table[name] == DIFFERS:
             return self._differs[list(self._compared).index(name)]
-        view = self._vector[self._places[name]]
+        view = self._vector[self._slices[name]]
         return view if self._table[name] == SUM else view[0] > 0
 
     def _wrong(self, differs: Iterable[Any], flag: Callable[[str], Any], counts: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Agreement:
     @functools.cached_property
     def sums(self) -> dict[str, list[float]]:
         """All fields as numbers; flags are counts of ranks, and what is compared comes in its parts."""
-        return {name: self._read[place] for name, place in self._places.items()}
+        return {name: self._read[cells] for name, cells in self._slices.items()}
 
     def wrong(self, nothing: bool = False) -> list[str]:
         """List what is wrong, in the table's order; `nothing`: as in `differ`."""
@@ -192,7 +192,7 @@ class Agreement:
         if isinstance(rule, Never):
             return rule.text
         values = {name: 0.0 if v is None else float(v) for name, v in {**self._compared, **self._shown}.items()}
-        if self.sums["looks"][0] < self._group.size:
+        if self.sums["host_reads"][0] < self._group.size:
             mine = ", ".join(f"{name}={values[name]}" for name in wrong if name in values)
             return (
                 "ranks differ in what must be the same on all of them at a window's end: "

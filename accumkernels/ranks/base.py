@@ -89,7 +89,7 @@ class GlobalStats(NamedTuple):
     idle: bytes = b""
 
 
-class Look(Protocol):
+class Inspector(Protocol):
     """Operations on a window's sums at its end, at the moments that ranks choose.
 
     Attributes:
@@ -111,10 +111,10 @@ class Look(Protocol):
     def begin_reducing(self) -> None:
         """Note that from here on, a failure loses the sums."""
 
-    def agree(self, stats: GlobalStats) -> None:
+    def adopt(self, stats: GlobalStats) -> None:
         """Take over all ranks' statistics of the window."""
 
-    def see(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
+    def inspect(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
         """Measure and divide these parts of sums, which are reduced."""
 
     def squared_norm(self) -> Tensor:
@@ -139,31 +139,31 @@ class Ended(NamedTuple):
     divided: bool = False
 
 
-def end_reduced(ranks: Ranks, report: LocalStats, look: Look) -> Ended:
+def end_reduced(ranks: Ranks, report: LocalStats, inspector: Inspector) -> Ended:
     """End a window whose sums are reduced now: all ranks agree first, and each part is inspected when it arrives.
 
     Raises:
         RuntimeError: ranks disagree; raised only after the last collective, which all of them must reach.
     """
-    look.begin_reducing()
+    inspector.begin_reducing()
     stats = ranks.all_reduce_stats(report)
-    look.agree(stats)
-    ranks.reduce(look.see)
+    inspector.adopt(stats)
+    ranks.reduce(inspector.inspect)
     if stats.error is not None:
         raise RuntimeError(stats.error)
-    if report.norms != 1 and stats.squares is None and not look.checks:
-        look.check(None)
-        return Ended(stats, None, None, divided=look.divides)
-    of_sum = ranks.sum_over_shards(look.squared_norm())
-    look.check(of_sum)
+    if report.norms != 1 and stats.squares is None and not inspector.checks:
+        inspector.check(None)
+        return Ended(stats, None, None, divided=inspector.divides)
+    of_sum = ranks.sum_over_shards(inspector.squared_norm())
+    inspector.check(of_sum)
     return Ended(
         stats,
         norm=of_sum.sqrt() if report.norms == 1 else None,
         # nan if a rank did not measure; the window then does not count
         squares=None if stats.squares is None else torch.stack([stats.squares, of_sum]),
         # each rank's sum was finite, but their total may not be
-        overflow=(~torch.isfinite(of_sum)).double() if look.checks else None,
-        divided=look.divides,
+        overflow=(~torch.isfinite(of_sum)).double() if inspector.checks else None,
+        divided=inspector.divides,
     )
 
 
@@ -218,7 +218,7 @@ class Ranks:
 
     # ---- at the end of a window
 
-    def end_window(self, report: LocalStats, look: Look) -> Ended:
+    def end_window(self, report: LocalStats, inspector: Inspector) -> Ended:
         """End a window together in all its steps: compare reports, reduce sums, measure them.
 
         If sums are whole before, because they need no reduction or backward has reduced them, unchecked ones are
@@ -227,36 +227,40 @@ class Ranks:
 
         Args:
             report: This rank's statistics.
-            look: Operations on the sums.
+            inspector: Operations on the sums.
 
         Raises:
             RuntimeError: ranks disagree, in the same words on all of them.
         """
         if self.reduces_sums:
-            return SingleProcess().end_window(report, look) if report.averaged else end_reduced(self, report, look)
+            return (
+                SingleProcess().end_window(report, inspector)
+                if report.averaged
+                else end_reduced(self, report, inspector)
+            )
         norm = None
         clips = report.norms == 1
-        if look.unchecked:
-            norm = look.norm() if clips else None
-            report = report._replace(state=look.check(norm))
+        if inspector.unchecked:
+            norm = inspector.norm() if clips else None
+            report = report._replace(state=inspector.check(norm))
         stats = self.all_reduce_stats(report)
         if stats.error is not None:
             raise RuntimeError(stats.error)
         if stats.loss is not None:  # other ranks take part
-            look.agree(stats)
+            inspector.adopt(stats)
         squares = None if report.squares is None else self.sum_over_shards(report.squares)
         if squares is not None and stats.squares is not None:
             squares = torch.where(stats.squares.isnan(), torch.nan, squares)  # all ranks know that it does not count
         if clips and norm is None:
-            norm = look.norm()
+            norm = inspector.norm()
         return Ended(stats, norm, squares)
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
         """Combine all ranks' reports; collective."""
         raise NotImplementedError
 
-    def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """Reduce what was not reduced, and pass every part of a touched segment to `look` when it arrives."""
+    def reduce(self, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+        """Reduce what was not reduced, and pass every part of a touched segment to `inspect` when it arrives."""
 
     def worst(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Take the maximum of one tensor per device, and over ranks with other parts of the same gradients."""
@@ -347,7 +351,7 @@ class PartialRanks(Ranks):
         """See `Ranks`; collective."""
         return self.maximum(worst(tensors, device))
 
-    def _looks(self, report: LocalStats) -> bool:
+    def _host_reads(self, report: LocalStats) -> bool:
         """Whether the host reads what ranks agree on: on the CPU; elsewhere in windows that may be wrong.
 
         These are the first window, those with a divisor, and those in which the clipping changes.
@@ -379,7 +383,7 @@ class SingleProcess(Ranks):
 _built: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # accumulators of all ranks, by the world
 
 
-class AwaitedUnit(float):
+class PendingUnit(float):
     """A unit that this rank does not need for its loss, and that another may set while backward runs; nan as a number.
 
     Attributes:
@@ -389,7 +393,7 @@ class AwaitedUnit(float):
     key: str
 
     @classmethod
-    def of(cls, key: str) -> AwaitedUnit:
+    def of(cls, key: str) -> PendingUnit:
         """Make the unit with this key."""
         unit = cls(math.nan)
         unit.key = key
@@ -397,7 +401,7 @@ class AwaitedUnit(float):
 
     def get(self) -> float:
         """Return the unit; 1 while no rank has had a weight other than 0."""
-        return agreed_unit(self.key) or 1.0
+        return read_unit(self.key) or 1.0
 
 
 def backward_may_cross_ranks() -> bool:
@@ -418,7 +422,7 @@ def next_key(size: int) -> str:
     return f"{SHARED_KEY}/{number}"
 
 
-def agree_on_unit(weight: float | Tensor, key: str) -> float:
+def propose_unit(weight: float | Tensor, key: str) -> float:
     """Return the unit with this key, set by the first rank that asks.
 
     Args:
@@ -426,11 +430,11 @@ def agree_on_unit(weight: float | Tensor, key: str) -> float:
         key: The unit's key in the store.
     """
     exponent = 0 if isinstance(weight, Tensor) else math.frexp(weight)[1] - 1
-    agreed = _store().compare_set(key, "", str(exponent))
-    return math.ldexp(1.0, int(agreed))
+    exponent_of_all = _store().compare_set(key, "", str(exponent))
+    return math.ldexp(1.0, int(exponent_of_all))
 
 
-def agreed_unit(key: str) -> float | None:
+def read_unit(key: str) -> float | None:
     """Return the unit with this key; None while no rank has had a weight other than 0."""
     return math.ldexp(1.0, int(_store().get(key))) if _store().check([key]) else None
 

@@ -78,7 +78,7 @@ class DataParallel(Ranks):
 
         # Sum one vector, which has the same length on every rank, whatever is frozen where.
         device, own = report.state.device, report.touched
-        looks = device.type == "cpu" or report.divisor is not None or not self._touched.knows(own)
+        host_reads = device.type == "cpu" or report.divisor is not None or not self._touched.knows(own)
         touched = self._touched.fields(own, report.idle)
         values = report._asdict() | {
             "squares": None if report.squares is None else report.squares[0],
@@ -89,7 +89,7 @@ class DataParallel(Ranks):
             "placed": len(own),
         }
         table = {**_TABLE, **dict.fromkeys(touched, SUM)}
-        found = Agreement(table, values | touched, self._group, device, looks)
+        found = Agreement(table, values | touched, self._group, device, host_reads)
 
         # Without the host, the device concludes that a window dropped by any rank is empty, and that different windows,
         # norms, divisors or limits count as overflow.
@@ -102,14 +102,14 @@ class DataParallel(Ranks):
         )
 
         # The host concludes the rest, where it may look.
-        if not looks:
-            self.sender.agree()
+        if not host_reads:
+            self.sender.note_same_layout()
             return stats
         if "placed" in found.wrong():  # even the sums of ranks that hold others have no common layout
             raise RuntimeError(found.error())
-        self.sender.agree()
+        self.sender.note_same_layout()
         sums = found.sums
-        any_touched, idle = self._touched.agree(own, report.idle, sums, functools.partial(self._sum, device))
+        any_touched, idle = self._touched.combine(own, report.idle, sums, functools.partial(self._sum, device))
         return stats._replace(
             idle=idle,
             touched=None if any_touched == own else any_touched,
@@ -122,9 +122,9 @@ class DataParallel(Ranks):
         """Sum fields over ranks, for the host; collective."""
         return Agreement(dict.fromkeys(fields, SUM), fields, self._group, device).sums
 
-    def reduce(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
-        """See `Ranks`; `look` inspects chunks while the next are being sent. Then module buffers are shared."""
-        self.sender.send_rest(look)
+    def reduce(self, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+        """See `Ranks`; `inspect` gets chunks while the next are being sent. Then module buffers are shared."""
+        self.sender.send_rest(inspect)
         self._group.share()
 
     # ---- checkpoints

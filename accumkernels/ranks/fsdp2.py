@@ -81,7 +81,7 @@ class Sharded(PartialRanks):
         """
         copies = dict.fromkeys(self._meshes, 1)
         if self._asks:
-            # What is trained is judged by all that its module trains: experts may begin with the same biases.
+            # What is trained is told by all that its module trains: experts may begin with the same biases.
             modules: dict[tuple[str, tuple[int, ...]], list[NamedParameter]] = {}
             for entry in self._list_small():
                 if entry.obstacle() is None:  # else it is frozen for ever
@@ -122,7 +122,7 @@ class Sharded(PartialRanks):
         FSDP2 has divided gradients by the number of ranks, so the divisor is the mean of the ranks' sums of weights; or
         by another factor, which changes the divisor as it changes gradients.
 
-        The host reads the result as `_looks` says, and in windows with weights that came after backward.
+        The host reads the result as `_host_reads` says, and in windows with weights that came after backward.
         """
         # A divisor replaces the sum of weights, and the user knows what it divides.
         over_mean = 1.0 if report.divisor is not None else self._factor.over_mean()
@@ -133,11 +133,11 @@ class Sharded(PartialRanks):
             )
 
         # Sum one vector of weights, flags, and what must be alike.
-        looks = self._looks(report) or report.weighed_after
+        host_reads = self._host_reads(report) or report.weighed_after
         state = torch.zeros_like(report.state) if report.dropped else report.state.clone()
         values = report._asdict() | {"state": state, "loss": report.loss_sums, "weight": state[State.WEIGHT].clone()}
         table = _TABLE if report.squares is None else {**_TABLE, "weights": DIFFERS}
-        found = Agreement(table, values, self._group, state.device, looks)
+        found = Agreement(table, values, self._group, state.device, host_reads)
 
         # The device concludes this without the host.
         dropped = found["dropped"]
@@ -152,7 +152,7 @@ class Sharded(PartialRanks):
         )
 
         # The host concludes the rest, where it may look.
-        if not looks:
+        if not host_reads:
             return stats
         any_dropped, summed = found.sums["dropped"][0] > 0, found.sums["state"]
         if stats.squares is not None and found["weights"]:
@@ -272,12 +272,12 @@ def _everyone(named: Sequence[NamedParameter], meshes: Mapping[int, tuple[int, .
 
 def _parts_of_mesh(param: Any) -> Iterator[tuple[int, ...]]:
     """For each set of mesh dims with one that shards a DTensor, yield the ranks with this one's place along them."""
-    mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
+    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
     cut = _cut_dims(param)
     for count in range(1, mesh.ndim + 1):
         for fixed in itertools.combinations(range(mesh.ndim), count):
             if any(dim in cut for dim in fixed):
-                index = tuple(place[dim] if dim in fixed else slice(None) for dim in range(mesh.ndim))
+                index = tuple(coordinate[dim] if dim in fixed else slice(None) for dim in range(mesh.ndim))
                 yield tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 

@@ -222,8 +222,8 @@ def own_group(ranks: Sequence[int], like: Any = None, device: torch.device | Non
 
 def _free(key: tuple[Any, ...], group: Any, device: torch.device | None) -> int:
     """Find the first number without a living user on any rank: objects do not die at the same time on all of them."""
-    places = [(*key, number) for number in range(_MOST)]
-    taken = torch.tensor([p in _users and _users[p]() is not None for p in places], dtype=torch.uint8, device=device)
+    slots = [(*key, number) for number in range(_MOST)]
+    taken = torch.tensor([p in _users and _users[p]() is not None for p in slots], dtype=torch.uint8, device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX, group)
     numbers = taken.tolist()
     return numbers.index(0) if 0 in numbers else _MOST - 1

@@ -49,7 +49,7 @@ class Pipeline(PartialRanks):
         return ", ".join(filter(None, [f"pipeline {self._group}", str(self._replicas)]))
 
     def check_alike(self, **options: object) -> None:
-        """Check that accumulators of all stages judge windows alike; collective.
+        """Check that accumulators of all stages end windows alike; collective.
 
         Raises:
             RuntimeError: on all ranks, with the first difference.
@@ -63,12 +63,12 @@ class Pipeline(PartialRanks):
     # ---- the end of a window
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:
-        """Combine all ranks' reports over replicas, then over stages; collective. See `_looks`."""
+        """Combine all ranks' reports over replicas, then over stages; collective. See `_host_reads`."""
         own = self._replicas.all_reduce_stats(report)
-        looks, weight = self._looks(report), own.state[State.WEIGHT]
+        host_reads, weight = self._host_reads(report), own.state[State.WEIGHT]
         values = {**report._asdict(), **own._asdict(), "empty": weight == 0, "error": bool(own.error), "weight": weight}
         values |= {"dropped": report.dropped or own.dropped, "loss": report.loss_sums if own.loss is None else own.loss}
-        found = Agreement(_TABLE, values, self._group, weight.device, looks)
+        found = Agreement(_TABLE, values, self._group, weight.device, host_reads)
 
         # Without the host, the device concludes: differing stages overflow, and a window empty for one is empty.
         empty = found["empty"]
@@ -78,7 +78,7 @@ class Pipeline(PartialRanks):
         stats = own._replace(state=state, squares=squares, loss=loss, dropped=None, weight=None)
 
         # The host concludes the rest, where it may look.
-        if not looks:
+        if not host_reads:
             return stats
         dropped = found.sums["dropped"][0] > 0
         error = found.error(dropped)
@@ -89,16 +89,16 @@ class Pipeline(PartialRanks):
         """See `Ranks`; raises if other stages are at `end_without_clipping`."""
         norm = self._replicas.norm_to_clip(buffers, _positive(norm_type), device)
         power = None if math.isinf(norm_type) else norm.pow(norm_type)
-        found = self._agree_on_order(norm_type, device, power)
+        found = self._combine_orders(norm_type, device, power)
         norm = self._group.sum(norm, largest=True) if power is None else found["power"][0].pow(1 / norm_type)
         return torch.where(found.is_wrong(), torch.nan, norm)
 
     def end_without_clipping(self, device: torch.device) -> None:
         """See `Ranks`: the next schedule would wait for stages that wait here for the others' norms."""
         self._replicas.end_without_clipping(device)
-        self._agree_on_order(0.0, device)
+        self._combine_orders(0.0, device)
 
-    def _agree_on_order(self, order: float, device: torch.device, power: Tensor | None = None) -> Agreement:
+    def _combine_orders(self, order: float, device: torch.device, power: Tensor | None = None) -> Agreement:
         """Add up powers of norms, if all stages want a norm of the same order; 0: none. Collective."""
         found = Agreement(_NORM, {"power": power, "order": order}, self._group, device, device.type == "cpu")
         if device.type == "cpu" and (error := found.error()) is not None:

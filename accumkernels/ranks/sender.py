@@ -74,7 +74,7 @@ class Touched:
         beyond = not whole and (len(own) != len(last.any) or bool(_bits(own) & ~_bits(last.any)))
         return {"whole": whole, "beyond": beyond, "changed": own != last.own}
 
-    def agree(
+    def combine(
         self,
         own: bytes,
         idle: bytes,
@@ -123,7 +123,7 @@ def _bits(touched: bytes) -> int:
 
 # Long enough for bandwidth, yet short, because the link waits until backward has completed a whole chunk.
 CHUNK_BYTES = 16 * 2**20
-Place = tuple[FlatBuffer, int]  # a segment
+SegmentKey = tuple[FlatBuffer, int]  # a segment
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class Chunk:
     sent_in: torch.dtype
 
     @functools.cached_property
-    def places(self) -> frozenset[Place]:
+    def segment_keys(self) -> frozenset[SegmentKey]:
         """Return the segments."""
         return frozenset((self.buffer, index) for index in self.segments)
 
@@ -251,15 +251,15 @@ class _Sent:
         waited: Number of them that have arrived.
         flying: The others: the chunk, what was sent of it, and the work to wait for.
         complete: Segments that get no more gradients.
-        places: Segments of which some part was sent.
+        sent: Segments of which some part was sent.
     """
 
     marked: bool = False
     count: int = 0
     waited: int = 0
     flying: deque[tuple[Chunk, Tensor, Any]] = dataclasses.field(default_factory=deque)
-    complete: set[Place] = dataclasses.field(default_factory=set)
-    places: set[Place] = dataclasses.field(default_factory=set)
+    complete: set[SegmentKey] = dataclasses.field(default_factory=set)
+    sent: set[SegmentKey] = dataclasses.field(default_factory=set)
 
 
 class ChunkSender(Sender):
@@ -282,7 +282,7 @@ class ChunkSender(Sender):
         self._buffers = buffers
         self._chunks: list[Chunk] = []
         self._list_chunks()
-        self._agreed = len(self._chunks)  # number of first chunks that all ranks are known to have
+        self._common = len(self._chunks)  # number of first chunks that all ranks are known to have
 
     def open_window(self) -> None:
         """See `Sender`."""
@@ -318,13 +318,13 @@ class ChunkSender(Sender):
         """See `Sender`."""
         for buffer, captured in bucket:
             for index in captured.segments:
-                self.check_place((buffer, index))
+                self.check_segment((buffer, index))
 
-    def check_place(self, place: Place) -> None:
+    def check_segment(self, key: SegmentKey) -> None:
         """See `check_not_sent`."""
-        if place in self._window.places:
+        if key in self._window.sent:
             raise RuntimeError(
-                f"{place[0].segments[place[1]].name!r} got a gradient after last=True had sent its sum: in the last "
+                f"{key[0].segments[key[1]].name!r} got a gradient after last=True had sent its sum: in the last "
                 "micro-batch, a parameter may get one only (reentrant checkpointing of a layer that is called twice "
                 "makes more: use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch') (AK27)"
             )
@@ -345,14 +345,14 @@ class ChunkSender(Sender):
             window.complete.update((buffer, index) for index in segments)
             if not self._group.own:
                 return
-            while window.count < self._agreed and self._chunks[window.count].places <= window.complete:
+            while window.count < self._common and self._chunks[window.count].segment_keys <= window.complete:
                 for chunk in (self._chunks[window.count], *(chunk for chunk, *_ in window.flying)):
                     if chunk.buffer.queues:
                         wait_for_writers(chunk.buffer.device)
                 self._send()
 
     @property
-    def awaited(self) -> Set[Place]:
+    def flush_at(self) -> Set[SegmentKey]:
         """Segments whose gradients other ranks wait for: the last of each chunk."""
         self._list_chunks()
         return {(chunk.buffer, chunk.segments[-1]) for chunk in self._chunks if chunk.segments and self._group.own}
@@ -366,15 +366,15 @@ class ChunkSender(Sender):
         else:
             self._clear_untouched()
 
-    def agree(self) -> None:
+    def note_same_layout(self) -> None:
         """Note that all ranks have the same layout."""
-        self._agreed = len(self._chunks)
+        self._common = len(self._chunks)
 
-    def send_rest(self, look: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+    def send_rest(self, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Send what was not sent, and inspect chunks while the next are on their way.
 
         Args:
-            look: Inspects parts of touched segments, of half the remaining chunks at a time: few calls, the last of
+            inspect: Inspects parts of touched segments, of half the remaining chunks at a time: few calls, the last of
                 which has one chunk. Few narrower copies may be alive, so their chunks are inspected one by one: the
                 link would wait while many are inspected.
         """
@@ -392,14 +392,14 @@ class ChunkSender(Sender):
                 parts.setdefault(chunk.buffer, []).extend(chunk.parts(touched=True))
             for buffer, of_buffer in parts.items():
                 if of_buffer:
-                    look(buffer, of_buffer)
+                    inspect(buffer, of_buffer)
             done = end
 
     # ---- inside
 
     def _send_all(self) -> None:
         self._clear_untouched()
-        while self._window.count < self._agreed:
+        while self._window.count < self._common:
             self._send()
 
     def _clear_untouched(self) -> None:
@@ -423,7 +423,7 @@ class ChunkSender(Sender):
         window = self._window
         chunk = self._chunks[window.count]
         window.flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
-        window.places |= chunk.places
+        window.sent |= chunk.segment_keys
         window.count += 1
         while len(window.flying) > _IN_FLIGHT and window.flying[0][1].dtype != chunk.buffer.dtype:
             self._wait()
@@ -440,15 +440,15 @@ class ChunkSender(Sender):
 class _Checking:
     """A sink that refuses gradients that come too late; see `Sink` in capture/inbox.py."""
 
-    awaited: Set[Place] = frozenset()
+    flush_at: Set[SegmentKey] = frozenset()
 
     def __init__(self, sender: ChunkSender, sums: Any) -> None:
         self._sender = sender
         self._sums = sums
         self.multiplier = sums.multiplier
-        self.check_writable = sender.check_place
+        self.check_writable = sender.check_segment
 
-    def leaf_ran(self, place: Place, pending: bool) -> bool:
+    def leaf_ran(self, key: SegmentKey, pending: bool) -> bool:
         return False
 
     def add(self, bucket: _Bucket, micro_batch: Any) -> None:
@@ -461,16 +461,16 @@ class _Sending(_Checking):
 
     def __init__(self, sender: ChunkSender, sums: Any, captures: Any) -> None:
         super().__init__(sender, sums)
-        self.awaited = sender.awaited
+        self.flush_at = sender.flush_at
         self._captures = captures
-        self._leaves_ran: set[Place] = set()
+        self._leaves_ran: set[SegmentKey] = set()
 
-    def leaf_ran(self, place: Place, pending: bool) -> bool:
+    def leaf_ran(self, key: SegmentKey, pending: bool) -> bool:
         """Send a segment that gets nothing more; a part of it may still be in a bucket."""
-        self._leaves_ran.add(place)
+        self._leaves_ran.add(key)
         if not pending:
-            self._send_complete(place[0], [place[1]])
-        return place in self.awaited
+            self._send_complete(key[0], [key[1]])
+        return key in self.flush_at
 
     def add(self, bucket: _Bucket, micro_batch: Any) -> None:
         super().add(bucket, micro_batch)
@@ -481,6 +481,6 @@ class _Sending(_Checking):
     def _send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
         self._sender.send_complete(buffer, segments, self._captures.inbox.order.take)
 
-    def _is_complete(self, place: Place) -> bool:
+    def _is_complete(self, key: SegmentKey) -> bool:
         """Whether a segment that got a gradient gets no more in this backward."""
-        return place in self._leaves_ran or not self._captures.reports(place)
+        return key in self._leaves_ran or not self._captures.reports(key)

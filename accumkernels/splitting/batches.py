@@ -71,8 +71,8 @@ def tree_leaves(
     children = None if is_leaf(tree) else _children(tree, path)
     if children is None:
         yield path, tree
-    for place, child in children or ():
-        yield from tree_leaves(child, place, is_leaf)
+    for where, child in children or ():
+        yield from tree_leaves(child, where, is_leaf)
 
 
 def form(tree: Any) -> Any:
@@ -82,7 +82,7 @@ def form(tree: Any) -> Any:
     if isinstance(tree, list):  # of any length
         return list, form(tree[0]) if tree else None
     children = _children(tree, "")
-    return type(tree) if children is None else (type(tree), *((place, form(child)) for place, child in children))
+    return type(tree) if children is None else (type(tree), *((where, form(child)) for where, child in children))
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -189,8 +189,8 @@ class TreeSamples:
                     "if they are samples, stack them, or pass a list of samples with collate; if each has a row per "
                     "sample, make it a tuple"
                 )
-        for place, child in _children(tree, path) or ():
-            self._check_collated(child, place)
+        for where, child in _children(tree, path) or ():
+            self._check_collated(child, where)
 
     def _is_list(self, tree: Any) -> bool:
         """Whether a tree is a list of samples' items, and no container."""
@@ -271,7 +271,7 @@ class TreeSamples:
 
 def _is_of_one(path: str, shallow: Iterable[tuple[str, Any]]) -> bool:
     """Whether the leaf at a path is inside of an inner list with one item."""
-    return any(isinstance(tree, list) and len(tree) == 1 and path.startswith(f"{place}[") for place, tree in shallow)
+    return any(isinstance(tree, list) and len(tree) == 1 and path.startswith(f"{where}[") for where, tree in shallow)
 
 
 def _is_sized(leaf: Any) -> bool:

@@ -217,7 +217,7 @@ class Memory:
         before: Bytes alive before what was measured last; None if unknown, as the following.
         peak: The most bytes alive in it, also if it ran out of memory.
         taken: How many of them it added.
-        crowded: Whether it does not fit though it ran: it took more than the limit, or the allocator had to give its
+        over_limit: Whether it does not fit though it ran: it took more than the limit, or the allocator had to give its
             cached blocks back.
         counts_ops: Whether it counts op by op, so that measuring is slow, and the limit holds where it measures alone.
     """
@@ -226,7 +226,7 @@ class Memory:
     before: int | None = None
     peak: int | None = None
     taken: int | None = None
-    crowded = False
+    over_limit = False
     counts_ops = False
 
     def alive(self) -> int | None:
@@ -352,7 +352,7 @@ class AllocatorMemory(Memory):
         finally:
             self.peak = torch.accelerator.max_memory_allocated(self._device)
             self.taken = self.peak - before
-            self.crowded = self.peak > limit or self._retries() > retries
+            self.over_limit = self.peak > limit or self._retries() > retries
 
     @contextmanager
     def limited(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ class _Sorted:
             return self.costs[start] * (stop - start)
         return math.fsum(self.costs[start:stop])
 
-    def dearest(self, bounds: Sequence[int]) -> float:
+    def max_cost(self, bounds: Sequence[int]) -> float:
         """What the dearest of all runs costs."""
         return max(itertools.starmap(self.cost, itertools.pairwise(bounds)))
 
@@ -89,8 +89,8 @@ class Packer:
             bounds = self._even(order, bounds)
         parts = order.runs(bounds)
         while len(parts) < min(at_least, len(self)):
-            dearest = max(range(len(parts)), key=lambda number: (len(parts[number]) > 1, self.cost(parts[number])))
-            parts[dearest : dearest + 1] = self.split(parts[dearest])
+            max_cost = max(range(len(parts)), key=lambda number: (len(parts[number]) > 1, self.cost(parts[number])))
+            parts[max_cost : max_cost + 1] = self.split(parts[max_cost])
         return parts
 
     def split(self, indices: Sequence[int]) -> list[list[int]]:
@@ -118,18 +118,18 @@ class Packer:
     def _even(self, order: _Sorted, bounds: list[int]) -> list[int]:
         """As many micro-batches as these, about as dear as each other."""
         # The smallest budget that needs no more of them.
-        low, high = order.costs[0], order.dearest(bounds)
+        low, high = order.costs[0], order.max_cost(bounds)
         while high - low > _TIGHT * high:
             middle = (low + high) / 2
             tighter = self._cut(order, middle)
             if len(tighter) > len(bounds):
                 low = middle
             else:
-                bounds, high = tighter, min(middle, order.dearest(tighter))
+                bounds, high = tighter, min(middle, order.max_cost(tighter))
         # Samples that cost the same: 4, 3 and 3 rather than 4, 4 and 2.
         size, larger = divmod(len(self), len(bounds) - 1)
         even = [size * number + min(number, larger) for number in range(len(bounds))]
-        return even if order.dearest(even) <= order.dearest(bounds) else bounds
+        return even if order.max_cost(even) <= order.max_cost(bounds) else bounds
 
 
 # ---- What a device's memory has shown to hold: costs that ran, costs that did not, and the line through measured peaks
@@ -165,7 +165,7 @@ class Learned:
 
     # ---- what happens
 
-    def see(self, cost: float, nbytes: float | None) -> None:
+    def record(self, cost: float, nbytes: float | None) -> None:
         """A micro-batch of this cost ran; `nbytes` is what it took, if that was measured."""
         if nbytes is not None:
             self._points.append((cost, nbytes))

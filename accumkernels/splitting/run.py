@@ -21,7 +21,7 @@ from .packing import Learned, Packer
 
 _log = logger(__name__)
 _MANY = 20  # batches before a warning about those that are split again
-_LOOK = 16  # batches in which nothing new was tried, after which to look again how much memory is free
+_RECHECK_AFTER = 16  # batches in which nothing new was tried, after which to look again how much memory is free
 
 
 class BatchReport(NamedTuple):
@@ -49,11 +49,11 @@ class Window(Protocol):
     """The window that micro-batches are added to.
 
     Attributes:
-        agree: The largest of such numbers on all ranks, if forward or backward communicates, so that ranks need equally
-            many micro-batches; None if they do not.
+        max_over_ranks: The largest of such numbers on all ranks, if forward or backward communicates, so that ranks
+            need equally many micro-batches; None if they do not.
     """
 
-    agree: Callable[[Sequence[int]], list[int]] | None
+    max_over_ranks: Callable[[Sequence[int]], list[int]] | None
 
     def add(self, part: Any, indices: Sequence[int], whole: bool, last: bool, asks: bool) -> tuple[bool, Any]:
         """Run a micro-batch, forward and backward, and add its gradients.
@@ -121,7 +121,7 @@ class BatchRunner:
                 broke the window.
             RuntimeError: A micro-batch that used to fit did not, and the window cannot begin anew.
         """
-        if self._settled % _LOOK == 0:
+        if self._settled % _RECHECK_AFTER == 0:
             self._free = self._memory.free()
             if self._free is not None and self._free < 0:
                 raise torch.OutOfMemoryError(self._below(self._memory.alive() or 0))
@@ -153,11 +153,11 @@ class BatchRunner:
         queue = self._pack(packer, budget, window)
         used: list[tuple[int, float, Any]] = []
         ended = 0
-        alone = False  # whether a single sample failed, and is tried with gradients added early
+        single = False  # whether a single sample failed, and is tried with gradients added early
         while queue:
             indices = queue.popleft()
             cost = packer.cost(indices)
-            if len(indices) > 1 and cost >= learned.failed and window.agree is None:
+            if len(indices) > 1 and cost >= learned.failed and window.max_over_ranks is None:
                 queue.extendleft(reversed(packer.split(indices)))
                 continue
             before = RandomState(devices)
@@ -166,14 +166,14 @@ class BatchRunner:
                 with contextlib.nullcontext() if fits else self._memory.measured():
                     part = samples.part(indices or [0])
                     asks = not ended and len(queue) > 0
-                    counts, extra = window.add(part, indices, not (fits or alone), not queue, asks)
+                    counts, extra = window.add(part, indices, not (fits or single), not queue, asks)
             except BaseException as error:
                 if not is_oom_error(error):
                     _note(error, f"backward_batch(): {ended} of {ended + 1 + len(queue)} micro-batches ran")
                     raise
                 message = let_go(error, outer)
             else:
-                part, alone = None, False
+                part, single = None, False
                 ended += 1
                 if counts and indices:
                     used.append((len(indices), cost, extra))
@@ -184,7 +184,7 @@ class BatchRunner:
             part = None
             tries += 1
             self._memory.let_go()
-            if window.agree is not None:
+            if window.max_over_ranks is not None:
                 raise torch.OutOfMemoryError(
                     f"backward_batch(): a micro-batch of cost {cost:g} ran out of memory, and cannot be split, since "
                     "other ranks wait in forward or backward: pass a smaller budget or micro_batch"
@@ -192,11 +192,11 @@ class BatchRunner:
                 )
             if len(indices) > 1:
                 learned.fail(cost)
-            elif fits or alone or not window.adds_early():
+            elif fits or single or not window.adds_early():
                 learned.fail(cost)
-                message = self._too_dear(cost, message, not fits) + _broken(window)
+                message = self._too_expensive(cost, message, not fits) + _broken(window)
                 raise torch.OutOfMemoryError(message)
-            alone = len(indices) == 1
+            single = len(indices) == 1
             if not window.is_broken():
                 before.restore()
                 queue.appendleft(indices)
@@ -219,9 +219,9 @@ class BatchRunner:
         """Micro-batches of all samples; empty ones at the end, where other ranks have more."""
         limit = self._budget(budget)
         parts = packer.pack(limit)
-        if window.agree is None:
+        if window.max_over_ranks is None:
             return deque(parts)
-        number, a_rank_is_empty = window.agree([len(parts), int(not parts)])
+        number, a_rank_is_empty = window.max_over_ranks([len(parts), int(not parts)])
         if number and a_rank_is_empty:
             raise ValueError(
                 "backward_batch(): a rank's batch has no samples, and other ranks' forward or backward waits for it"
@@ -238,12 +238,12 @@ class BatchRunner:
 
     def _learn(self, cost: float, size: int) -> int:
         """Learn from a micro-batch that was new; returns its peak, 0 if that is unknown."""
-        self.learned.see(cost, self._memory.taken)
-        if self._memory.crowded and size > 1:  # it counts, but it does not fit; a single sample has to
+        self.learned.record(cost, self._memory.taken)
+        if self._memory.over_limit and size > 1:  # it counts, but it does not fit; a single sample has to
             self.learned.fail(cost)
         return self._memory.peak or 0
 
-    def _too_dear(self, cost: float, message: str, measured: bool) -> str:
+    def _too_expensive(self, cost: float, message: str, measured: bool) -> str:
         memory, expected = self._memory, self.learned.expect(cost)
         limit, bytes_, of = memory.limit, "", ""
         if measured and limit is not None and memory.before is not None and memory.before > limit:

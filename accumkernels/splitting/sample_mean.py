@@ -26,7 +26,7 @@ _ROUNDING = 1e-5  # of a loss: what another order of its sum may change; samples
 _EPS = 8  # the same in units of the loss's dtype
 _GROWTH = 0.1  # of a loss; half as many samples more have half as large a sum more
 _LAST_NODES = 8
-Items = Sequence[float] | Mapping[int, float]  # of samples, by their place in the batch
+Items = Sequence[float] | Mapping[int, float]  # of samples, by their index in the batch
 Take = Callable[[Sequence[int]], Any]  # collates some samples
 
 
@@ -265,8 +265,8 @@ def _rows_of(part: Any, indices: Sequence[int], costs: Sequence[float]) -> tuple
     with contextlib.suppress(TypeError, ValueError):
         rows = TreeSamples(part)
         if len(rows) == len(indices):
-            places = {index: place for place, index in enumerate(indices)}
+            rows_of = {index: row for row, index in enumerate(indices)}
             items = rows.items()
             found = dict(zip(indices, items, strict=True)) if items else costs
-            return lambda chosen: rows.part([places[index] for index in chosen]), found
+            return lambda chosen: rows.part([rows_of[index] for index in chosen]), found
     return None, costs

@@ -1,5 +1,5 @@
-"""The policy of a window of micro-batches: how gradients are weighted, judged, averaged and handed out.
+"""The policy of a window of micro-batches: how gradients are weighted, checked, averaged and assigned.
 
-This room holds the window's state and alone judges or writes it. It calls capture/, ranks/ and buffers/ with values;
-none of them calls back. It never touches autograd hooks or collectives itself.
+This room holds the window's state and alone decides on it or writes it. It calls capture/, ranks/ and buffers/ with
+values; none of them calls back. It never touches autograd hooks or collectives itself.
 """

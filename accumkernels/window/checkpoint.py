@@ -239,12 +239,12 @@ def _of_other_ranks(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> str
     if not done or state["window"]["averaged"]:
         return ""
     ours = {entry.name: entry.param for entry in store.named}
-    places = [
+    coordinates = [
         (sum_.device_mesh.get_coordinate(), ours[name].device_mesh.get_coordinate())  # type: ignore[attr-defined]
         for name, sum_ in state["sums"].items()
         if is_dtensor(sum_) and name in ours and is_dtensor(ours[name])
     ]
-    saved_by = next((f"the rank at {theirs} of the mesh" for theirs, here in places if theirs != here), None)
+    saved_by = next((f"the rank at {theirs} of the mesh" for theirs, here in coordinates if theirs != here), None)
     if state["rank"] != ALL_RANKS:
         if state["world_size"] != ranks.size:
             return (

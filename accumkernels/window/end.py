@@ -1,4 +1,4 @@
-"""The end of a window: judge it, divide it, hand gradients to optimizers and the verdict to the scaler."""
+"""The end of a window: decide on it, divide it, hand gradients to optimizers and the verdict to the scaler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..buffers.parameters import move
 from ..buffers.store import Store
 from ..devices import is_capturing
 from ..errors import wrong_type
-from ..ops.schema import Judged
+from ..ops.schema import VerdictField
 from ..ranks.base import Ended, GlobalStats, LocalStats, Ranks
 from .grad_scaler import LossScaler
 from .noise_scale import NoiseMeter
@@ -34,7 +34,7 @@ class _Last(NamedTuple):
         captured: Whether that belongs to a CUDA graph, and changes with every replay.
         reached: Whether any rank had a gradient.
         micro_batches: Number of its `accumulate` calls.
-        judged: fp64, see `ops.schema.Judged`; nobody changes it any more. None: no window has ended.
+        verdict: fp64, see `ops.schema.VerdictField`; nobody changes it any more. None: no window has ended.
         loss: See `WindowLoss.sums`; called when metrics are read.
         norm: Its norm, if it was computed.
         counted: How many windows have ended, and were skipped, whose verdicts the host has.
@@ -44,7 +44,7 @@ class _Last(NamedTuple):
     captured: bool = False
     reached: bool = False
     micro_batches: int = 0
-    judged: Tensor | None = None
+    verdict: Tensor | None = None
     loss: Callable[[], Tensor | None] = lambda: None
     norm: Tensor | None = None
     counted: tuple[float, float] = (0.0, 0.0)
@@ -127,25 +127,25 @@ class End:
         return self._limit[1]
 
     def finalize(self, window: Window, optimizers: Sequence[Optimizer], divisor: Tensor | None) -> None:
-        """Average the sums and hand out gradients."""
-        verdict, ended = self._judge(window, optimizers, divisor, divides=True)
+        """Average the sums and assign gradients."""
+        verdict, ended = self._decide(window, optimizers, divisor, divides=True)
         divide_by = None if ended.divided else verdict.divisor
         self._finish(window, optimizers, verdict, ended, WindowGrads(self._store), divide_by)
 
     def skip_empty(self) -> None:
         """End a window without micro-batches, in a process that ends its windows alone."""
-        judged = torch.zeros(len(Judged), dtype=torch.float64, device=self._store.layout.device)
-        judged[: Judged.SKIP + 1] = 1
-        self.last = _Last(skipped=True, judged=judged, counted=self._count(judged))
+        verdict = torch.zeros(len(VerdictField), dtype=torch.float64, device=self._store.layout.device)
+        verdict[: VerdictField.SKIP + 1] = 1
+        self.last = _Last(skipped=True, verdict=verdict, counted=self._count(verdict))
 
-    def _count(self, judged: Tensor) -> tuple[float, float]:
+    def _count(self, verdict: Tensor) -> tuple[float, float]:
         """Count a window that ends; returns the counts that the host has."""
         ended, skipped = self.last.counted
-        if judged.is_cpu:  # a number costs a tenth of a tensor
-            numbers = judged.tolist()
-            return ended + numbers[Judged.ENDED], skipped + numbers[Judged.SKIP]
+        if verdict.is_cpu:  # a number costs a tenth of a tensor
+            numbers = verdict.tolist()
+            return ended + numbers[VerdictField.ENDED], skipped + numbers[VerdictField.SKIP]
         if self._counts is not None:
-            self._counts.add_(judged[Judged.ENDED : Judged.SKIP + 1])
+            self._counts.add_(verdict[VerdictField.ENDED : VerdictField.SKIP + 1])
         return ended, skipped
 
     def metrics(self) -> dict[str, float | Tensor]:
@@ -155,11 +155,14 @@ class End:
         if self._counts is not None:
             ended = self._counts.clone()
         found: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
-        if last.judged is not None:
-            judged, loss = last.judged.clone(), last.loss()
+        if last.verdict is not None:
+            verdict, loss = last.verdict.clone(), last.loss()
             found["micro_batches"] = last.micro_batches
-            found["micro_batches_used"], found["weight"] = judged[Judged.USED], judged[Judged.WEIGHT]
-            found["found_inf"], found["step_skipped"] = judged[Judged.FOUND_INF].float(), judged[Judged.SKIP].float()
+            found["micro_batches_used"], found["weight"] = verdict[VerdictField.USED], verdict[VerdictField.WEIGHT]
+            found["found_inf"], found["step_skipped"] = (
+                verdict[VerdictField.FOUND_INF].float(),
+                verdict[VerdictField.SKIP].float(),
+            )
             if loss is not None:
                 found["loss"] = loss[0] / loss[1]
             if last.norm is not None:
@@ -195,8 +198,8 @@ class End:
         # Divide the window while it is reduced if every sum must be divided. A clipped window is divided once, by
         # divisor and coefficient together; but a rounded mean may overflow whether it is clipped or not.
         averages = not folding and (max_norm is None or self._store.layout.rounds)
-        verdict, ended = self._judge(window, optimizers, divisor, divides=averages, max_norm=max_norm, parts=parts)
-        judged = verdict  # judges the undivided sums, whatever rounding does to them
+        verdict, ended = self._decide(window, optimizers, divisor, divides=averages, max_norm=max_norm, parts=parts)
+        undivided = verdict  # decides on the undivided sums, whatever rounding does to them
         grads = WindowGrads(self._store)
         norms, coefficients = self._measure(parts, verdict, ended) if parts else ([], [])
 
@@ -210,7 +213,7 @@ class End:
         if not averages:
             some = len(folding) < len(optimizers)
             sums = {id(p) for p in owned(folding)} if some else frozenset()
-            divide_by = judged.divide_by if some else None
+            divide_by = undivided.divide_by if some else None
             verdict = self._finish(window, optimizers, verdict, ended, grads, divide_by, sums)
 
         asks = self._scaler.scaler is None and len(self.steps.plan.fused) < len(optimizers)
@@ -219,12 +222,12 @@ class End:
             self.steps.run(optimizers, folding, verdict, may_skip and self.was_skipped())
         except BaseException:
             if folding:  # code that goes on by hand finds the averaged gradients that finalize() promises
-                grads.divide(judged.divide_by, only={id(p) for p in owned(folding)})
+                grads.divide(undivided.divide_by, only={id(p) for p in owned(folding)})
             raise
         if self._scaler.scaler is not None:
             self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
         found = verdict.exact if self._store.layout.result_dtype == torch.float64 else verdict.single
-        return norms if parts else [found[Judged.NORM]]
+        return norms if parts else [found[VerdictField.NORM]]
 
     def _measure(self, parts: Sequence[Part], verdict: Verdict, ended: Ended) -> tuple[list[Tensor], list[Tensor]]:
         """Compute the norm of each part's average, and its clipping coefficient."""
@@ -235,7 +238,7 @@ class End:
             norms = [norm / verdict.divisor for norm in norms]
         return norms, [clip_coefficient(norm, part.max_norm) for norm, part in zip(norms, parts, strict=True)]
 
-    def _judge(
+    def _decide(
         self,
         window: Window,
         optimizers: Sequence[Optimizer],
@@ -277,7 +280,7 @@ class End:
             averaged=window.phase is Phase.AVERAGED,
             idle=idle,
         )
-        look = Inspection(
+        inspector = Inspection(
             store,
             window,
             norm=functools.partial(self._ranks.total_norm, store.buffers, 2.0, store.layout.device),
@@ -287,10 +290,10 @@ class End:
             divides=divides,
             unchecked=store.unchecked,
         )
-        ended = self._ranks.end_window(report, look)
+        ended = self._ranks.end_window(report, inspector)
         stats = ended.stats
         if stats.loss is not None:
-            window.loss.agree(stats.loss)
+            window.loss.adopt(stats.loss)
         if stats.touched is not None:
             self.steps.refresh(optimizers)  # other ranks may have touched more parameters
         return Verdict(store.ops, stats.state, stats.divisor, ended.norm, max_norm, ended.overflow), ended
@@ -441,15 +444,15 @@ class Inspection:
         self.window.begin_reducing()
         self._seen = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self.store.states}
 
-    def agree(self, stats: GlobalStats) -> None:
+    def adopt(self, stats: GlobalStats) -> None:
         """Take over all ranks' statistics of the window."""
-        self.window.agree(stats)
-        self.store.agreed(stats.state, stats.touched)
+        self.window.adopt(stats)
+        self.store.adopt(stats.state, stats.touched)
         if self._seen and self.divides:
             divisor = Verdict(self.store.ops, stats.state, stats.divisor).divisor
             self._divisors = {d: move(divisor, d) for d in self.store.states}
 
-    def see(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
+    def inspect(self, buffer: FlatBuffer, parts: list[Tensor]) -> None:
         """Inspect these parts of sums, which are reduced."""
         seen = self._seen[buffer.device]
         if self.measures:

@@ -22,7 +22,7 @@ from ..buffers.parameters import move
 from ..buffers.store import Store
 from ..capture.inbox import MicroBatch
 from ..errors import logger
-from ..ranks.base import AwaitedUnit, agree_on_unit, agreed_unit
+from ..ranks.base import PendingUnit, propose_unit, read_unit
 
 _grad_of = operator.attrgetter("param.grad")
 
@@ -162,7 +162,7 @@ def grad_weight(micro_batch: MicroBatch) -> float | Tensor:
     weight, loss_weight = micro_batch.weight, micro_batch.loss_weight
     if loss_weight is None:
         return weight
-    unit = micro_batch.unit.get() if isinstance(micro_batch.unit, AwaitedUnit) else micro_batch.unit or 1.0
+    unit = micro_batch.unit.get() if isinstance(micro_batch.unit, PendingUnit) else micro_batch.unit or 1.0
     if isinstance(loss_weight, float):
         return weight / loss_weight if loss_weight else unit
     return torch.where(loss_weight == 0, unit, weight / loss_weight)
@@ -174,7 +174,7 @@ def together(first: MicroBatch, second: MicroBatch) -> MicroBatch:
     return second._replace(
         weight=first.weight + second.weight,
         loss_weight=parts[0] + parts[1],
-        unit=second.unit if isinstance(first.unit, AwaitedUnit) else first.unit,
+        unit=second.unit if isinstance(first.unit, PendingUnit) else first.unit,
     )
 
 
@@ -204,10 +204,10 @@ class LossWeighting:
         weight = micro_batch.weight
         if self._unit is None and not isinstance(weight, Tensor) and weight == 0:
             # A weight of 0 does not tell how large weights are.
-            unit = agreed_unit(self._key) or AwaitedUnit.of(self._key)
+            unit = read_unit(self._key) or PendingUnit.of(self._key)
             return loss * 0.0, micro_batch._replace(loss_weight=0.0, unit=unit)
         if self._unit is None:
-            self._unit = agree_on_unit(weight, self._key)
+            self._unit = propose_unit(weight, self._key)
         factor = weight / self._unit
         if not isinstance(factor, Tensor) and factor == 1:
             return loss, micro_batch

@@ -22,7 +22,7 @@ from ..errors import is_oom_error
 from ..hooks import Hook
 from ..offload.sink import HostBucket, Offload
 from ..offload.slots import Slots
-from ..ranks.base import AwaitedUnit, Ranks
+from ..ranks.base import PendingUnit, Ranks
 from .grad_scaler import LossScaler, backward_from, scaled_backward
 from .loss_weighting import LossWeighting, SharedLoss, grad_weight
 from .misuse import warn_of_nothing
@@ -280,7 +280,7 @@ class MicroBatchRunner:
         if not self._store.buffers and not self._is_frozen_stage():
             raise RuntimeError("accumulate(): no parameter requires a gradient")
         if self._scaler.scaler is not None:
-            self._scaler.check_not_unscaled(lambda o: any(self._store.place(p) is not None for p in owned((o,))))
+            self._scaler.check_not_unscaled(lambda o: any(self._store.segment_of(p) is not None for p in owned((o,))))
         if self._shared_loss.found is not None:
             self._shared_loss.check(adds=False)
 
@@ -421,7 +421,7 @@ class Sums(Sink):
 
     def multiplier(self, micro_batch: MicroBatch) -> float | Tensor | None:
         """See `Sink`."""
-        if self._noise.on or isinstance(micro_batch.unit, AwaitedUnit):
+        if self._noise.on or isinstance(micro_batch.unit, PendingUnit):
             return None  # only backward knows what is left of the weight
         weight = micro_batch.weight if micro_batch.loss_weight is None else grad_weight(micro_batch)
         if self._scaler.scaler is not None or micro_batch.divided_by is not None:
@@ -458,7 +458,7 @@ class Sums(Sink):
         for buffer, (segments, grads) in bucket:
             squares = weighted = None
             if self._noise.measuring:
-                self._noise.see(buffer, segments, micro_batch.tag)
+                self._noise.record(buffer, segments, micro_batch.tag)
                 squares = self._noise.squares(buffer.device)
                 weighted = squares if plain else torch.zeros_like(squares)
             counts = count and plain and buffer is first

@@ -115,7 +115,7 @@ class MisuseDetector(Follower):
         seen = self._seen
         seen.divisors.append(divided_by)
         if (first := seen.window.micro_batches == 0) or seen.leftovers:
-            self._look_for_leftovers(first)
+            self._inspect_leftovers(first)
 
     def note_loss(self, divided_by: float | None) -> None:
         """Note what a loss of this window was divided by, if that is known."""
@@ -125,7 +125,7 @@ class MisuseDetector(Follower):
         """Note what a loss averages that came without a weight, from a frame of the loop's."""
         self._seen.items.append(items_at(loss, caller))
 
-    def _look_for_leftovers(self, first: bool) -> None:
+    def _inspect_leftovers(self, first: bool) -> None:
         """Look for gradients that another loss left before a window, and that its first backward adds.
 
         A generator's loss leaves gradients in the discriminator. A stock loop drops them by the zero_grad before the
@@ -205,8 +205,8 @@ class MisuseDetector(Follower):
         """
         window = self._seen.window
         calls = window.micro_batches + window.found_nothing
-        alone = self._ranks.size == 1 and not self._ranks.ends_together
-        if calls and alone and 1 not in self._store.touched_bytes() and not window.dropped:
+        single = self._ranks.size == 1 and not self._ranks.ends_together
+        if calls and single and 1 not in self._store.touched_bytes() and not window.dropped:
             raise RuntimeError(
                 f"{caller}: no gradient was found in any of this window's {calls} micro-batches. zero_grad() between "
                 "backward and accumulate() throws gradients away; a loss that reaches none of the accumulator's "
@@ -397,7 +397,7 @@ class MisuseDetector(Follower):
     def _holds(self, params: list[Tensor]) -> bool:
         """Whether this window has a sum for one of these parameters or masters."""
         if self._uncounted():  # captures hold gradients of parameters that are not touched yet
-            return any(self._store.place(p) is not None for p in params)
+            return any(self._store.segment_of(p) is not None for p in params)
         if self._seen.window.phase is not Phase.FINALIZED:
             self._flush(self._seen.window)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
@@ -523,7 +523,7 @@ class Patience:
         owner: The accumulator, held weakly.
 
     Attributes:
-        limit: The number of micro-batches at which the open window calls `see`.
+        limit: The number of micro-batches at which the open window calls `record`.
         longest: How many the longest window had that ended; only a longer one calls `end`.
     """
 
@@ -535,7 +535,7 @@ class Patience:
         self._dropped = 0  # micro-batches of dropped windows, before the first that ended
         self._process = os.getpid()
 
-    def see(self, count: int) -> None:
+    def record(self, count: int) -> None:
         """Look at an open window that has reached the limit with `count` micro-batches."""
         if self.longest == 0 and "never ended" not in self._once:
             _never_ended.add(self)

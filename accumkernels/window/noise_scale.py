@@ -147,7 +147,7 @@ class NoiseMeter:
             self._squares[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._squares[device]
 
-    def see(self, buffer: FlatBuffer, segments: Sequence[int], serial: int) -> None:
+    def record(self, buffer: FlatBuffer, segments: Sequence[int], serial: int) -> None:
         """Note which gradients the accumulate pass adds for micro-batch `serial`.
 
         The squared norms of a micro-batch's buckets add up, unless a parameter's gradient comes in several parts; then

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..buffers.store import Store, has_accumulator
 from ..errors import expect, logger, short
 from ..hooks import has_global_step_pre_hooks, with_graph
-from ..ops.schema import Judged
+from ..ops.schema import VerdictField
 from .grad_scaler import LossScaler
 from .verdict import Verdict, is_known_zero
 
@@ -228,14 +228,14 @@ class StepPlan:
             touched = {id(s.param) for _, s in store.touched()}
             named = ((e.name, store.target(e.param)) for e in store.named if id(e.param) in touched)
             check_ownership(optimizers, named, ignored)
-        self.foreign_params = [p for p in self._owned if store.place(p) is None]
+        self.foreign_params = [p for p in self._owned if store.segment_of(p) is None]
         self.is_seen = bool(optimizers) and all(getattr(type(o).step, "hooked", False) for o in optimizers)
         self.fused = [o for o in optimizers if steps_scaled_gradients(o)]
         self.fused_sgd = [o for o in optimizers if is_fused_sgd(o)]
         self._fp32 = [  # optimizers with only fp32 sums, and the tensors whose `.grad` must be None for that
-            (o, [p for p in owned((o,)) if store.place(p) is None])
+            (o, [p for p in owned((o,)) if store.segment_of(p) is None])
             for o in self.fused
-            if all(p.dtype == torch.float32 for p in owned((o,)) if store.place(p))
+            if all(p.dtype == torch.float32 for p in owned((o,)) if store.segment_of(p))
         ]
 
     def fits(self, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> bool:
@@ -322,7 +322,7 @@ class OptimizerSteps:
                     f"{caller}: {entry.name!r} has a .grad that was never accumulated; "
                     + (
                         "call acc.accumulate() after backward (acc.backward does), or acc.discard() to drop it"
-                        if self._store.place(entry.param) is not None
+                        if self._store.segment_of(entry.param) is not None
                         else "it was there before the parameter was frozen, or the parameter was unfrozen inside a "
                         "window, which counts from the next one on: call acc.discard()"
                     )
@@ -377,7 +377,7 @@ class OptimizerSteps:
             if masters is not None:
                 masters.begin_steps()
             for optimizer in fused:
-                scale = verdict.single[Judged.DIVIDE_BY] if optimizer in folding else None
+                scale = verdict.single[VerdictField.DIVIDE_BY] if optimizer in folding else None
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 if not surely:  # set it also for a scaler whose own `step` does not
                     optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ class Phase(enum.Enum):
     AVERAGED: it was loaded from a state saved between `finalize` and `zero_`; its sums are averages.
     BROKEN: backward raised after some of its gradients had been added.
     REDUCING: its sums are being reduced over ranks; it stays here if that fails.
-    FINALIZED: it was judged, and its gradients were handed out.
+    FINALIZED: it was decided on, and its gradients were assigned.
     """
 
     OPEN = enum.auto()
@@ -50,7 +50,7 @@ class WindowLoss:
     _weights: list[float | Tensor] = field(default_factory=list, init=False)
     _undecided: int = field(default=0, init=False)  # number of last ones whose kept gradients may still be dropped
     _drops: list[tuple[slice, Tensor]] = field(default_factory=list, init=False)  # of these weights, if not 0
-    _agreed: Tensor | None = field(default=None, init=False)  # sums over all ranks
+    _of_all_ranks: Tensor | None = field(default=None, init=False)  # sums over all ranks
 
     def add(
         self, loss: Tensor | None, weight: float | Tensor, drop: Tensor | None = None, *, unsynced: bool = False
@@ -105,8 +105,8 @@ class WindowLoss:
 
         Until the window ends these are this rank's sums, afterwards those over all ranks.
         """
-        if self._agreed is not None:
-            return self._agreed
+        if self._of_all_ranks is not None:
+            return self._of_all_ranks
         if not self._losses:
             return self.resumed
         # A dropped micro-batch's loss is usually not finite, and 0 times that is NaN.
@@ -116,9 +116,9 @@ class WindowLoss:
         used = torch.stack([torch.where(w != 0, w * self._vector(self._losses), 0.0), w]).sum(1)
         return used if self.resumed is None else used + self.resumed
 
-    def agree(self, sums: Tensor) -> None:
+    def adopt(self, sums: Tensor) -> None:
         """Take over the sums over all ranks."""
-        self._agreed = sums
+        self._of_all_ranks = sums
 
 
 class Unsynced(NamedTuple):
@@ -133,7 +133,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         verdict: Whether to step, and how.
-        grads: The gradients that it hands out.
+        grads: The gradients that it assigns.
         idle: For each segment, 1 if its parameter is frozen and gives it back when this window is over; may be empty.
     """
 
@@ -238,7 +238,7 @@ class Window:
         """Start reducing the sums over ranks: if that fails, they are lost."""
         self.phase = Phase.REDUCING
 
-    def agree(self, stats: GlobalStats) -> None:
+    def adopt(self, stats: GlobalStats) -> None:
         """Take over all ranks' statistics; if the host did not look, only the device knows them."""
         if stats.dropped is None or stats.weight is None:
             self.host_weight = None
@@ -258,7 +258,7 @@ class Window:
         self.exposed = True
 
     def take_over(self) -> None:
-        """Take over what the loop has made of the gradients handed out, for the norm that is about to be computed."""
+        """Take over what the loop has made of the assigned gradients, for the norm that is about to be computed."""
         self.clipped = True
         if self.exposed:
             assert self.outcome is not None
@@ -269,7 +269,7 @@ class Window:
         self.clipped = True
 
     def clip(self, norm: Tensor, max_norm: float | Tensor) -> None:
-        """Scale the gradients handed out, whose norm is `norm`, to a norm of at most `max_norm`."""
+        """Scale the assigned gradients, whose norm is `norm`, to a norm of at most `max_norm`."""
         assert self.outcome is not None
         self.outcome.grads.multiply(clip_coefficient(norm, max_norm))
 

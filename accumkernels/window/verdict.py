@@ -11,7 +11,7 @@ from torch import Tensor
 from ..buffers.flat import FlatBuffer, Segment
 from ..buffers.parameters import local_grad, move, shaped_like, worst
 from ..buffers.store import Store
-from ..ops.schema import Judged
+from ..ops.schema import VerdictField
 
 # ---- A window's verdict: its divisor, and whether to step and to back off
 
@@ -28,7 +28,7 @@ class Verdict:
         overflow: fp64 of one element; if not 0, a sum is not finite although the state does not show it.
 
     Attributes:
-        exact: fp64, by `ops.schema.Judged`.
+        exact: fp64, by `ops.schema.VerdictField`.
         single: The same in fp32, each 0-d.
         skip: fp32; 1.0 if the step must not happen.
         found_inf: fp32; 1.0 if the loss scale must back off.
@@ -46,12 +46,12 @@ class Verdict:
         self._ops = ops
         self._given = (state, divisor, norm, max_norm)
         self._overflow = overflow
-        self.exact = torch.empty(len(Judged), dtype=torch.float64, device=state.device)
-        single = torch.empty(len(Judged), dtype=torch.float32, device=state.device)
-        ops.judge_(self.exact, single, state, divisor=divisor, norm=norm, max_norm=max_norm, overflow=overflow)
+        self.exact = torch.empty(len(VerdictField), dtype=torch.float64, device=state.device)
+        single = torch.empty(len(VerdictField), dtype=torch.float32, device=state.device)
+        ops.decide_(self.exact, single, state, divisor=divisor, norm=norm, max_norm=max_norm, overflow=overflow)
         self.single = single.unbind()  # indexing one by one takes as long as the op
-        self.skip = self.single[Judged.SKIP]
-        self.found_inf = self.single[Judged.FOUND_INF]
+        self.skip = self.single[VerdictField.SKIP]
+        self.found_inf = self.single[VerdictField.FOUND_INF]
 
     def with_overflow(self, overflow: Tensor) -> Verdict:
         """Judge again with an overflow (fp64 of one element, 0 or 1) that showed later."""
@@ -62,22 +62,22 @@ class Verdict:
     @property
     def empty(self) -> Tensor:
         """bool; whether nothing was accumulated and nothing overflowed, so that the scale stays."""
-        return self.single[Judged.EMPTY] != 0
+        return self.single[VerdictField.EMPTY] != 0
 
     @property
     def divisor(self) -> Tensor:
         """fp64; the divisor of the sums."""
-        return self.exact[Judged.DIVISOR]
+        return self.exact[VerdictField.DIVISOR]
 
     @property
     def coefficient(self) -> Tensor:
         """fp64; the factor that clips the average."""
-        return self.exact[Judged.COEFFICIENT]
+        return self.exact[VerdictField.COEFFICIENT]
 
     @property
     def divide_by(self) -> Tensor:
         """fp64; divisor and coefficient in one."""
-        return self.exact[Judged.DIVIDE_BY]
+        return self.exact[VerdictField.DIVIDE_BY]
 
 
 def is_known_zero(scalar: Tensor) -> bool:
@@ -118,7 +118,7 @@ class WindowGrads:
                 piece.div_(by)
 
     def multiply(self, coefficient: Tensor, only: Set[int] | None = None) -> None:
-        """Multiply the gradients handed out; `only` those of the tensors with these ids, None for all."""
+        """Multiply the assigned gradients; `only` those of the tensors with these ids, None for all."""
         for buffer in self._store.buffers:
             segments = buffer.touched_segments()
             if only is not None:

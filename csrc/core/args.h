@@ -22,8 +22,8 @@ enum State : int {
   kPoisoned = 3,  // 1.0 once a buffer may hold a value that is not finite: the step must be skipped
 };
 
-// Indices into what judge writes (float64[10], and the same in float32).
-enum Judged : int {
+// Indices into what decide writes (float64[10], and the same in float32).
+enum VerdictField : int {
   kEnded = 0,
   kSkip = 1,
   kOverflowed = 2,
@@ -32,9 +32,9 @@ enum Judged : int {
   kNorm = 5,
   kCoefficient = 6,
   kDivideBy = 7,
-  kJudgedWeight = 8,
-  kJudgedUsed = 9,
-  kJudgedCount = 10,
+  kVerdictWeight = 8,
+  kVerdictUsed = 9,
+  kVerdictCount = 10,
 };
 
 // What sq_norm takes in of a micro-batch.
@@ -110,7 +110,7 @@ struct ScaledCopyArgs {
 };
 
 // All pointers on the device; nullptr where an argument is left out.
-struct JudgeArgs {
+struct DecideArgs {
   double* verdict;
   float* single;
   const double* state;
@@ -130,7 +130,7 @@ using ParallelFor = void (*)(int64_t end, void (*function)(int64_t begin, int64_
 
 void accumulate(const AccumulateArgs& args, ParallelFor parallel_for);
 void check_finite(const CheckFiniteArgs& args, ParallelFor parallel_for);
-void judge(const JudgeArgs& args);
+void decide(const DecideArgs& args);
 void norm(const NormArgs& args, ParallelFor parallel_for);
 void scaled_copy(const ScaledCopyArgs& args, ParallelFor parallel_for);
 
@@ -148,7 +148,7 @@ int64_t workspace_size();
 
 int accumulate(const AccumulateArgs& args, double* workspace, void* stream);
 int check_finite(const CheckFiniteArgs& args, void* stream);
-int judge(const JudgeArgs& args, void* stream);
+int decide(const DecideArgs& args, void* stream);
 int norm(const NormArgs& args, double* workspace, void* stream);
 int scaled_copy(const ScaledCopyArgs& args, void* stream);
 

@@ -47,7 +47,7 @@ def compiled(folder: Path, csrc: Path, stem: str, archs: tuple[str, ...]) -> lis
 
 def without_finish(found: list[Code]) -> list[Code]:
     """The kernels that stream elements."""
-    return [code for code in found if not any(name in code.kernel for name in ("finish", "probe", "judge"))]
+    return [code for code in found if not any(name in code.kernel for name in ("finish", "probe", "decide"))]
 
 
 def main_loops(kernel: str, arch: str) -> Iterator[tuple[dict[int, int], dict[int, int]]]:

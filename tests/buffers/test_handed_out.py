@@ -220,8 +220,8 @@ def test_what_cannot_be_found_is_said_once_and_not_looked_for_again(caplog, monk
     """What gc.freeze() hides: a search looks at every object of the process."""
     loop, kept, searches = Loop(), [], []
     p = next(loop.model.parameters())
-    find = flat.HandedOut._move_aliases
-    monkeypatch.setattr(flat.HandedOut, "_move_aliases", lambda *args: (searches.append(1), find(*args)))
+    find = flat.ExposedViews._move_aliases
+    monkeypatch.setattr(flat.ExposedViews, "_move_aliases", lambda *args: (searches.append(1), find(*args)))
     for window in loop.windows(3):
         loop.accumulate(window)
         loop.acc.finalize(loop.optimizer)

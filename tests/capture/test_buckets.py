@@ -179,7 +179,7 @@ class Awaiting:
     """A sink that wants every gradient at once."""
 
     def __init__(self, acc, buckets):
-        self.awaited = {(buffer, index) for buffer in acc.engine.store.buffers for index in buffer.all_indices}
+        self.flush_at = {(buffer, index) for buffer in acc.engine.store.buffers for index in buffer.all_indices}
         self._buckets = buckets
 
     def add(self, bucket, micro_batch):

@@ -25,7 +25,7 @@ struct Check {
   void (*run)();
 };
 
-extern const std::vector<Check> kAccumulate, kCheckFinite, kNorm, kScaledCopy, kJudge;
+extern const std::vector<Check> kAccumulate, kCheckFinite, kNorm, kScaledCopy, kDecide;
 
 struct Tally {
   int64_t values = 0;    // compared

@@ -32,7 +32,7 @@ bool wanted(const char* name, const std::vector<const char*>& names) {
 
 int run(const std::vector<const char*>& names, bool list) {
   int64_t values = 0, failed = 0, checks = 0;
-  for (const auto* group : {&kAccumulate, &kCheckFinite, &kNorm, &kScaledCopy, &kJudge}) {
+  for (const auto* group : {&kAccumulate, &kCheckFinite, &kNorm, &kScaledCopy, &kDecide}) {
     for (const Check& check : *group) {
       if (!wanted(check.name, names)) continue;
       std::printf("%s: %s%s", check.name, check.what, list ? "\n" : " ... ");

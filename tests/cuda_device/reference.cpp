@@ -193,7 +193,7 @@ void scaled_copy(const ScaledCopyArgs& args) {
   }
 }
 
-void judge(const JudgeArgs& args) {
+void decide(const DecideArgs& args) {
   const double weight = args.state[kWeight];
   const double asked = args.divisor ? *args.divisor : weight;
   const float narrow = static_cast<float>(asked);  // gradients are divided in fp32
@@ -209,7 +209,7 @@ void judge(const JudgeArgs& args) {
   if (coefficient > 1.0) coefficient = 1.0;
   const double verdict[] = {1.0,  double(skip), double(overflowed),    double(empty), divisor,
                             norm, coefficient,  divisor / coefficient, weight,        args.state[kUsed]};
-  for (int i = 0; i < kJudgedCount; ++i) {
+  for (int i = 0; i < kVerdictCount; ++i) {
     args.verdict[i] = verdict[i];
     args.single[i] = static_cast<float>(verdict[i]);
   }

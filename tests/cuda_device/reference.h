@@ -17,6 +17,6 @@ void accumulate(const accumkernels::AccumulateArgs& args);
 void check_finite(const accumkernels::CheckFiniteArgs& args);
 void norm(const accumkernels::NormArgs& args);
 void scaled_copy(const accumkernels::ScaledCopyArgs& args);
-void judge(const accumkernels::JudgeArgs& args);
+void decide(const accumkernels::DecideArgs& args);
 
 }  // namespace reference

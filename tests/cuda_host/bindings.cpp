@@ -106,12 +106,12 @@ int scaled_copy(const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int3
   return cuda::scaled_copy(args, nullptr);
 }
 
-int judge(uintptr_t verdict, uintptr_t single, uintptr_t state, uintptr_t divisor, uintptr_t norm, uintptr_t max_norm,
-          uintptr_t overflow) {
-  const JudgeArgs args{at<double>(verdict),       at<float>(single),      at<const double>(state),
-                       at<const double>(divisor), at<const double>(norm), at<const double>(max_norm),
-                       at<const double>(overflow)};
-  return cuda::judge(args, nullptr);
+int decide(uintptr_t verdict, uintptr_t single, uintptr_t state, uintptr_t divisor, uintptr_t norm, uintptr_t max_norm,
+           uintptr_t overflow) {
+  const DecideArgs args{at<double>(verdict),       at<float>(single),      at<const double>(state),
+                        at<const double>(divisor), at<const double>(norm), at<const double>(max_norm),
+                        at<const double>(overflow)};
+  return cuda::decide(args, nullptr);
 }
 
 std::pair<int, std::string> probe(int device) {
@@ -179,7 +179,7 @@ PYBIND11_MODULE(accumkernels_cuda_host, m) {
   m.def("check_finite", &check_finite);
   m.def("norm", &norm);
   m.def("scaled_copy", &scaled_copy);
-  m.def("judge", &judge);
+  m.def("decide", &decide);
   m.def("probe", &probe);
   m.def("workspace_size", &cuda::workspace_size);
   m.def("convert", &device::convert_all);

@@ -112,7 +112,7 @@ def scaled_copy_(
     _check(kernels.scaled_copy(pairs, _address(divisor), _address(found_inf)))
 
 
-def judge_(
+def decide_(
     verdict: Tensor,
     single: Tensor,
     state: Tensor,
@@ -122,5 +122,5 @@ def judge_(
     max_norm: Tensor | None = None,
     overflow: Tensor | None = None,
 ) -> None:
-    """`judge_` of schema.py."""
-    _check(kernels.judge(*map(_address, (verdict, single, state, divisor, norm, max_norm, overflow))))
+    """`decide_` of schema.py."""
+    _check(kernels.decide(*map(_address, (verdict, single, state, divisor, norm, max_norm, overflow))))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accumkernels.ops import reference
-from accumkernels.ops.schema import Judged, State
+from accumkernels.ops.schema import State, VerdictField
 from tests.cuda_host.build import compiler
 from tests.support.backends import (
     BUFFERS,
@@ -292,14 +292,14 @@ def test_norm_of_values_that_are_not_finite(dtype, position):
 
 @pytest.mark.parametrize("weight", [0.0, 4.0])
 @pytest.mark.parametrize("given", [(), ("divisor",), ("norm", "max_norm"), ("divisor", "norm", "max_norm", "overflow")])
-def test_judge(weight, given):
+def test_decide(weight, given):
     """The verdict of plain torch, bit for bit; arguments that are left out are null."""
     scalars = {"divisor": scalar(3.0), "norm": scalar(7.0), "max_norm": scalar(0.1), "overflow": scalar(1.0)}
     state = torch.tensor([weight, 0.0, 2.0, 0.0], dtype=torch.float64)
     found = []
     for module in (ops, reference):
-        verdict, single = torch.zeros(len(Judged), dtype=torch.float64), torch.zeros(len(Judged))
-        module.judge_(verdict, single, state, **{name: scalars[name] for name in given})
+        verdict, single = torch.zeros(len(VerdictField), dtype=torch.float64), torch.zeros(len(VerdictField))
+        module.decide_(verdict, single, state, **{name: scalars[name] for name in given})
         found.append((verdict, single))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])

@@ -87,10 +87,10 @@ def samples() -> Iterator[tuple[str, Callable, tuple, dict]]:
     yield "scaled_copy-empty list", copy, ([], []), {}
 
     verdict = (torch.zeros(10, dtype=torch.float64), torch.zeros(10), torch.ones(4, dtype=torch.float64))
-    yield "judge", OPS.judge_.default, verdict, {}
+    yield "decide", OPS.decide_.default, verdict, {}
     names = ("divisor", "norm", "max_norm", "overflow")
     options = {name: scalar(1.0) for name in names}
-    yield "judge-all arguments", OPS.judge_.default, verdict, options
+    yield "decide-all arguments", OPS.decide_.default, verdict, options
 
 
 every_sample = pytest.mark.parametrize(("op", "args", "kwargs"), [pytest.param(*s[1:], id=s[0]) for s in samples()])

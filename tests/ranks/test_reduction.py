@@ -138,7 +138,7 @@ def test_a_weight_that_gets_its_gradient_in_two_ways_is_sent_once(monkeypatch):
     engine = ak.FusedAccumulator([w], fuse_weight_gradients=True, release="backward", bucket_bytes=1).engine
     sender = ChunkSender(Doubled(), early=True)
     sender.follow(engine.store.buffers)
-    sender.agree()
+    sender.note_same_layout()
     monkeypatch.setattr(engine.runner, "_sender", sender)
     engine.backward(loss(), engine.micro_batch(1.0, last=True))
     sender.send_rest(lambda buffer, parts: None)

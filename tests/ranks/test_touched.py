@@ -32,7 +32,7 @@ class Ranks:
             asked.append(fields)
             return {name: [sum(n) for n in zip(*(f[name] for f in counted), strict=True)] for name in fields}
 
-        found = [t.agree(own, gone, sums, ask) for t, own, gone in triples]
+        found = [t.combine(own, gone, sums, ask) for t, own, gone in triples]
         assert len(asked) in (0, len(windows))  # all ranks, or none
         if asked:
             self.numbers.append(PARAMETERS)

@@ -357,7 +357,7 @@ def test_early_sending(way, model, dtype, monkeypatch):
         engine = acc.engine
         sender = ChunkSender(link, early=True)
         sender.follow(engine.store.buffers)
-        sender.agree()
+        sender.note_same_layout()
         monkeypatch.setattr(engine.runner, "_sender", sender)
         loss = model(x).square().mean()
         with sim.watch(lines=True) as seen:

@@ -29,7 +29,7 @@ def seen(*points):
     """After micro-batches with these costs and bytes."""
     learned = Learned()
     for cost, nbytes in points:
-        learned.see(cost, nbytes)
+        learned.record(cost, nbytes)
     return learned
 
 
@@ -46,7 +46,7 @@ def test_line():
     learned = seen((10, 1100), (20, 2100), (30, 3100))
     assert learned.expect(50) == pytest.approx(5100)
     assert learned.budget(10_000) == pytest.approx(94)  # of 9500
-    learned.see(15, 5000)
+    learned.record(15, 5000)
     assert all(learned.expect(cost) >= nbytes - 1e-6 for cost, nbytes in [(10, 1100), (15, 5000), (30, 3100)])
 
 
@@ -64,7 +64,7 @@ def test_without_peaks_errors_alone_count():
     learned = Learned()
     learned.fail(100)
     assert learned.budget(None) == 50
-    learned.see(60, None)
+    learned.record(60, None)
     assert learned.budget(None) == 60
     for _ in range(10 * BARRED):
         learned.end_batch(False)
@@ -92,7 +92,7 @@ def test_failing_again_goes_back():
     assert learned.known_to_fit(20) and not learned.known_to_fit(25)
     learned.fail(5)
     assert learned.ran == 0
-    learned.see(5, 500)  # a single sample, which is tried all the same
+    learned.record(5, 500)  # a single sample, which is tried all the same
     assert learned.failed == math.inf
 
 
@@ -234,7 +234,7 @@ def test_everything_learnt_is_saved():
     """Also in which batch a cost failed, which is barred for so many from there on."""
     learned, resumed = Learned(), Learned()
     for cost in (3.0, 5.0, 9.0):
-        learned.see(cost, 100 * cost)
+        learned.record(cost, 100 * cost)
         learned.end_batch(split=cost > 3)
     learned.fail(9.0)
     resumed.load(learned.state())
@@ -268,7 +268,7 @@ class Crowded(CountedMemory):
     """As where cached blocks had to be freed for it."""
 
     @property
-    def crowded(self):
+    def over_limit(self):
         return True
 
 

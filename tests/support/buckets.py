@@ -82,4 +82,4 @@ def train(make, release, bucket_bytes=1, windows=4, scaled=False, form="step", b
 def hooks(model):
     """How many parameters tell somebody of their gradients, without the hooks that leave in the first backward."""
     found = [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()]
-    return sum(not hook.__qualname__.startswith(("_watch", "_look_once")) for hook in found)
+    return sum(not hook.__qualname__.startswith(("_watch", "_inspect_once")) for hook in found)

@@ -27,7 +27,7 @@ def proposed(monkeypatch):
         exponent = 0 if isinstance(weight, torch.Tensor) or weight == 0 else math.frexp(weight)[1] - 1
         return 2.0**exponent
 
-    monkeypatch.setattr(module, "agree_on_unit", agree)
+    monkeypatch.setattr(module, "propose_unit", agree)
     return asked
 
 
@@ -86,7 +86,7 @@ def test_zero_proposes_nothing(proposed, known_to_others, monkeypatch):
     """A first weight of 0 says nothing of how large weights are; gradients of others' losses have theirs."""
     units = [8.0 if known_to_others else None]
     for place in (module, base):
-        monkeypatch.setattr(place, "agreed_unit", lambda key: units[-1] if key == KEY else None)
+        monkeypatch.setattr(place, "read_unit", lambda key: units[-1] if key == KEY else None)
     weighting = LossWeighting(KEY)
     _, grad, micro_batch = weighed(weighting, 0.0, torch.float64)
     assert (grad, proposed) == (0, [])
@@ -168,7 +168,7 @@ def test_a_gradient_of_its_own(proposed, caplog):
 @pytest.mark.parametrize("weight", [12.0, 0.0, torch.tensor(1.0, dtype=torch.float64)], ids=str)
 def test_each_function_is_named_once(proposed, caplog, monkeypatch, weight):
     """Functions and custom ops of users, wherever they are in the graph and whichever graph they come in."""
-    monkeypatch.setattr(module, "agreed_unit", lambda key: None)
+    monkeypatch.setattr(module, "read_unit", lambda key: None)
     weighting, x = LossWeighting(KEY), torch.ones((), requires_grad=True)
 
     def weigh(loss):

@@ -30,7 +30,7 @@ def _program(setting: Setting) -> str:
 
 def check(setting: Setting) -> Part:
     """Every kernel against a reference, without torch; `make device-check` has run all of it on the host."""
-    chosen = ("judge", "accumulate/blocks") if setting.rehearse else ()
+    chosen = ("decide", "accumulate/blocks") if setting.rehearse else ()
     return Part("device-check", [_program(setting), *chosen], 60)
 
 
@@ -44,7 +44,7 @@ def time(setting: Setting) -> Part:
 @functools.cache
 def _sanitizer_fails(program: str, target: str) -> str | None:
     """Some virtual machines let nobody watch, not even a launch of one thread."""
-    command = [program, "--error-exitcode", "1", target, "judge"]
+    command = [program, "--error-exitcode", "1", target, "decide"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except subprocess.TimeoutExpired:

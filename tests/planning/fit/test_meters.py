@@ -130,19 +130,19 @@ def test_retries(allocator):
     memory = memory_for(DEVICE, None, 0.0, list)
     with memory.measured():
         allocator.retries += 1
-    assert memory.crowded
+    assert memory.over_limit
     with memory.measured():
         pass
-    assert not memory.crowded
+    assert not memory.over_limit
 
 
-def test_crowded_sizes_do_not_fit():
+def test_sizes_over_the_limit_do_not_fit():
     """find_batch_size takes the memory's word."""
     from accumkernels.planning import trial as trials
 
     class Crowded(CountedMemory):
         @property
-        def crowded(self):
+        def over_limit(self):
             return _seen[-1] > 4
 
     _seen: list[int] = []

@@ -8,7 +8,7 @@
 
 namespace accumkernels {
 
-AK_HOST_DEVICE static inline void judge(const JudgeArgs& args) {
+AK_HOST_DEVICE static inline void decide(const DecideArgs& args) {
   const double weight = args.state[kWeight];
   const bool no_weight = weight == 0.0;
   double divisor = args.divisor == nullptr ? weight : *args.divisor;
@@ -35,9 +35,9 @@ AK_HOST_DEVICE static inline void judge(const JudgeArgs& args) {
   verdict[kNorm] = norm;
   verdict[kCoefficient] = coefficient;
   verdict[kDivideBy] = divide(divisor, coefficient);
-  verdict[kJudgedWeight] = weight;
-  verdict[kJudgedUsed] = args.state[kUsed];
-  for (int i = 0; i < kJudgedCount; ++i) args.single[i] = static_cast<float>(verdict[i]);
+  verdict[kVerdictWeight] = weight;
+  verdict[kVerdictUsed] = args.state[kUsed];
+  for (int i = 0; i < kVerdictCount; ++i) args.single[i] = static_cast<float>(verdict[i]);
 }
 
 }  // namespace accumkernels

@@ -1,4 +1,4 @@
-"""judge_ on every backend: the bits of plain torch, and what the verdict means, worked out by hand."""
+"""decide_ on every backend: the bits of plain torch, and what the verdict means, worked out by hand."""
 
 import itertools
 import math
@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from accumkernels.ops import reference
-from accumkernels.ops.schema import Judged, State
+from accumkernels.ops.schema import State, VerdictField
 from tests.support.backends import assert_same_bits, compared, on_every_backend, scalar
 
 VALUES = (0.0, 3.0, 0.1, 1e-50, 1e300, math.inf, math.nan, -1.0)
 LIMITS = (None, math.inf, 0.0, 0.1, 1e-9)
 
 
-def judged(backend, state, **kwargs):
+def decided(backend, state, **kwargs):
     """The verdict in fp64, and in fp32."""
-    verdict = torch.full((len(Judged),), math.nan, dtype=torch.float64, device=backend.device)
-    single = torch.full((len(Judged),), math.nan, device=backend.device)
+    verdict = torch.full((len(VerdictField),), math.nan, dtype=torch.float64, device=backend.device)
+    single = torch.full((len(VerdictField),), math.nan, device=backend.device)
     moved = {name: v.to(backend.device) if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
     state = torch.tensor([float(state.get(key, 0)) for key in State], dtype=torch.float64, device=backend.device)
-    backend.module.judge_(verdict, single, state, **moved)
+    backend.module.decide_(verdict, single, state, **moved)
     return verdict.cpu(), single.cpu()
 
 
@@ -41,7 +41,7 @@ def test_same_bits_as_plain_torch(backend):
             for overflow in (None, 0.0, 1.0):
                 given = {"divisor": divisor, "norm": norm, "max_norm": limit, "overflow": overflow}
                 kwargs = {name: None if value is None else scalar(value) for name, value in given.items()}
-                actual, expected = judged(backend, state, **kwargs), judged(Reference, state, **kwargs)
+                actual, expected = decided(backend, state, **kwargs), decided(Reference, state, **kwargs)
                 assert_same_bits(actual[0], expected[0], f"{state} {given}")
                 assert_same_bits(actual[1], expected[1], f"{state} {given}")
         if getattr(backend, "slow", False):
@@ -72,7 +72,7 @@ def test_same_bits_as_plain_torch(backend):
 )
 def test_meaning(backend, state, kwargs, expected):
     """A skipped window is divided by 1; an empty one leaves the scale; a bad divisor overflows; clipping is torch's."""
-    verdict, single = judged(backend, state, **{name: scalar(value) for name, value in kwargs.items()})
+    verdict, single = decided(backend, state, **{name: scalar(value) for name, value in kwargs.items()})
     for name, value in expected.items():
-        assert verdict[Judged[name]].item() == value
-        assert single[Judged[name]].item() == torch.tensor(value, dtype=torch.float32).item()
+        assert verdict[VerdictField[name]].item() == value
+        assert single[VerdictField[name]].item() == torch.tensor(value, dtype=torch.float32).item()

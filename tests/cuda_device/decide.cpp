@@ -1,4 +1,4 @@
-// judge_, against the reference.
+// decide_, against the reference.
 #include <optional>
 
 #include "check.h"
@@ -17,7 +17,7 @@ struct Window {
 };
 
 void run(const Window& window) {
-  Array verdict("verdict", Array::kFloat64, kJudgedCount), single("single", Array::kFloat32, kJudgedCount);
+  Array verdict("verdict", Array::kFloat64, kVerdictCount), single("single", Array::kFloat32, kVerdictCount);
   Array state("state", Array::kFloat64, 4);
   for (int i = 0; i < 4; ++i) state.expected<double>()[i] = window.state[i];
   const Given given[] = {window.divisor, window.norm, window.max_norm, window.overflow};
@@ -28,18 +28,18 @@ void run(const Window& window) {
       if (!given[i]) return nullptr;
       return device ? scalars[i].device<double>() : scalars[i].expected<double>();
     };
-    return JudgeArgs{device ? verdict.device<double>() : verdict.expected<double>(),
-                     device ? single.device<float>() : single.expected<float>(),
-                     device ? state.device<double>() : state.expected<double>(),
-                     at(0),
-                     at(1),
-                     at(2),
-                     at(3)};
+    return DecideArgs{device ? verdict.device<double>() : verdict.expected<double>(),
+                      device ? single.device<float>() : single.expected<float>(),
+                      device ? state.device<double>() : state.expected<double>(),
+                      at(0),
+                      at(1),
+                      at(2),
+                      at(3)};
   };
   for (Array* array : {&verdict, &single, &state}) array->upload();
   for (Array& array : scalars) array.upload();
-  succeed(cuda::judge(arguments(true), nullptr), "judge");
-  reference::judge(arguments(false));
+  succeed(cuda::decide(arguments(true), nullptr), "decide");
+  reference::decide(arguments(false));
   for (Array* array : {&verdict, &single, &state}) array->compare();
 }
 
@@ -60,8 +60,8 @@ void windows() {
 
 }  // namespace
 
-const std::vector<Check> kJudge = {
-    {"judge/windows", "full, empty, overflowed and poisoned windows; divisors, limits and overflow given or not",
+const std::vector<Check> kDecide = {
+    {"decide/windows", "full, empty, overflowed and poisoned windows; divisors, limits and overflow given or not",
      windows},
 };
 
