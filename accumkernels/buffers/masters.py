@@ -322,17 +322,18 @@ def _take_edited(param: Tensor, master: Tensor, out: Tensor) -> None:
 
 
 def _versions(params: Sequence[Tensor]) -> list[Any]:
-    """Version counters, which in-place ops bump: on a DTensor its own, on its local part that part's."""
+    """Version counters, which in-place ops bump: on a DTensor its own, on its local part that part's.
+
+    A parameter's is alike whatever parameters it is listed with; so is its `_memory`.
+    """
     versions = list(map(_version, params))
     if _PLAIN.issuperset(map(type, params)):
         return versions
-    return list(zip(versions, map(_version, map(local, params)), strict=True))
+    return [v if type(p) in _PLAIN else (v, local(p)._version) for p, v in zip(params, versions, strict=True)]
 
 
 def _memory(params: Sequence[Tensor]) -> list[Any]:
-    """Addresses and storages, which `p.data = x` changes; None for all if there are subclasses that may lack both."""
+    """Addresses and storages, which `p.data = x` changes; None for subclasses that may lack both."""
     if not _PLAIN.issuperset(map(type, params)):
-        params = list(map(local, params))
-        if not _PLAIN.issuperset(map(type, params)):
-            return [None] * len(params)
+        return [_memory([p])[0] if type(p) in _PLAIN else None for p in map(local, params)]
     return list(zip(map(Tensor.data_ptr, params), map(_address, map(Tensor.untyped_storage, params)), strict=True))

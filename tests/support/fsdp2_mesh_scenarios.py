@@ -214,6 +214,29 @@ def plain_parts(rank, size):
     assert acc.clip_grad_norm_(1e9).item() == pytest.approx(expected, rel=1e-12)
 
 
+def masters_of_cut_and_plain_parts(rank, size):
+    """Cut and plain bf16 parameters of one optimizer: fp32 masters of both are stepped as by hand, and rounded back."""
+    mesh, plan = init_device_mesh("cpu", (size,)), {"cut": ColwiseParallel(output_layouts=Replicate())}
+    model, twin = (parallelize_module(OwnParts(0).bfloat16(), mesh, plan) for _ in range(2))
+    acc = ak.FusedAccumulator(model, master_weights=True, fuse_weight_gradients=False)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.5, momentum=0.9)
+    masters = [nn.Parameter(p.detach().float()) for p in twin.parameters()]
+    stock = torch.optim.SGD(masters, lr=0.5, momentum=0.9)
+    for number in range(2):
+        for x, y in micro_batches(number, (2, 2), torch.bfloat16):
+            acc.backward(mse_loss(model(x), y))
+            grads = torch.autograd.grad(mse_loss(twin(x), y), list(twin.parameters()))
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad.float() / 2 + (0 if master.grad is None else master.grad)
+        acc.step(optimizer)
+        stock.step()
+        stock.zero_grad()
+        with torch.no_grad():
+            for ours, p, master in zip(model.parameters(), twin.parameters(), masters, strict=True):
+                p.copy_(master)
+                assert torch.equal(ours, p)
+
+
 class Adapted(nn.Module):
     """Layers to cut, and a head."""
 
@@ -322,6 +345,7 @@ FOUR_RANKS = [
     plain_norms,
     checkpoint_after_construction,
     plain_parts,
+    masters_of_cut_and_plain_parts,
     frozen_on_another_mesh,
     experts,
     dtensor_losses,
