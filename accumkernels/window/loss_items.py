@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ _ELEMENTWISE = frozenset(
     }
 )
 _LABELS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
-_COMPARES = _LABELS | {"DiagonalBackward0"}
 _TAKES_OUT = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
 _MEAN, _SUM = 1, 2  # of `reduction`
 _MOST_NODES = 24
@@ -144,20 +144,27 @@ def _is_plain_summand(node: Node, divisor: float | Tensor | None, samples: int, 
 
 
 def _mixes_samples(node: Node, samples: int) -> bool:
-    """Whether a step on the way to the node's first operand combines samples, or compares each with each (other)."""
+    """Whether a step on one of the ways to the node combines samples, or compares each with each (other).
+
+    A layer with as many features as there are samples looks as if it did: the loss is asked in vain.
+    """
+    nodes = deque([node])
     for _ in range(_MOST_NODES):
-        edge = next((edge for edge in node.next_functions if edge[0] is not None), None)
-        if edge is None:
+        if not nodes:
             break
-        shape = tuple(edge[0]._input_metadata[edge[1]].shape)
+        node = nodes.popleft()
         dims = getattr(node, "_saved_dim", None)  # unsigned: -1 is 2**64 - 1
         along = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
-        if 0 in along or 2**64 - len(shape) in along:
-            return True
-        compares = along or node.name() in _COMPARES
-        if compares and len(shape) == 2 and shape[0] % samples == 0 and 0 <= shape[0] - shape[1] <= 1 < shape[1]:
-            return True
-        node = edge[0]
+        others = 1 if along or node.name() in _LABELS else 0
+        for child, output in node.next_functions:
+            if child is None or not child.next_functions:  # a parameter
+                continue
+            shape = tuple(child._input_metadata[output].shape)
+            if 0 in along or 2**64 - len(shape) in along:
+                return True
+            if len(shape) == 2 and not shape[0] % samples and 1 < shape[1] in (shape[0], shape[0] - others):
+                return True
+            nodes.append(child)
     return False
 
 

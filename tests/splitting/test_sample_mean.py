@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout, mse_loss, one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, dropout, mse_loss, one_hot
 from torch.nn.utils.rnn import pad_sequence
 
 import accumkernels as ak
@@ -428,6 +428,13 @@ OF_EQUAL_ROWS = {
     "a correlation": (lambda out, y: -torch.corrcoef(out.T)[0, 1], False),
     "a variance besides": (lambda out, y: cross_entropy(out, y) + out.var(0).mean(), False),
     "each with each, on the diagonal": (lambda out, y: -(out @ out.T).log_softmax(1).diagonal().mean(), False),
+    "each with each, without a label": (lambda out, y: (out @ out.T).square().mean(), False),
+    "distances of each from each": (lambda out, y: torch.cdist(out, out).mean(), False),
+    "a sigmoid of each with each": (
+        lambda out, y: binary_cross_entropy_with_logits(out @ out.detach().T, torch.eye(len(out), dtype=out.dtype)),
+        False,
+    ),
+    "what is less the samples' mean": (lambda out, y: mse_loss(out - out.mean(0), one_hot(y, 3).to(out)), False),
     "a product with a mask": (lambda out, y: torch.dot(out[:, 0], (y > 0).float()) / (y > 0).sum(), False),
     "the sum of a Function": (lambda out, y: Squares.apply(out), False),
     "the mean of a Function": (lambda out, y: Squares.apply(out) / 0.5 / len(y), True),
