@@ -157,14 +157,22 @@ class SampleMean:
         if not all(map(math.isfinite, found)):
             # The mean over no label is NaN. The half that has none spoils it alone, but not with the other together.
             return False if math.isfinite(both) else None
-        rounding = max(_EPS * torch.finfo(first.dtype).eps, _ROUNDING) * max(map(abs, found))
-        if abs(both - (one + other) / 2) > rounding:
+        eps = _EPS * torch.finfo(first.dtype).eps
+
+        def cancels(difference: float) -> bool:
+            """Whether it is the rounding of samples whose losses cancel, as those of advantages do."""
+            alone = (abs(float(loss_of(*[index] * 2 * len(half)))) for half in halves for index in half)
+            return difference <= eps * max(filter(math.isfinite, alone), default=0.0)
+
+        rounding = max(eps, _ROUNDING) * max(map(abs, found))
+        difference = abs(both - (one + other) / 2)
+        if difference > rounding:
             random = abs(float(loss_of(*one_half, *other_half)) - both) > rounding  # with other random numbers
             if random:
                 self._give_up("it is random, also in eval mode")
-            return None if random else False
-        if abs(grown - other) > _GROWTH * abs(other):  # a sum
-            return False
+            return None if random or cancels(difference) else False
+        if abs(grown - other) > _GROWTH * abs(other):
+            return None if cancels(abs(grown)) else False  # a sum
         of_one, of_both = (sum(items[index] for index in half) for half in (one_half, one_half + other_half))
         share = of_one / of_both if of_both else 0.5
         return True if abs(share - 0.5) * abs(one - other) > 2 * rounding else None

@@ -470,6 +470,26 @@ def test_rows_without_a_mark(case):
     check_split(acc, model, batch, of, right, micro_batch=4)
 
 
+def test_losses_that_cancel():
+    """Of rewards of 0 and 1 in a policy's first step: only their rounding is left, which is no other mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, WORDS))
+    acc = ak.FusedAccumulator(model)
+
+    def loss(part, model=model):
+        ids, reward, old = part
+        found = model(ids).log_softmax(-1).gather(2, ids[..., None])[..., 0]
+        return torch.stack([((found - old).exp() * reward[:, None]).mean()]).sum()
+
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(WORDS, (8, 120), generator=generator)
+        reward = torch.rand(1, generator=generator) * torch.tensor([1.0, -1.0] * 4)
+        old = model(ids).log_softmax(-1).gather(2, ids[..., None])[..., 0].detach()
+        check_split(acc, model, (ids, reward, old), loss, True, micro_batch=4)
+        acc.zero_()
+
+
 def test_a_loss_of_many_kinds():
     """One function may compute several losses: what was found of one does not hold for another."""
     model = Text(0.0)
