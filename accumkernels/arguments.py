@@ -177,13 +177,14 @@ class Split:
 
 
 def as_int(value: Any, name: str, expected: str = "an int") -> int:
-    """Return `value` as an int. It may be anything with `__index__`, as NumPy's, except a bool.
+    """Return `value` as an int. It may be anything with `__index__`, as NumPy's, except a bool or a tensor of one.
 
     Raises:
         TypeError: names the argument and its value.
     """
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype is torch.bool)
+        number = None if is_bool else operator.index(value)
     except TypeError:
         number = None
     if number is None:

@@ -251,6 +251,16 @@ def test_what_is_inside_an_argument(call, error, message):
         call(acc, torch.optim.SGD(acc.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("truth", [True, torch.tensor(True)])
+def test_truths_are_no_numbers(truth):
+    """A condition that stands where a number belongs, such as `len(x) > 4`, does not mean micro-batches of one."""
+    acc = ak.FusedAccumulator(mlp())
+    with pytest.raises(TypeError, match="n must be an int, got"):
+        acc.windows([], truth)
+    with pytest.raises(TypeError, match="micro_batch must be 'auto' or a number of samples, got"):
+        acc.backward_batch(batch(7), lambda part: None, micro_batch=truth)
+
+
 def test_numbers_of_numpy():
     """They are numbers: as the same ones of Python."""
     numpy = pytest.importorskip("numpy")
