@@ -38,6 +38,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 _LABELS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_OF_WEIGHTS = frozenset({"TBackward0", "ToCopyBackward0", "TransposeBackward0"})
 _TAKES_OUT = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
 _MEAN, _SUM = 1, 2  # of `reduction`
 _MOST_NODES = 24
@@ -140,44 +141,48 @@ def _is_plain_summand(node: Node, divisor: float | Tensor | None, samples: int, 
         number = _known(node._saved_total_weight)
     if number is None or (labels := float(number)) in (samples, marked):
         return True
-    return labels >= math.prod(shape) and labels % samples == 0 and not _is_taken_out(inner)
+    # Else of as many items of each sample, which come along the first dimension.
+    return labels >= math.prod(shape) and labels % samples == 0 == shape[0] % samples
 
 
 def _mixes_samples(node: Node, samples: int) -> bool:
-    """Whether a step on one of the ways to the node combines samples, or compares each with each (other).
-
-    A layer with as many features as there are samples looks as if it did: the loss is asked in vain.
-    """
-    nodes = deque([node])
+    """Whether a step on one of the ways to the node combines samples, takes some items, or compares each with each."""
+    nodes: deque[tuple[Node, tuple[int, ...]]] = deque([(node, ())])
     for _ in range(_MOST_NODES):
         if not nodes:
             break
-        node = nodes.popleft()
+        node, made = nodes.popleft()
+        if node.name() in _TAKES_OUT:
+            return True
         dims = getattr(node, "_saved_dim", None)  # unsigned: -1 is 2**64 - 1
         along = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
-        others = 1 if along or node.name() in _LABELS else 0
+        is_new, of_weight = True, False
         for child, output in node.next_functions:
-            if child is None or not child.next_functions:  # a parameter
+            if child is None:
                 continue
-            shape = tuple(child._input_metadata[output].shape)
+            meta = child._input_metadata[output]
+            if meta.is_nested_tensor:  # of samples with unequal numbers of items
+                return True
+            shape = tuple(meta.shape)
             if 0 in along or 2**64 - len(shape) in along:
                 return True
-            if len(shape) == 2 and not shape[0] % samples and 1 < shape[1] in (shape[0], shape[0] - others):
-                return True
-            nodes.append(child)
+            is_new = is_new and shape != made
+            if _is_weight(child):
+                of_weight = True
+            else:
+                nodes.append((child, shape))
+        if len(made) == 2 and 1 < made[0] == made[1] and made[0] % samples == 0 and is_new and not of_weight:
+            return True
     return False
 
 
-def _is_taken_out(node: Node) -> bool:
-    """Whether the node's results are some elements of a tensor, by a mask or by indices."""
-    for _ in range(_MOST_NODES):
-        name = node.name()
-        if name not in _ONE_TO_ONE and name not in _RESHAPE and name != "LogSoftmaxBackward0":
-            return name in _TAKES_OUT
+def _is_weight(node: Node) -> bool:
+    """Whether a node is a parameter, or one that is cast or transposed."""
+    while node.next_functions:
+        if node.name() not in _OF_WEIGHTS or node.next_functions[0][0] is None:
+            return False
         node = node.next_functions[0][0]
-        if node is None:
-            break
-    return False
+    return True
 
 
 def has_class_weights(loss: Tensor) -> bool:

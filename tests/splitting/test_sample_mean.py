@@ -329,6 +329,16 @@ def each(model, ids):
     return cross_entropy(model(ids).transpose(1, 2), ids, reduction="none")
 
 
+def rows_of(values, ids):
+    """Each row without its padding."""
+    return [row[mask] for row, mask in zip(values, ids != 0, strict=True)]
+
+
+def jagged(values, ids):
+    """The rows without padding as one nested tensor."""
+    return torch.nested.as_nested_tensor(rows_of(values, ids), layout=torch.jagged)
+
+
 OF_PADDED_ROWS = {
     "classes in the middle": (
         lambda model, ids: cross_entropy(model(ids).transpose(1, 2), ids, ignore_index=0),
@@ -339,10 +349,19 @@ OF_PADDED_ROWS = {
         False,
     ),
     "labels taken out": (lambda model, ids: cross_entropy(model(ids)[ids != 0], ids[ids != 0]), False),
+    "squares taken out": (lambda model, ids: model(ids)[ids != 0].square().mean(), False),
     "losses taken out": (lambda model, ids: each(model, ids)[ids != 0].mean(), False),
     "losses selected": (lambda model, ids: each(model, ids).masked_select(ids != 0).mean(), False),
     "divided by their number": (lambda model, ids: (each(model, ids) * (ids != 0)).sum() / (ids != 0).sum(), False),
     "divided by the samples of the whole batch": (lambda model, ids: each(model, ids).sum() / 6, False),
+    "nested rows": (lambda model, ids: jagged(each(model, ids), ids).values().mean(), False),
+    "nested rows with features": (lambda model, ids: jagged(model(ids), ids).square().values().mean(), False),
+    "nested rows, padded again": (
+        lambda model, ids: (
+            torch.nested.as_nested_tensor(rows_of(model(ids), ids)).to_padded_tensor(0.0).square().mean()
+        ),
+        False,
+    ),
     "all tokens": (lambda model, ids: each(model, ids).sum() / ids.numel(), True),
     "all tokens, in two steps": (lambda model, ids: each(model, ids).sum() / len(ids) / 10, True),
     "a mean for each sample": (
