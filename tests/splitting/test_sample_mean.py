@@ -455,6 +455,7 @@ OF_EQUAL_ROWS = {
     ),
     "what is less the samples' mean": (lambda out, y: mse_loss(out - out.mean(0), one_hot(y, 3).to(out)), False),
     "a product with a mask": (lambda out, y: torch.dot(out[:, 0], (y > 0).float()) / (y > 0).sum(), False),
+    "a product of means": (lambda out, y: cross_entropy(out, y) * out.square().mean(), False),
     "the sum of a Function": (lambda out, y: Squares.apply(out), False),
     "the mean of a Function": (lambda out, y: Squares.apply(out) / 0.5 / len(y), True),
     "Dice of each row": (lambda out, y: dice(out.softmax(1), one_hot(y, 3), 1), True),

@@ -288,3 +288,23 @@ def test_a_caller_without_a_frame():
     """Where C code calls backward nothing can be told of two places."""
     loss = torch.ones(3, requires_grad=True).mean()
     assert loss_items.items_at(loss, None) is None
+
+
+class Packed(torch.autograd.Function):
+    """Takes items out, which no op of torch's own shows."""
+
+    @staticmethod
+    def forward(ctx, values, mask):
+        ctx.save_for_backward(mask)
+        return values[mask]
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError
+
+
+def test_features_do_not_make_items_of_samples():
+    """Three items of two samples, with four features each, are no twelve items of which each sample has six."""
+    values, mask = torch.ones(2, 2, 4, requires_grad=True), torch.tensor([[True, True], [True, False]])
+    assert not loss_items.is_plain_mean((Packed.apply(values, mask) * 2).mean(), 2, 2)
+    assert loss_items.is_plain_mean((values * 2).mean(), 2, 2)
