@@ -38,6 +38,11 @@ _ELEMENTWISE = frozenset(
     }
 )
 _LABELS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_OF_TENSORS_ALONE = (  # ops whose result depends on the tensors that are their inputs in the graph, if all of these are
+    _ONE_TO_ONE | _RESHAPE | _MEANS | _SUMS | _STACKS
+    | {"AbsBackward0", "AddBackward0", "DotBackward0", "ExpBackward0", "LinalgVectorNormBackward0", "MulBackward0"}
+    | {"PowBackward0", "SqrtBackward0", "SubBackward0"}
+)  # fmt: skip
 _OF_WEIGHTS = frozenset({"TBackward0", "ToCopyBackward0", "TransposeBackward0"})
 _TAKES_OUT = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
 _MEAN, _SUM = 1, 2  # of `reduction`
@@ -123,6 +128,8 @@ def is_plain_mean(loss: Tensor, samples: int, marked: float) -> bool:
 
 
 def _is_plain_summand(node: Node, divisor: float | Tensor | None, samples: int, marked: float) -> bool:
+    if _is_penalty(node):
+        return True
     name, inner = node.name(), node.next_functions[0][0]
     if inner is None or inner.name() in _STACKS or _mixes_samples(node, samples):
         return False
@@ -143,6 +150,21 @@ def _is_plain_summand(node: Node, divisor: float | Tensor | None, samples: int, 
         return True
     # Else of as many items of each sample, which come along the first dimension.
     return labels >= math.prod(shape) and labels % samples == 0 == shape[0] % samples
+
+
+def _is_penalty(node: Node) -> bool:
+    """Whether a node computes something of weights and nothing else, which is the same for any samples."""
+    nodes = [node]
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            return True
+        node = nodes.pop()
+        if node.next_functions:
+            children = [child for child, _ in node.next_functions]
+            if node.name() not in _OF_TENSORS_ALONE or None in children:
+                return False
+            nodes += children
+    return False
 
 
 def _mixes_samples(node: Node, samples: int) -> bool:
