@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import accumkernels as ak
 from accumkernels.capture import choice
-from tests.support.models import relative_error
+from tests.support.models import InPlace, relative_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,19 +182,6 @@ def test_wrong_value():
     """It names the option, what it may be, and the value."""
     with pytest.raises(ValueError, match="fuse_weight_gradients must be 'auto', 'deferred', True or False, got 'late'"):
         ak.FusedAccumulator(net(), fuse_weight_gradients="late")
-
-
-class InPlace(torch.autograd.Function):
-    """Doubles; makes its input's gradient in the memory of its output's, which no counter shows, as Liger's RMSNorm."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad.data.mul_(2)
-        return grad
 
 
 class Beside(nn.Module):

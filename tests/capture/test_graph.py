@@ -17,7 +17,7 @@ from accumkernels.capture import graph
 from accumkernels.capture.graph import EVERY, SMALLEST_CAST
 from accumkernels.capture.inbox import have_hooks
 from tests.support.backends import same_bits
-from tests.support.models import elements, relative_error
+from tests.support.models import InPlace, elements, relative_error
 from tests.support.seen import Seen
 from tests.support.stock import stock_sums
 
@@ -92,19 +92,6 @@ class BackwardDecorated(BackwardInside):
     """The same, behind a decorator."""
 
     backward = staticmethod(decorated(lambda ctx, grad: recompute(grad)))
-
-
-class InPlace(torch.autograd.Function):
-    """Doubles; makes its input's gradient in the memory of its output's, which no counter shows, as Liger's RMSNorm."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad.data.mul_(2)
-        return grad
 
 
 def autocast(dtype=torch.bfloat16):

@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, dropout, mse_loss, one_hot
+from torch.nn.functional import cross_entropy, dropout
 from torch.nn.utils.rnn import pad_sequence
 
 import accumkernels as ak
 from accumkernels.splitting.batches import TreeSamples
 from tests.support.models import grads_of, relative_error
+from tests.support.sample_means import LENGTHS, REAL, SINGLE, WORDS, Text, check_split, texts
 from tests.support.splitting import truth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SINGLE = 2e-6  # of float32, in which sums are
-WORDS = 32
-LENGTHS = 3, 40, 7, 12, 5, 33
-
-
-class Text(nn.Module):
-    """A language model with all that a forward may leave behind: dropout's random numbers, statistics, counters."""
-
-    def __init__(self, rate=0.1):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.norm = nn.Embedding(WORDS, 16), nn.BatchNorm1d(16)
-        self.drop, self.head = nn.Dropout(rate), nn.Linear(16, WORDS)
-        self.calls = 0
-
-    def forward(self, ids):
-        """Logits."""
-        self.calls += 1
-        x = self.embed(ids)
-        self.norm(x.flatten(0, 1))
-        return self.head(self.drop(x))
-
-
-def texts(lengths=LENGTHS, seed=0):
-    """Token ids."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(WORDS, (length,), generator=generator) for length in lengths]
 
 
 def padded(samples):
@@ -56,19 +28,6 @@ def padded(samples):
 def packed(samples):
     """One row of all tokens: no rows to cut."""
     return {"ids": torch.cat(samples)[None], "labels": torch.cat(samples)[None]}
-
-
-def check_split(acc, model, batch, loss, right, micro_batch=2):
-    """A loss that is right is that of the whole batch; another is refused, and nothing is added."""
-    if not right:
-        with pytest.raises(ValueError, match="the loss is not a mean over samples.* with class weights"):
-            acc.backward_batch(batch, loss, micro_batch=micro_batch)
-        assert acc.micro_batches == 0
-        return
-    acc.backward_batch(batch, loss, micro_batch=micro_batch)
-    acc.finalize()
-    grads = [g for g in truth(model, lambda twin: loss(batch, twin))[1] if g is not None]
-    assert relative_error([g for g in grads_of(acc) if g is not None], grads) < SINGLE
 
 
 def tokens(model, part):
@@ -243,7 +202,6 @@ def marked(labels, **masks):
     return {"ids": ids, "labels": torch.where(labels, ids, -100), **masks}
 
 
-REAL = torch.arange(10) < torch.tensor([10, 9, 9, 2, 3, 10])[:, None]
 TREES = {
     "labels of -100": marked(REAL),
     "a mask of zeros and ones": {"ids": marked(REAL)["ids"], "mask": REAL.long()},
@@ -307,207 +265,6 @@ def test_rows_without_a_label(made, collate, without):
             batch if collate else stacked(batch), lambda part: of_pairs(model, part), collate=collate, micro_batch=4
         )
     assert acc.micro_batches == 0
-
-
-def test_labels_of_another_number_are_ignored():
-    """Rows do not show it, but the loss's graph does, in the batch in which labels are unequal first."""
-    model = Text(0.0)
-    acc = ak.FusedAccumulator(model)
-
-    def loss(ids):
-        return cross_entropy(model(ids).flatten(0, 1), ids.flatten(), ignore_index=0)
-
-    ids = torch.stack(texts([10] * 6)).clamp(min=1)
-    for _ in range(3):
-        acc.backward_batch(ids, loss, micro_batch=2)
-    with pytest.raises(ValueError, match="the loss is not a mean over samples"):
-        acc.backward_batch(torch.where(REAL, ids, 0), loss, micro_batch=2)
-
-
-def each(model, ids):
-    """The loss of each token, `[rows, length]`."""
-    return cross_entropy(model(ids).transpose(1, 2), ids, reduction="none")
-
-
-def rows_of(values, ids):
-    """Each row without its padding."""
-    return [row[mask] for row, mask in zip(values, ids != 0, strict=True)]
-
-
-def jagged(values, ids):
-    """The rows without padding as one nested tensor."""
-    return torch.nested.as_nested_tensor(rows_of(values, ids), layout=torch.jagged)
-
-
-OF_PADDED_ROWS = {
-    "classes in the middle": (
-        lambda model, ids: cross_entropy(model(ids).transpose(1, 2), ids, ignore_index=0),
-        False,
-    ),
-    "a part of the loss": (
-        lambda model, ids: model(ids).square().mean() + cross_entropy(model(ids).transpose(1, 2), ids, ignore_index=0),
-        False,
-    ),
-    "labels taken out": (lambda model, ids: cross_entropy(model(ids)[ids != 0], ids[ids != 0]), False),
-    "squares taken out": (lambda model, ids: model(ids)[ids != 0].square().mean(), False),
-    "losses taken out": (lambda model, ids: each(model, ids)[ids != 0].mean(), False),
-    "losses selected": (lambda model, ids: each(model, ids).masked_select(ids != 0).mean(), False),
-    "divided by their number": (lambda model, ids: (each(model, ids) * (ids != 0)).sum() / (ids != 0).sum(), False),
-    "divided by the samples of the whole batch": (lambda model, ids: each(model, ids).sum() / 6, False),
-    "nested rows": (lambda model, ids: jagged(each(model, ids), ids).values().mean(), False),
-    "nested rows with features": (lambda model, ids: jagged(model(ids), ids).square().values().mean(), False),
-    "nested rows, padded again": (
-        lambda model, ids: (
-            torch.nested.as_nested_tensor(rows_of(model(ids), ids)).to_padded_tensor(0.0).square().mean()
-        ),
-        False,
-    ),
-    "all tokens": (lambda model, ids: each(model, ids).sum() / ids.numel(), True),
-    "all tokens, in two steps": (lambda model, ids: each(model, ids).sum() / len(ids) / 10, True),
-    "a mean for each sample": (
-        lambda model, ids: ((each(model, ids) * (ids != 0)).sum(1) / (ids != 0).sum(1)).mean(),
-        True,
-    ),
-    "a penalty that is a mean": (
-        lambda model, ids: each(model, ids).mean() + next(model.parameters()).square().mean(),
-        True,
-    ),
-}
-
-
-@pytest.mark.parametrize("second", [1, 3])
-@pytest.mark.parametrize("case", OF_PADDED_ROWS)
-def test_padded_rows(case, second):
-    """What no mask shows, the loss's graph does: how many items are averaged, and what a sum is divided by.
-
-    The first two rows have 19 items, or 12, which as many in each would be, too.
-    """
-    loss, right = OF_PADDED_ROWS[case]
-    model = Text(0.0)
-    acc = ak.FusedAccumulator(model)
-    ids = torch.where(REAL, torch.stack(texts([10] * 6)).clamp(min=1), 0)
-    ids[[1, second]] = ids[[second, 1]]
-    check_split(acc, model, ids, lambda part, model=model: loss(model, part), right)
-
-
-def dice(found, true, dim):
-    """One minus the mean Dice coefficient, with sums over `dim`."""
-    return 1 - (2 * (found * true).sum(dim) / (found + true).sum(dim)).mean()
-
-
-class Squares(torch.autograd.Function):
-    """A sum that no op of torch's own shows."""
-
-    @staticmethod
-    def forward(ctx, values):
-        ctx.save_for_backward(values)
-        return values.square().sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0]
-
-
-CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 20.0])
-OF_EQUAL_ROWS = {
-    "class weights": (lambda out, y: cross_entropy(out, y, CLASS_WEIGHTS), False),
-    "class weights of a part of the loss": (
-        lambda out, y: out.mean() + cross_entropy(out, y, CLASS_WEIGHTS) / 2,
-        False,
-    ),
-    "class weights and smoothed labels": (
-        lambda out, y: cross_entropy(out, y, CLASS_WEIGHTS, label_smoothing=0.1),
-        False,
-    ),
-    "a sum": (lambda out, y: cross_entropy(out, y, reduction="sum"), False),
-    "a sum of sums": (
-        lambda out, y: mse_loss(out, out.detach() + 1, reduction="sum") + 0.1 * out.square().sum(),
-        False,
-    ),
-    "each with each": (lambda out, y: cross_entropy(out @ out.roll(1, 1).T, torch.arange(len(out))), False),
-    "each with each, in both directions": (
-        lambda out, y: (
-            sum(cross_entropy(z, torch.arange(len(out))) for z in (out @ out.detach().T, out.detach() @ out.T)) / 2
-        ),
-        False,
-    ),
-    "each with each other": (
-        lambda out, y: cross_entropy(
-            (out @ out.T)[~torch.eye(len(out), dtype=torch.bool)].view(len(out), -1), torch.arange(len(out)) // 2
-        ),
-        False,
-    ),
-    "the root of a mean": (lambda out, y: mse_loss(out, one_hot(y, 3).float()).sqrt(), False),
-    "Dice over the batch, of each class": (lambda out, y: dice(out.softmax(1), one_hot(y, 3), 0), False),
-    "the largest": (lambda out, y: cross_entropy(out, y, reduction="none").max(), False),
-    "a mean of what is a number": (
-        lambda out, y: torch.where(out > 0, out, math.nan).nanmean(),
-        False,
-    ),
-    "a correlation": (lambda out, y: -torch.corrcoef(out.T)[0, 1], False),
-    "a variance besides": (lambda out, y: cross_entropy(out, y) + out.var(0).mean(), False),
-    "each with each, on the diagonal": (lambda out, y: -(out @ out.T).log_softmax(1).diagonal().mean(), False),
-    "each with each, without a label": (lambda out, y: (out @ out.T).square().mean(), False),
-    "distances of each from each": (lambda out, y: torch.cdist(out, out).mean(), False),
-    "a sigmoid of each with each": (
-        lambda out, y: binary_cross_entropy_with_logits(out @ out.detach().T, torch.eye(len(out), dtype=out.dtype)),
-        False,
-    ),
-    "what is less the samples' mean": (lambda out, y: mse_loss(out - out.mean(0), one_hot(y, 3).to(out)), False),
-    "a product with a mask": (lambda out, y: torch.dot(out[:, 0], (y > 0).float()) / (y > 0).sum(), False),
-    "a product of means": (lambda out, y: cross_entropy(out, y) * out.square().mean(), False),
-    "the sum of a Function": (lambda out, y: Squares.apply(out), False),
-    "the mean of a Function": (lambda out, y: Squares.apply(out) / 0.5 / len(y), True),
-    "Dice of each row": (lambda out, y: dice(out.softmax(1), one_hot(y, 3), 1), True),
-    "a mean of means": (
-        lambda out, y: torch.stack([cross_entropy(o, t) for o, t in zip(out, y, strict=True)]).mean(),
-        True,
-    ),
-    "a mean times a tensor": (lambda out, y: torch.tensor(0.5) * cross_entropy(out, y), True),
-    "equal class weights": (lambda out, y: cross_entropy(out, y, out.new_full((3,), 2.0)), True),
-    "class weights of each sample": (
-        lambda out, y: (cross_entropy(out, y, reduction="none") * CLASS_WEIGHTS[y]).mean(),
-        True,
-    ),
-    "a sum that is divided": (lambda out, y: cross_entropy(out, y, reduction="sum") / len(y), True),
-    "a sum of one": (lambda out, y: cross_entropy(out, y)[None].sum(), True),
-    "a penalty": (lambda out, y: cross_entropy(out, y) + out.new_ones(3, requires_grad=True).sum(), True),
-}
-
-
-@pytest.mark.parametrize("case", OF_EQUAL_ROWS)
-def test_rows_without_a_mark(case):
-    """Class weights, sums and negatives, which the loss's graph shows; the rare class is in the last rows alone."""
-    loss, right = OF_EQUAL_ROWS[case]
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    acc = ak.FusedAccumulator(model)
-    batch = torch.randn(12, 4), torch.tensor([0, 1] * 5 + [2, 2])
-
-    def of(part, model=model):
-        return loss(model(part[0].to(model.weight.dtype)), part[1])
-
-    check_split(acc, model, batch, of, right, micro_batch=4)
-
-
-def test_losses_that_cancel():
-    """Of rewards of 0 and 1 in a policy's first step: only their rounding is left, which is no other mean."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, WORDS))
-    acc = ak.FusedAccumulator(model)
-
-    def loss(part, model=model):
-        ids, reward, old = part
-        found = model(ids).log_softmax(-1).gather(2, ids[..., None])[..., 0]
-        return torch.stack([((found - old).exp() * reward[:, None]).mean()]).sum()
-
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(WORDS, (8, 120), generator=generator)
-        reward = torch.rand(1, generator=generator) * torch.tensor([1.0, -1.0] * 4)
-        old = model(ids).log_softmax(-1).gather(2, ids[..., None])[..., 0].detach()
-        check_split(acc, model, (ids, reward, old), loss, True, micro_batch=4)
-        acc.zero_()
 
 
 def test_a_loss_of_many_kinds():

@@ -86,3 +86,16 @@ def elements(acc: ak.FusedAccumulator) -> dict[str, int]:
 def fused_elements(acc: ak.FusedAccumulator) -> int:
     """How many of them never were a gradient."""
     return elements(acc).get("fused", 0)
+
+
+class InPlace(torch.autograd.Function):
+    """Doubles; makes its input's gradient in the memory of its output's, which no counter shows, as Liger's RMSNorm."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad.data.mul_(2)
+        return grad
