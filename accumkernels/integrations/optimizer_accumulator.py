@@ -69,17 +69,16 @@ class OptimizerAccumulator:
         if len(modules) == 1 and exclusive:
             self.engine = Engine(modules[0], checked, group, stepped=stepped)
         else:
-            named = [
-                (f"{index}.{name}" if len(modules) > 1 else name, p)
-                for index, module in enumerate(modules)
-                for name, p in module.named_parameters()
-                if id(p) in stepped
-            ]
+            named: dict[int, tuple[str, Tensor]] = {}
+            for index, module in enumerate(modules):
+                for name, p in module.named_parameters():
+                    if id(p) in stepped:  # modules may share it, as heads on one encoder do
+                        named.setdefault(id(p), (f"{index}.{name}" if len(modules) > 1 else name, p))
             for ddp in wrapped:
                 self._cleanup.enter_context(shared(_silences, ddp, Silence))
             if wrapped:
                 group = wrapped[0].process_group
-            self.engine = Engine(named, checked, group)
+            self.engine = Engine(list(named.values()), checked, group)
             if wrapped:
                 self.engine.ranks.share_from(
                     lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]

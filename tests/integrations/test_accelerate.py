@@ -379,6 +379,26 @@ def test_prepared_one_by_one():
         assert relative_error(moved(model), big_batch_grads(mlp(), *batch(SIZE))) < ROUNDING
 
 
+def test_models_that_share_a_parameter():
+    """Two heads on one encoder, prepared as two models: as in accelerate, bit for bit."""
+
+    def trained(cls):
+        accelerator = make(cls, steps=2)
+        encoder, *heads = (mlp(seed=seed) for seed in range(3))
+        one, two = (nn.Sequential(encoder, nn.ZeroPad1d((0, 2)), head) for head in heads)
+        params = list(dict.fromkeys([*one.parameters(), *two.parameters()]))
+        one, two, optimizer, data = accelerator.prepare(one, two, adamw(params), loader(4 * SIZE))
+        for x, y in data:
+            with accelerator.accumulate(one, two):
+                accelerator.backward(mse_loss(one(x), y) + mse_loss(two(x), -y))
+                optimizer.step()
+                optimizer.zero_grad()
+        return params
+
+    pairs = zip(trained(Accelerator), trained(STOCK), strict=True)
+    assert all(same_bits(ours.detach(), stock.detach()) for ours, stock in pairs)
+
+
 def test_models_that_nobody_steps():
     """A frozen teacher is prepared beside the model."""
     accelerator = make(Accelerator)
