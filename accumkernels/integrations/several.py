@@ -196,7 +196,9 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
         if any(window in ended for window in reached):
             raise RuntimeError(
                 "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or "
-                "keep its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer)"
+                "keep its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer). "
+                "Losses of one step, such as a discriminator's two, are added up for one backward (or accelerate's "
+                "no_sync is put around all but the last)"
             )
     except BaseException:
         for window in is_open:
