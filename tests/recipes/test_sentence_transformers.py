@@ -30,11 +30,11 @@ pytestmark = [
 ]
 
 ROUNDING = 1e-5  # fp32 against fp64, of the movement; measured 2e-6
-STOCK_IS_OFF = 0.01  # measured 0.02 for the mean of means, 0.06 to 0.3 for losses that couple samples
+STOCK_IS_OFF = 0.05  # measured 0.09 for the mean of means, 0.2 to 0.3 for losses that couple samples
 WORDS = [f"w{index}" for index in range(60)]
 SIZE, STEPS = 4, 3
 N = 18  # micro-batches of 4, 4, 4, and of 4 and 2: a short window that is not equal either
-LR = 0.5
+LR = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,9 @@ def folder(tmp_path_factory):
         attention_probs_dropout_prob=0.0,
     )
     transformers.BertModel(config).save_pretrained(path)
-    transformers.BertTokenizerFast(vocab_file=str(path / "vocab.txt")).save_pretrained(path)
+    tokenizer = transformers.BertTokenizerFast(vocab=str(path / "vocab.txt"))
+    assert tokenizer("w0 w59")["input_ids"] == [2, 5, 64, 3]  # not [UNK], which would make all words one
+    tokenizer.save_pretrained(path)
     return path
 
 
