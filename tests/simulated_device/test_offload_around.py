@@ -19,6 +19,7 @@ from accumkernels import FusedAccumulator, find_batch_size, memory_report
 from accumkernels.offload import checks, slots
 from tests import simulated_device as sim
 from tests.examples.test_planning import load
+from tests.support.doc_blocks import ROOT, run_page
 from tests.support.models import Lookahead
 from tests.support.offloaded import Net, Twins, assert_same, waiting
 
@@ -144,6 +145,31 @@ def test_updates_that_no_hook_shows(dtype):
         for p, master, old in zip(model.parameters(), acc.parameters(), before, strict=True):
             assert_same(p, master.detach().to(dtype), "a weight")
             assert not torch.equal(p.detach().cpu(), old)
+
+
+def test_sharpness_aware_minimization():
+    """docs/swapping.md's, which climbs from gradients on the host: the steps of torch's big batch in float64."""
+    page = run_page(ROOT / "docs" / "swapping.md")
+    model = mlp(FP32)
+    start, truth = (copy.deepcopy(model).to("cpu", torch.float64) for _ in range(2))
+    acc = FusedAccumulator(model, cpu_offload=True)
+    optimizer, stock = (torch.optim.SGD(p, lr=0.1) for p in (acc.parameters(), truth.parameters()))
+    mse, rho = nn.functional.mse_loss, 0.5
+    for number in range(2):
+        x, y = batch(number, FP32), batch(number + 9, FP32)
+        page["sam_step"](model, acc, optimizer, [(x[:2], y[:2]), (x[2:], y[2:])], rho)
+        x, y = x.cpu().double(), y.cpu().double()
+        grads = torch.autograd.grad(mse(truth(x), y), list(truth.parameters()))
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        climbed = {name: p + g * rho / norm for (name, p), g in zip(truth.named_parameters(), grads, strict=True)}
+        stock.zero_grad()
+        mse(torch.func.functional_call(truth, climbed, (x,)), y).backward()
+        stock.step()
+    moved, expected = (
+        torch.cat([(p.cpu() - q).flatten() for p, q in zip(m.parameters(), start.parameters(), strict=True)])
+        for m in (model, truth)
+    )
+    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-5 * expected.norm().item())
 
 
 def test_dropped_windows():
