@@ -10,7 +10,7 @@ from torch import nn
 
 pytest.importorskip("ignite")
 
-from ignite.engine import Engine, supervised_training_step  # noqa: E402
+from ignite.engine import Engine, Events, supervised_training_step  # noqa: E402
 
 import accumkernels as ak  # noqa: E402
 from tests.support.recipes import batches, check, classifier, difference, recipe, together, train_big  # noqa: E402
@@ -41,8 +41,8 @@ def test_two_epochs(max_norm):
 
     ours = copy.deepcopy(model)
     acc = ak.FusedAccumulator(ours)
-    update = recipe("ignite")["update_function"](ours, acc, sgd(acc.parameters()), loss_fn, STEPS, max_norm)
-    Engine(update).run(data, max_epochs=2)
+    trainer = recipe("ignite")["fused_trainer"](ours, acc, sgd(acc.parameters()), loss_fn, STEPS, max_norm)
+    trainer.run(data, max_epochs=2)
     check("ignite", difference(model, ours, truth))
 
     if max_norm is None:
@@ -52,3 +52,31 @@ def test_two_epochs(max_norm):
         )
         Engine(step).run(data, max_epochs=2)
         assert difference(model, stock, truth) > STOCK_IS_OFF
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Does not know its length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@pytest.mark.parametrize("cut", [None, 3])
+def test_epochs_of_unknown_or_other_lengths(cut):
+    """A loader without a length, and a first epoch that a handler ends: each epoch's last window is used."""
+    model, data, loss_fn = classifier(), batches(SIZES), nn.CrossEntropyLoss()
+    first = [data[:cut]] if cut else [data[:STEPS], data[STEPS:]]
+    windows = [together(window) for window in (*first, data[:STEPS], data[STEPS:])]
+    truth = train_big(model, windows, lambda twin, window: loss_fn(twin(window[0]), window[1]), sgd)
+
+    ours = copy.deepcopy(model)
+    acc = ak.FusedAccumulator(ours)
+    trainer = recipe("ignite")["fused_trainer"](ours, acc, sgd(acc.parameters()), loss_fn, STEPS)
+    if cut:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cut), lambda engine: engine.terminate_epoch())
+    loader = torch.utils.data.DataLoader(Stream(data), batch_size=None)
+    trainer.run(loader, max_epochs=2, epoch_length=len(data) if cut else None)
+    check("ignite", difference(model, ours, truth))
