@@ -298,6 +298,11 @@ def _leads_to_tensors(tree: Any) -> bool:
     return found or any(_leads_to_tensors(child) for _, child in _children(tree, "") or ())
 
 
+def is_list_of_tensors(tree: Any) -> bool:
+    """Whether a tree is a list or tuple that leads to tensors, and no record."""
+    return isinstance(tree, tuple | list) and not hasattr(tree, "_fields") and _leads_to_tensors(tree)
+
+
 class ListSamples:
     """A list of samples, which `collate` makes a micro-batch of.
 

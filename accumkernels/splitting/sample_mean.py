@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..errors import is_oom_error, logger
 from ..snapshots import RandomState, Snapshot
-from .batches import Samples, TreeSamples, form
+from .batches import Samples, TreeSamples, form, is_list_of_tensors, tree_leaves
 from .memory import let_go
 from .run import returned_by
 
@@ -256,20 +256,25 @@ def _selections(
     """
     extremes = sum(_halves(range(len(costs)), costs), [])
     differ = len(set(costs)) > 1
-    take, items = _rows_of(part, indices, costs)
+    take, items = _rows_of(part, indices, costs) if samples.padded else (samples.part, costs)
     if take is not None and len(indices) > 1 and (not differ or len({items[index] for index in indices}) > 1):
         yield indices, take, items
         if set(extremes) <= set(indices):
             return
-    take, items = _rows_of(samples.part(extremes), extremes, costs)
+    if samples.padded:
+        take, items = _rows_of(samples.part(extremes), extremes, costs)
     yield extremes, take or samples.part, items
 
 
 def _rows_of(part: Any, indices: Sequence[int], costs: Sequence[float]) -> tuple[Take | None, Items]:
     """A function that takes some samples out of the part that these have been collated to; None if it has no rows.
 
-    With their items, as far as the rows show them: of a text with a prompt, its labels are fewer than its tokens.
+    With their items, as far as the rows show them: of a text with a prompt, its labels are fewer than its tokens. Of
+    lists of tensors, as of boxes, a part does not tell whether their items are samples, or rows of each are.
     """
+    lists = (leaf for _, leaf in tree_leaves(part, is_leaf=lambda tree: is_list_of_tensors(tree) and tree is not part))
+    if any(map(is_list_of_tensors, lists)):
+        return None, costs
     with contextlib.suppress(TypeError, ValueError):
         rows = TreeSamples(part)
         if len(rows) == len(indices):

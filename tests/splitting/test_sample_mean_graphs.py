@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, one_hot
 
 import accumkernels as ak
-from tests.support.sample_means import REAL, WORDS, Text, check_split, texts
+from tests.support.models import grads_of, relative_error
+from tests.support.sample_means import REAL, SINGLE, WORDS, Text, check_split, texts
+from tests.support.splitting import truth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -194,6 +196,35 @@ def test_rows_without_a_mark(case):
         return loss(model(part[0].to(model.weight.dtype)), part[1])
 
     check_split(acc, model, batch, of, right, micro_batch=4)
+
+
+def of_boxes(model, images, boxes):
+    """A mean over images, each of its boxes."""
+    found = [model(image.to(model.weight.dtype)).mean((1, 2)) for image in images]
+    return torch.stack([(out - box).abs().mean() for out, box in zip(found, boxes, strict=False)]).mean()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize("way", ["a tree", "stacked", "tuples"])
+def test_lists_of_boxes(way, micro_batch, caplog):
+    """Two images of which one has two boxes, or three of three channels: rows, and no samples."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 2, 3)
+    acc = ak.FusedAccumulator(model)
+    samples = [(torch.randn(3, 4, 4), torch.randn(1 + index % 3, 2)) for index in range(6)]
+    collate = (
+        None if way == "a tree" else lambda some: stacked(some) if way == "stacked" else tuple(zip(*some, strict=True))
+    )
+
+    def stacked(some):
+        return torch.stack([image for image, _ in some]), [box for _, box in some]
+
+    batch = samples if collate else stacked(samples)
+    acc.backward_batch(batch, lambda part: of_boxes(model, *part), micro_batch=micro_batch, collate=collate)
+    acc.finalize()
+    _, grads = truth(model, lambda twin: of_boxes(twin, *stacked(samples)))
+    assert relative_error(grads_of(acc), grads) < SINGLE
+    assert caplog.messages == []
 
 
 def test_losses_that_cancel():
