@@ -38,12 +38,13 @@ class SampleMean:
     grows with the number of samples.
 
     Args:
-        is_plain_mean: Whether the graph of a loss of so many samples, and marked items, proves that it is one.
+        is_plain_mean: Whether the graph of a loss of so many samples, and marked items, proves that it is one; None if
+            it looks so, and is no proof.
         has_class_weights: Whether the graph of a loss shows that its mean divides by weights that differ by class.
     """
 
     def __init__(
-        self, is_plain_mean: Callable[[Tensor, int, float], bool], has_class_weights: Callable[[Tensor], bool]
+        self, is_plain_mean: Callable[[Tensor, int, float], bool | None], has_class_weights: Callable[[Tensor], bool]
     ) -> None:
         self._is_plain_mean = is_plain_mean
         self._has_class_weights = has_class_weights
@@ -65,9 +66,9 @@ class SampleMean:
         `loss_fn` is called without gradients, on four to six samples. The modules that it calls run in eval mode; their
         buffers and attributes, and the random state, are kept. If the samples tell nothing, since they have the same
         loss or the same cost, later batches are asked, ever more rarely. A tree of tensors is not asked where its rows
-        have as many items each (see `TreeSamples.items`) and the loss's graph proves a mean over them. A mean with
-        class weights is refused without being asked, since a few samples, of one class as likely as not, could not
-        tell.
+        have as many items each (see `TreeSamples.items`) and the loss's graph proves a mean over them; where it only
+        looks like one, no warning says that samples could not tell. A mean with class weights is refused without being
+        asked, since a few samples, of one class as likely as not, could not tell.
 
         Args:
             loss_fn: The user's.
@@ -87,9 +88,11 @@ class SampleMean:
             raise _refusal()
         items = samples.items()
         shows = items is not None and len(set(items)) > 1
+        proven: bool | None = False
         if not (samples.padded or shows):
             number = len(indices)
-            if self._is_plain_mean(loss, number, number if items is None else sum(items[i] for i in indices)):
+            proven = self._is_plain_mean(loss, number, number if items is None else sum(items[i] for i in indices))
+            if proven:
                 return
         kind = getattr(function, "__code__", type(function)), form(samples.sample(0)), _last_nodes(loss), shows
         if kind in self._known:
@@ -106,16 +109,17 @@ class SampleMean:
         except Exception as error:  # of code that is not made for two samples, or needs gradients; training will tell
             reason = type(error).__name__ if is_oom_error(error) else f"{type(error).__name__}: {error}"
             let_go(error, outer)
-            self._give_up(f"its loss of a few samples could not be computed ({reason})")
-            found = None
+            found = f"its loss of a few samples could not be computed ({reason})"
         finally:
             torch.clear_autocast_cache()  # some releases of torch keep copies without a graph in it
         if found is False:
             raise _refusal()
-        if found:
+        if found is True:
             self._known.add(kind)
-        else:
-            self._tries[kind] = tries + 1, 0
+            return
+        self._tries[kind] = tries + 1, 0
+        if found is not None and proven is False:
+            self._warn(found)
 
     def _compare(
         self,
@@ -125,8 +129,8 @@ class SampleMean:
         indices: Sequence[int],
         part: Any,
         begin_anew: Callable[[], None],
-    ) -> bool | None:
-        """Whether the loss is a mean over samples; None if this cannot be told."""
+    ) -> bool | str | None:
+        """Whether the loss is a mean over samples; None if these samples cannot tell, or why none could."""
         for chosen, take, items in _selections(samples, costs, indices, part):
             found = self._compare_halves(loss_fn, take, _halves(chosen, items), items, begin_anew)
             if found is not None:
@@ -140,7 +144,7 @@ class SampleMean:
         halves: list[list[int]],
         items: Items,
         begin_anew: Callable[[], None],
-    ) -> bool | None:
+    ) -> bool | str | None:
         """Whether it is for these samples; `take` collates some of them."""
         one_half, other_half = halves
 
@@ -169,8 +173,8 @@ class SampleMean:
         if difference > rounding:
             random = abs(float(loss_of(*one_half, *other_half)) - both) > rounding  # with other random numbers
             if random:
-                self._give_up("it is random, also in eval mode")
-            return None if random or cancels(difference) else False
+                return "it is random, also in eval mode"
+            return None if cancels(difference) else False
         if abs(grown - other) > _GROWTH * abs(other):
             return None if cancels(abs(grown)) else False  # a sum
         of_one, of_both = (sum(items[index] for index in half) for half in (one_half, one_half + other_half))
@@ -203,7 +207,7 @@ class SampleMean:
                 snapshot.restore()
             state.restore()
 
-    def _give_up(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
             _log.warning(

@@ -44,8 +44,11 @@ _OF_TENSORS_ALONE = (  # ops whose result depends on the tensors that are their 
     | {"PowBackward0", "SqrtBackward0", "SubBackward0"}
 )  # fmt: skip
 _OF_WEIGHTS = frozenset({"TBackward0", "ToCopyBackward0", "TransposeBackward0"})
-_TAKES_OUT = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
+_TAKES_OUT = frozenset({"IndexBackward0", "MaskedSelectBackward0", "PdistBackward0"})
+_MOVES = frozenset({"FlipBackward0", "RollBackward0"})
+_PAIRS = frozenset({"CdistBackward0", "EuclideanDistBackward0", "MmBackward0"})  # of a shape that says nothing
 _MEAN, _SUM = 1, 2  # of `reduction`
+_WEIGHTS = "weight", "pos_weight"
 _MOST_NODES = 24
 
 
@@ -116,15 +119,21 @@ def is_divided_sum(node: Node) -> bool:
     return sums and items_of(node, [2]) is not None
 
 
-def is_plain_mean(loss: Tensor, samples: int, marked: float) -> bool:
+def is_plain_mean(loss: Tensor, samples: int, marked: float) -> bool | None:
     """Whether a loss's graph proves that it is a mean over its samples, as of all their items or as many of each.
 
     Args:
         loss: The loss; the device is read for the labels that it ignores, and for what it is divided by.
         samples: Their number.
         marked: The number of their items that count, where the samples have the same number of them.
+
+    Returns:
+        None if it looks like one, but could not show if it were none: of one sample, which has no other to be paired
+        with and any number of items, or with factors from outside of the graph, which may be of all samples.
     """
-    return all(_is_plain_summand(node, divisor, samples, marked) for node, divisor in _summands(loss))
+    if not all(_is_plain_summand(node, divisor, samples, marked) for node, divisor in _summands(loss)):
+        return False
+    return None if samples == 1 or _has_factors(loss) else True
 
 
 def _is_plain_summand(node: Node, divisor: float | Tensor | None, samples: int, marked: float) -> bool:
@@ -142,7 +151,8 @@ def _is_plain_summand(node: Node, divisor: float | Tensor | None, samples: int, 
     else:
         return False
     if is_sum:  # one that is divided by samples, or by all items of each, is a mean over samples
-        return divisor is not None and float(divisor) in (samples, marked, *itertools.accumulate(shape, operator.mul))
+        items = itertools.accumulate(shape, operator.mul) if shape and shape[0] % samples == 0 else ()
+        return divisor is not None and float(divisor) in (samples, marked, *items)
     number: float | Tensor | None = math.prod(shape)
     if name in _LABELS and node._saved_weight is None and _is_plain(node, "total_weight"):
         number = _known(node._saved_total_weight)
@@ -174,10 +184,13 @@ def _mixes_samples(node: Node, samples: int) -> bool:
         if not nodes:
             break
         node, made = nodes.popleft()
-        if node.name() in _TAKES_OUT:
+        name = node.name()
+        if name in _TAKES_OUT:
             return True
         dims = getattr(node, "_saved_dim", None)  # unsigned: -1 is 2**64 - 1
         along = dims if isinstance(dims, tuple) else () if dims is None else (dims,)
+        if name in _MOVES:
+            along = node._saved_dims or (0,)
         is_new, of_weight = True, False
         for child, output in node.next_functions:
             if child is None:
@@ -188,14 +201,44 @@ def _mixes_samples(node: Node, samples: int) -> bool:
             shape = tuple(meta.shape)
             if 0 in along or 2**64 - len(shape) in along:
                 return True
-            is_new = is_new and shape != made
+            is_new = is_new and (shape != made or name in _PAIRS)
             if _is_weight(child):
                 of_weight = True
-            else:
-                nodes.append((child, shape))
-        if len(made) == 2 and 1 < made[0] == made[1] and made[0] % samples == 0 and is_new and not of_weight:
+                continue
+            nodes.append((child, shape))
+            # A number of all samples, or one of them, meets each.
+            one = not shape or (len(shape) == len(made) and shape[0] == 1 < made[0])
+            if made and one and not _is_penalty(child):
+                return True
+        if len(made) > 1 and 1 < made[0] == made[1] and made[0] % samples == 0 and is_new and not of_weight:
             return True
     return False
+
+
+def _has_factors(loss: Tensor) -> bool:
+    """Whether anything on the way to a loss is multiplied by what has no graph and is no number of Python's."""
+    nodes: deque[Node] = deque([loss.grad_fn])
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            break
+        node = nodes.popleft()
+        factors = [name for name in _WEIGHTS if node.name() in _ELEMENTWISE and hasattr(node, "_raw_saved_" + name)]
+        for index, (child, _) in enumerate(node.next_functions):
+            if child is not None:
+                nodes.append(child)
+            elif node.name() in ("DivBackward0", "MulBackward0"):
+                factors.append(("self", "other")[index])
+        if not all(_is_plain(node, name) and _is_python_number(getattr(node, "_saved_" + name)) for name in factors):
+            return True
+    return False
+
+
+def _is_python_number(factor: Tensor | None) -> bool:
+    """Whether a factor was a number of Python's, which promotes no tensor of its kind, or is none."""
+    if factor is None:
+        return True
+    kind = {torch.float64: torch.float16, torch.int64: torch.int8}.get(factor.dtype)
+    return kind is not None and factor.dim() == 0 and torch.result_type(factor, torch.zeros((), dtype=kind)) == kind
 
 
 def _is_weight(node: Node) -> bool:

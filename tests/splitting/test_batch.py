@@ -233,7 +233,7 @@ def test_random_numbers(at, options, micro_batch):
 
     def loss_fn(part):
         planted.size = len(part[0])
-        return loss_of(*part)
+        return loss_of(*part), len(part[0])
 
     with ak.FusedAccumulator(model, **limited(options)) as acc:
         planted.watch(acc)

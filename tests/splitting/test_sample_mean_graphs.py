@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, one_hot, softplus
 
 import accumkernels as ak
 from tests.support.models import grads_of, relative_error
@@ -196,6 +196,90 @@ def test_rows_without_a_mark(case):
         return loss(model(part[0].to(model.weight.dtype)), part[1])
 
     check_split(acc, model, batch, of, right, micro_batch=4)
+
+
+def of_labels(out, y):
+    """A number of each sample, as a weight or a reward is, and the loss of each."""
+    return y.to(out.dtype) + 1, cross_entropy(out, y, reduction="none")
+
+
+def policy(out, y, advantages):
+    """The loss of a policy's gradient."""
+    return -(out.log_softmax(1).gather(1, y[:, None])[:, 0] * advantages).mean()
+
+
+BY_ALL_SAMPLES = {
+    "weights by their mean": (
+        lambda out, y: (lambda w, each: (each * (w / w.mean())).mean())(*of_labels(out, y)),
+        False,
+    ),
+    "rewards less their mean": (lambda out, y: policy(out, y, y - y.to(out).mean()), False),
+    "an error by the labels' mean": (lambda out, y: cross_entropy(out, y) / of_labels(out, y)[0].mean(), False),
+    "rare labels by their share": (
+        lambda out, y: binary_cross_entropy_with_logits(
+            out[:, 0], (y == 0).to(out), pos_weight=of_labels(out, y)[0].mean()
+        ),
+        False,
+    ),
+    "by the sum of the labels, four of the first four": (
+        lambda out, y: (of_labels(out, y)[1] * y).sum() / (0.8 * y.to(out)).sum(),
+        False,
+    ),
+    "less a mean of other samples'": (lambda out, y: softplus(out[:, 0] - out[:, 1].mean()).mean(), False),
+    "by the largest": (lambda out, y: (of_labels(out, y)[1] / of_labels(out, y)[1].max()).mean(), False),
+    "less the one before": (lambda out, y: (out - out.roll(1, 0)).square().mean(), False),
+    "less the one from the end": (lambda out, y: (out - out.flip(0)).square().mean(), False),
+    "distances of pairs": (lambda out, y: torch.pdist(out).square().mean(), False),
+    "less each label": (lambda out, y: (out[:, None] - one_hot(y, 3)[None]).square().mean(), False),
+    "each with each": (lambda out, y: cross_entropy(out @ out.T, torch.arange(len(out))), False),
+    "rewards": (lambda out, y: policy(out, y, y - 1.5), True),
+    "weights": (lambda out, y: (of_labels(out, y)[0] * of_labels(out, y)[1]).mean(), True),
+    "a number": (lambda out, y: 0.3 * cross_entropy(out, y) * torch.tensor(0.3), True),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+@pytest.mark.parametrize("case", BY_ALL_SAMPLES)
+def test_what_all_samples_have_a_part_in(case, micro_batch):
+    """Factors without a graph, numbers of all samples, and pairs; of one sample, and of three with as many features."""
+    loss, right = BY_ALL_SAMPLES[case]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    acc = ak.FusedAccumulator(model)
+    batch = torch.randn(12, 4), torch.tensor([0, 1, 2, 2] * 3)
+
+    def of(part, model=model):
+        return loss(model(part[0].to(model.weight.dtype)), part[1])
+
+    check_split(acc, model, batch, of, right, micro_batch)
+
+
+def test_a_mean_over_packed_tokens():
+    """Divided by their number, which is no multiple of the samples'."""
+    model = Text(0.0)
+    acc = ak.FusedAccumulator(model)
+    ids = torch.where(REAL, torch.stack(texts([10] * 6)).clamp(min=1), 0)
+
+    def loss(part, model=model):
+        packed = torch.cat(rows_of(part, part))
+        return cross_entropy(model(packed[None]).flatten(0, 1), packed, reduction="sum") / len(packed)
+
+    check_split(acc, model, ids, loss, False)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_random_losses_that_look_like_means(micro_batch, caplog):
+    """With factors, or of one sample, they are asked, which tells nothing; a warning would be of nearly all of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    acc = ak.FusedAccumulator(model)
+
+    def loss(x):
+        noise = torch.randn_like(x)
+        return (noise[:, :1].abs() * (model(x + noise) - noise).square()).mean()
+
+    acc.backward_batch(torch.randn(12, 4), loss, micro_batch=micro_batch)
+    assert caplog.messages == []
 
 
 def of_boxes(model, images, boxes):

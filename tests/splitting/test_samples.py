@@ -188,7 +188,7 @@ def test_one_meaning_everywhere(kind, specs, data):
 
         def loss_fn(part):
             ran.append(part)
-            return weight.square()
+            return weight.square(), 1
 
         sizes = acc.backward_batch(batch, loss_fn, micro_batch=most).sizes
         acc.zero_()
