@@ -676,7 +676,11 @@ class FusedAccumulator:
         Args:
             window: Drop the whole window, on all ranks. Nothing is communicated now; all ranks still call `finalize` or
                 `step`, which then skips the step and leaves the loss scale alone. More micro-batches may follow.
+
+        Raises:
+            RuntimeError: A backward of the accumulator runs.
         """
+        self.engine.check_idle("discard()")
         self.engine.discard()
         self.engine.window.discard(window, together=self._ranks.ends_together)
 
@@ -836,8 +840,10 @@ class FusedAccumulator:
 
         Raises:
             RuntimeError: Parts of the window were sent to other ranks, which wait for the rest; or other stages of a
-                pipeline clip a window that was finalized, which on stages is collective.
+                pipeline clip a window that was finalized, which on stages is collective; or a backward of the
+                accumulator runs.
         """
+        self.engine.check_idle("zero_()")
         if self._ranks.sender.begun and self.engine.window.phase not in (Phase.REDUCING, Phase.FINALIZED):
             raise RuntimeError(
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "

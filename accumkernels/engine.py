@@ -132,16 +132,20 @@ class Engine:
         if running or self.window.phase is not Phase.OPEN or not self.store.has_claim:
             self._refuse(caller, adds=False)
 
+    def check_idle(self, caller: str) -> None:
+        """Refuse a call in the middle of a backward; see `check_accumulating`."""
+        if self.runner.runs:
+            raise RuntimeError(
+                f"{caller} while a backward of this accumulator runs, as in one of its hooks: what it has made so far "
+                "would count or be lost here. Add up the losses, or call it when that backward has ended"
+            )
+
     def _refuse(self, caller: str, adds: bool) -> None:
         """Raise what is wrong with a call in the phase that the window is in, if anything is."""
         phase, interrupted = self.window.phase, self.runner.captures.inbox.running  # of a backward
         if not self.store.has_claim:
             raise RuntimeError(f"{caller} after remove(): build a new FusedAccumulator")
-        if self.runner.runs:
-            raise RuntimeError(
-                f"{caller} while a backward of this accumulator runs, as in one of its hooks: what it has made so far "
-                "would count here. Add up the losses, or call it when that backward has ended"
-            )
+        self.check_idle(caller)
         if phase is Phase.FINALIZED:
             raise RuntimeError(
                 f"{caller} after finalize(): step the optimizer, then call acc.zero_() to open a new window"

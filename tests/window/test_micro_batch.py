@@ -213,14 +213,14 @@ def test_threads_take_turns(options):
 
 
 @pytest.mark.parametrize("options", OWN_WAYS.values(), ids=OWN_WAYS)
-@pytest.mark.parametrize("call", ["backward", "accumulate", "backward_batch", "step"])
+@pytest.mark.parametrize("call", ["backward", "accumulate", "backward_batch", "step", "zero_", "discard"])
 def test_a_micro_batch_inside_another(options, call):
-    """A hook that counts one while the gradients of another are half made is an error."""
+    """A hook that counts or drops one while the gradients of another are half made is an error."""
     model = mlp(torch.float64)
     (x, y), acc = batch(4, torch.float64), ak.FusedAccumulator(model, **options)
     acc.backward(mse_loss(model(x), y))
     inner = mse_loss(model(x[:1]), y[:1])
-    arguments = {"backward": (inner,), "accumulate": (), "backward_batch": ((x, y), lambda _: inner), "step": ()}[call]
+    arguments = {"backward": (inner,), "backward_batch": ((x, y), lambda _: inner)}.get(call, ())
     with pytest.raises(RuntimeError, match=rf"{call}\(\) while a backward of this accumulator runs"):
         acc.backward(loss_with_hook(model, x, y, lambda _: getattr(acc, call)(*arguments)))
     if options.get("release") == "backward" or "fuse_weight_gradients" in options:
