@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from ..buffers.flat import FlatBuffer, Segment
 from ..buffers.store import Store
-from ..devices import keep_until_done
+from ..devices import is_accelerator, keep_until_done
 from ..ops.products import Gemm, add_product, add_rows, choose, widened
 from .inbox import Inbox, MicroBatch, SegmentKey, Sink, has_only_our_hooks, have_hooks, in_compiled_autograd
 
@@ -42,6 +42,9 @@ _HALF = (torch.float16, torch.bfloat16)
 # Elements. Reading the graph, a hook and looking for those of others take 25 microseconds for each weight, and widening
 # its gradient as long at 2**17 (benchmarks.defaults: with 2**14, windows of the smallest model took 12 % more).
 SMALLEST_CAST = 2**17
+# The host takes as long where sums are in a GPU's memory, which moves more bytes in that time: 2**20 elements are 8 MB,
+# which a card of 360 GB/s moves in 23 microseconds.
+ON_ACCELERATORS = 8
 _KEPT_PART = 16  # operands of products that were not added yet take at most this part of the sums' memory
 EVERY = 32  # backwards between two looks for casts, where none are found
 
@@ -66,7 +69,7 @@ class FusionPolicy(NamedTuple):
 
     Attributes:
         fuses: Whether any may.
-        min_numel: Weights of fewer elements are not fused.
+        min_numel: Weights of fewer elements are not fused; nor, unless it is 0, are those that gain nothing by a hook.
         linear: The dtypes of products that are fused.
         embedding: The dtypes of embeddings that are fused.
         deferred: Whether short products of several micro-batches are multiplied together.
@@ -86,14 +89,19 @@ class _Weight:
         param: The parameter.
         key: Its segment.
         numel: Its elements.
+        casts: Whether it gains where its gradient is taken in 16 bits.
+        fuses: Whether it gains where its gradient is never made.
         products: The way to add a product, by dtype and number of tokens.
         way: How its gradient came in the last backward whose graph was read, one of `_WAYS`; None: by autograd.
     """
 
-    __slots__ = ("_capture", "key", "numel", "param", "products", "way")
+    __slots__ = ("_capture", "casts", "fuses", "key", "numel", "param", "products", "way")
 
-    def __init__(self, capture: GraphCapture, buffer: FlatBuffer, segment: Segment) -> None:
+    def __init__(
+        self, capture: GraphCapture, buffer: FlatBuffer, segment: Segment, *, casts: bool, fuses: bool
+    ) -> None:
         self._capture = weakref.ref(capture)
+        self.casts, self.fuses = casts, fuses
         self.param, self.key, self.numel = segment.param, (buffer, segment.index), segment.numel
         self.products: dict[tuple[torch.dtype, int], Gemm | None] = {}
         self.way: str | None = None
@@ -204,12 +212,15 @@ class GraphCapture:
 
     def follow(self, buffers: Iterable[FlatBuffer]) -> None:
         """Look for the parameters of new buffers, too."""
+        policy = self._policy
         for buffer in buffers:
+            smallest_cast = SMALLEST_CAST * (ON_ACCELERATORS if is_accelerator(buffer.device) else 1)
+            smallest_fused = max(policy.min_numel, smallest_cast) if policy.min_numel else 0
             for segment in buffer.segments:
-                casts = segment.dtype == torch.float32 and segment.numel >= SMALLEST_CAST
-                fuses = self._policy.fuses and len(segment.shape) == 2 and segment.numel >= self._policy.min_numel
+                casts = segment.dtype == torch.float32 and segment.numel >= smallest_cast
+                fuses = policy.fuses and len(segment.shape) == 2 and segment.numel >= smallest_fused
                 if type(segment.param) in (Tensor, Parameter) and (casts or fuses):
-                    self.weights[id(segment.param)] = _Weight(self, buffer, segment)
+                    self.weights[id(segment.param)] = _Weight(self, buffer, segment, casts=casts, fuses=fuses)
 
     # ---- before a backward
 
@@ -271,12 +282,13 @@ class GraphCapture:
         """Find the nodes that make a weight's gradient, of which each can be taken; None: leave it to autograd."""
         if not has_only_our_hooks(weight.param):
             return None
+        fuses = fuses and weight.fuses
         found: list[Node] = []
         passed = [leaf]  # nodes between the leaf and those
         for node, position in users[leaf]:
             if type(node) is _CAST:
                 products = self._products(weight, run, users.get(node, ()), users, passed) if fuses else None
-                if products is None and not self._casts(weight, node):
+                if products is None and not _casts(weight, node):
                     return None
                 found += products or [node]
                 if products:
@@ -296,19 +308,10 @@ class GraphCapture:
             return None  # autograd adds them up in fp32 before they are added to the sum
         return None if have_hooks(passed + found) else found
 
-    def _casts(self, weight: _Weight, node: Node) -> bool:
-        """Whether a node casts from fp32 to 16 bits on the same device, and the gradient is worth a hook."""
-        meta = node._input_metadata[0]
-        param = weight.param
-        large = weight.numel >= SMALLEST_CAST
-        return large and param.dtype == torch.float32 and meta.dtype in _HALF and meta.device == param.device
-
     def _products(
         self, weight: _Weight, run: _Backward, uses: Iterable[tuple[Node, int]], users: Users, passed: list[Node]
     ) -> list[Node] | None:
         """Find the products that a weight or its cast goes into, directly or transposed; None if it goes elsewhere."""
-        if weight.numel < self._policy.min_numel:
-            return None
         found, transposes = [], []
         for node, position in uses:
             if type(node) is _TRANSPOSE:
@@ -346,8 +349,7 @@ class GraphCapture:
     def _embeds(self, weight: _Weight, run: _Backward, node: Node) -> bool:
         """Whether rows of an embedding's gradient can be added one by one."""
         return (
-            weight.numel >= self._policy.min_numel
-            and weight.param.dtype in self._policy.embedding
+            weight.param.dtype in self._policy.embedding
             and not node._saved_sparse
             and _can_read_twice(node._raw_saved_indices)
             and run.factor is not None
@@ -477,6 +479,12 @@ class GraphCapture:
             if weight.way is not None:
                 counts[weight.way] += weight.numel
         return ", ".join(f"{count:,} {way}" for way, count in counts.items())
+
+
+def _casts(weight: _Weight, node: Node) -> bool:
+    """Whether a node casts from fp32 to 16 bits on the same device, and the gradient is worth a hook."""
+    meta = node._input_metadata[0]
+    return weight.casts and meta.dtype in _HALF and meta.device == weight.param.device
 
 
 def _read(roots: Sequence[Node]) -> tuple[Users, list[Node], bool]:

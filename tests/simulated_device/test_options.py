@@ -6,9 +6,13 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 
+import accumkernels as ak
+from accumkernels.capture import choice, graph
 from tests import simulated_device as sim
 from tests.simulated_device.training import OPTIONS, ROWS, Training, error, stock
+from tests.support.models import elements
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumkernels uses its reference backend", "ignore:.*in another unit")
 WINDOWS = 3
@@ -87,3 +91,27 @@ def test_what_a_user_reads_waits(stages):
         assert not training.acc.step_was_skipped and not found and float(noise) and weight == 0
         assert all(float(value) >= 0 for value in metrics.values())
     assert len(seen.waits) >= 4
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        ("cpu", {"fuse_weight_gradients": False}, {"taken in 16 bits": 256 + 1024}),
+        ("sim:0", {"fuse_weight_gradients": False}, {"taken in 16 bits": 1024}),
+        ("sim:0", {"release": "backward"}, {"fused": 1024}),
+        ("sim:0", {"fuse_weight_gradients": True}, {"fused": 256 + 1024}),
+        ("sim:0", {"cpu_offload": True}, {"taken in 16 bits": 256 + 1024}),
+    ],
+    ids=["CPU", "casts", "fused", "on demand", "sums in host memory"],
+)
+def test_small_weights(monkeypatch, device, options, expected):
+    """A hook takes the host as long as on a CPU, and saves bytes that an accelerator moves several times as fast."""
+    monkeypatch.setattr(graph, "SMALLEST_CAST", 128)
+    monkeypatch.setattr(choice, "_SMALLEST_FUSED", 256)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 64, bias=False)).to(device)
+    acc = ak.FusedAccumulator(model, **options)
+    # Which products in bf16 an accelerator adds to fp32 sums is a table of kinds.
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled="fused" not in expected):
+        loss = model(torch.ones(4, 16, device=device, requires_grad=True)).float().sum()
+    acc.backward(loss)
+    assert {way: count for way, count in elements(acc).items() if count} == expected
