@@ -35,7 +35,7 @@ from ..planning.training import Training, positive_int, training_for
 from ..planning.trial import Trials
 from ..snapshots import Snapshot
 from ..splitting.batches import TreeSamples, tree_map
-from ..splitting.memory import clear_frames, format_bytes
+from ..splitting.memory import format_bytes, let_go
 from . import report
 from .command import Display, in_short, versions_and_device
 from .methods import METHODS, BigBatch, Gradient, Method, StockAccumulation, distance, gradient
@@ -201,7 +201,7 @@ class Comparison:
             except BaseException as error:
                 if not is_oom_error(error):
                     raise
-                clear_frames(error)
+                let_go(error)
                 return None
             finally:
                 method.close()
@@ -232,8 +232,7 @@ class Comparison:
                 try:
                     return self._exact(parts_of(window), dtype), str(dtype).removeprefix("torch."), how
                 except Exception as error:
-                    causes.append(str(error).partition("\n")[0])
-                    clear_frames(error)
+                    causes.append(let_go(error).partition("\n")[0])
                     if not is_oom_error(error):
                         break
         raise FitError(f"the big batch's gradient can be had neither in float64 nor in float32: {causes[0]}")

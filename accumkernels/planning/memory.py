@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,8 @@ from ..splitting.memory import (
     BLOCK,
     LiveBytes,
     Memory,
-    clear_frames,
     format_bytes,
+    let_go,
     memory_of,
     one_device,
     tensors_of,
@@ -262,7 +261,7 @@ def _train_offloaded(training: Training, optimizer: Optimizer, size: int, meter:
                 group["params"][:] = acc.param_groups([{"params": group["params"]}])[0]["params"]
             peaks = _steps(training, size, meter, acc.backward, lambda: acc.step(optimizer))
             masters = set(acc.parameters())
-            state = _nbytes(leaf for p, values in optimizer.state.items() if p in masters for leaf in _leaves(values))
+            state = _nbytes(tensors_of([values for p, values in optimizer.state.items() if p in masters]))
     gradients = min(sum(p.nbytes for p in trained), 2 * bucket + largest)
     return peaks._replace(gradients=gradients, host=host_bytes(trained) + state)
 
@@ -314,13 +313,9 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _leaves(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _state(optimizer: Optimizer) -> list[Tensor]:
     """List every tensor in an optimizer's state."""
-    return _leaves(list(optimizer.state.values()))
+    return tensors_of(list(optimizer.state.values()))
 
 
 def memory_report(
@@ -407,7 +402,7 @@ def memory_report(
     except BaseException as error:
         if other < size or not is_oom_error(error):
             raise
-        clear_frames(error)
+        let_go(error)
         lines = _bounds(size, peaks)
     return _report(size, peaks, lines, fake)
 
@@ -480,8 +475,12 @@ def _predict(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
     model, optimizer = fakes.copy(training.model, optimizer)
     faked = dataclasses.replace(training, model=model, device=fakes.device)
     live = LiveFakeBytes(fakes.device, BLOCK if devices.is_accelerator(training.device) else 1)
-    with fakes.mode, torch.inference_mode(False), torch.enable_grad(), fakes.unchanged_random_state(), live:
-        return _train(faked, optimizer, size, _Meter(live, Memory()), predicts=True)
+    state = RandomState()  # batches may be made with real random generators
+    try:
+        with fakes.mode, torch.inference_mode(False), torch.enable_grad(), live:
+            return _train(faked, optimizer, size, _Meter(live, Memory()), predicts=True)
+    finally:
+        state.restore()
 
 
 def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | str | None = None) -> None:
@@ -554,10 +553,9 @@ class FakeDevice:
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = self._fake(tensor)
-        states = torch.utils._pytree.tree_leaves(list(optimizer.state.values()))
-        groups = torch.utils._pytree.tree_leaves(optimizer.param_groups)
-        for tensor in (leaf for leaf in (*states, *groups) if isinstance(leaf, Tensor) and id(leaf) not in memo):
-            memo[id(tensor)] = self._fake(tensor)
+        for tensor in tensors_of([list(optimizer.state.values()), optimizer.param_groups]):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._fake(tensor)
         for module in model.modules():
             for value in module.__dict__.values():
                 if isinstance(value, torch.Generator):  # deepcopy cannot copy it
@@ -576,15 +574,6 @@ class FakeDevice:
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, requires_grad=tensor.requires_grad)
             return fake
-
-    @contextmanager
-    def unchanged_random_state(self) -> Iterator[None]:
-        """Restore the random generators afterwards: batches may be made with real ones."""
-        state = RandomState()
-        try:
-            yield
-        finally:
-            state.restore()
 
 
 class LiveFakeBytes(RecordedBytes):

@@ -19,7 +19,7 @@ from ..accumulator import FusedAccumulator
 from ..arguments import as_bytes
 from ..errors import is_oom_error, logger
 from ..snapshots import Snapshot, interrupts_later
-from ..splitting.memory import Memory, clear_frames, format_bytes, memory_of
+from ..splitting.memory import Memory, format_bytes, let_go, memory_of
 from .training import Training, fraction, positive_int
 
 # ---- The memory of a device during a trial, or of the smaller one that a limit simulates
@@ -170,7 +170,7 @@ class Trials:
                 if not is_oom_error(error):
                     raise
                 failure = _first_line(error)
-                clear_frames(error)  # frames hold the activations
+                let_go(error)  # frames hold the activations
             finally:
                 with interrupts_later():
                     self._snapshot.restore()

@@ -162,42 +162,23 @@ def one_device(device: torch.device) -> torch.device | None:
 # ---- Frees what an error holds
 
 
-def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:
-    """Clear the local variables of every frame of an exception, and of the exceptions that it is chained to.
-
-    Args:
-        error: The exception.
-        outer: One that was being handled before: its frames are its owner's.
-    """
-    for link in _chain(error, outer):
-        traceback.clear_frames(link.__traceback__)
-
-
-def let_go(error: BaseException, outer: BaseException | None) -> str:
-    """Free what an error's frames hold, and those of the errors behind it; return its message.
+def let_go(error: BaseException, outer: BaseException | None = None) -> str:
+    """Free what the frames of an error hold, and of those that it is chained to; return its message.
 
     Args:
         error: Nobody will see its traceback.
-        outer: See `clear_frames`.
+        outer: One that was being handled before: its frames are its owner's.
     """
-    clear_frames(error, outer)
-    for link in _chain(error, outer):
-        link.__traceback__ = None
-    return str(error)
-
-
-def _chain(error: BaseException, outer: BaseException | None) -> list[BaseException]:
-    """The error and those that it is chained to, up to `outer`."""
     seen: set[int] = {id(outer)}
-    found: list[BaseException] = []
     links: list[BaseException | None] = [error]
     while links:
         link = links.pop()
         if link is not None and id(link) not in seen:
             seen.add(id(link))
-            found.append(link)
             links += [link.__cause__, link.__context__]
-    return found
+            traceback.clear_frames(link.__traceback__)
+            link.__traceback__ = None
+    return str(error)
 
 
 # ---- What a device's memory has free, and how much of it a micro-batch takes
@@ -439,9 +420,9 @@ def _form(value: Any) -> Any:
     return type(value), value  # 1 and 1.0 make other dtypes
 
 
-def tensors_of(result: Any) -> list[Tensor]:
-    """The tensors that an op returned."""
-    leaves = (result,) if isinstance(result, Tensor) else torch.utils._pytree.tree_leaves(result)
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, such as what an op returned."""
+    leaves = (tree,) if isinstance(tree, Tensor) else torch.utils._pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
