@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -70,6 +72,12 @@ def profiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
             torch._C._set_grad_enabled(before)
 
     return call
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Run compiled functions eagerly: so that modes see their ops, or nothing is compiled for sizes seen only once."""
+    compiles = "torch._dynamo" in sys.modules  # importing it takes a second
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import logger
+from ..hooks import eagerly
 from ..snapshots import Snapshot
 
 DIVIDED, SUM, MEAN = "divided", "sum", "mean"
@@ -179,8 +180,7 @@ class LossProbe:
         """
         trainer, args = self._trainer, self._trainer.args
         steps = args.gradient_accumulation_steps
-        eager = torch.compiler.set_stance("force_eager")  # or more would be compiled, for sizes that never come again
-        with eager, untouched(trainer), trainer.compute_loss_context_manager():
+        with eagerly(), untouched(trainer), trainer.compute_loss_context_manager():
             trainer.model.train(training)
             trainer.current_gradient_accumulation_steps *= times
             args.gradient_accumulation_steps *= times

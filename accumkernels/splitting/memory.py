@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import traceback
 import weakref
 from collections import deque
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import devices
+from ..hooks import eagerly
 
 # ---- Counts the bytes of live tensors op by op, for devices whose allocator does not keep count
 
@@ -126,10 +126,8 @@ class LiveBytes(TorchDispatchMode):
             )
 
     def __enter__(self) -> LiveBytes:
-        # Under a mode torch.compile gives up on the functions that it meets, for good. So they run eagerly here, where
-        # their ops are seen, and are compiled later.
-        compiles = "torch._dynamo" in sys.modules  # importing it takes a second
-        self._eager = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+        # Under a mode torch.compile gives up on the functions that it meets, for good: these are compiled later.
+        self._eager = eagerly()
         self._eager.__enter__()
         return super().__enter__()
 

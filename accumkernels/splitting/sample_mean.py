@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..errors import is_oom_error, logger
+from ..hooks import eagerly
 from ..snapshots import RandomState, Snapshot
 from .batches import Samples, TreeSamples, form, is_list_of_tensors, tree_leaves
 from .memory import let_go
@@ -194,11 +195,9 @@ class SampleMean:
                 met.update(map(id, module.modules()))
                 module.eval()
 
-        compiles = "torch._dynamo" in sys.modules  # else more would be compiled, for sizes that never come again
-        eager: Any = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
         hook = register_module_forward_pre_hook(meet)
         try:
-            with torch.no_grad(), eager, warnings.catch_warnings():
+            with torch.no_grad(), eagerly(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
                 yield state.restore
         finally:
