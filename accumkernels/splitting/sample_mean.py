@@ -104,9 +104,13 @@ class SampleMean:
             return
         costs = items or costs
         outer = sys.exc_info()[1]
+        found: bool | str | None = None  # whether it is one; None if these samples cannot tell, or why none could
         try:
-            with self._untouched() as begin_anew:
-                found = self._compare(loss_fn, samples, costs, indices, part, begin_anew)
+            with _untouched() as begin_anew:
+                for chosen, take, items_of in _selections(samples, costs, indices, part):
+                    found = _compare(loss_fn, take, _halves(chosen, items_of), items_of, begin_anew)
+                    if found is not None:
+                        break
         except Exception as error:  # of code that is not made for two samples, or needs gradients; training will tell
             reason = type(error).__name__ if is_oom_error(error) else f"{type(error).__name__}: {error}"
             let_go(error, outer)
@@ -122,90 +126,6 @@ class SampleMean:
         if found is not None and proven is False:
             self._warn(found)
 
-    def _compare(
-        self,
-        loss_fn: Callable[[Any], Any],
-        samples: Samples,
-        costs: Sequence[float],
-        indices: Sequence[int],
-        part: Any,
-        begin_anew: Callable[[], None],
-    ) -> bool | str | None:
-        """Whether the loss is a mean over samples; None if these samples cannot tell, or why none could."""
-        for chosen, take, items in _selections(samples, costs, indices, part):
-            found = self._compare_halves(loss_fn, take, _halves(chosen, items), items, begin_anew)
-            if found is not None:
-                return found
-        return None
-
-    def _compare_halves(
-        self,
-        loss_fn: Callable[[Any], Any],
-        take: Take,
-        halves: list[list[int]],
-        items: Items,
-        begin_anew: Callable[[], None],
-    ) -> bool | str | None:
-        """Whether it is for these samples; `take` collates some of them."""
-        one_half, other_half = halves
-
-        def loss_of(*chosen: int) -> Tensor:
-            return returned_by(loss_fn(take(chosen)))[0]
-
-        begin_anew()
-        first = loss_of(*one_half, *other_half)
-        found = [float(first)]
-        for half, times in ((one_half, 2), (other_half, 2), (other_half, 3)):
-            begin_anew()
-            found.append(float(loss_of(*half * times)))
-        both, one, other, grown = found
-        if not all(map(math.isfinite, found)):
-            # The mean over no label is NaN. The half that has none spoils it alone, but not with the other together.
-            return False if math.isfinite(both) else None
-        eps = _EPS * torch.finfo(first.dtype).eps
-
-        def cancels(difference: float) -> bool:
-            """Whether it is the rounding of samples whose losses cancel, as those of advantages do."""
-            alone = (abs(float(loss_of(*[index] * 2 * len(half)))) for half in halves for index in half)
-            return difference <= eps * max(filter(math.isfinite, alone), default=0.0)
-
-        rounding = max(eps, _ROUNDING) * max(map(abs, found))
-        difference = abs(both - (one + other) / 2)
-        if difference > rounding:
-            random = abs(float(loss_of(*one_half, *other_half)) - both) > rounding  # with other random numbers
-            if random:
-                return "it is random, also in eval mode"
-            return None if cancels(difference) else False
-        if abs(grown - other) > _GROWTH * abs(other):
-            return None if cancels(abs(grown)) else False  # a sum
-        of_one, of_both = (sum(items[index] for index in half) for half in (one_half, one_half + other_half))
-        share = of_one / of_both if of_both else 0.5
-        return True if abs(share - 0.5) * abs(one - other) > 2 * rounding else None
-
-    @contextlib.contextmanager
-    def _untouched(self) -> Iterator[Callable[[], None]]:
-        """Compute without gradients and leave no trace; yields a function that restores the random state."""
-        state = RandomState()
-        met: set[int] = set()
-        snapshots: list[Snapshot] = []
-
-        def meet(module: nn.Module, inputs: Any) -> None:
-            if id(module) not in met:
-                snapshots.append(Snapshot(module, parameters=False))
-                met.update(map(id, module.modules()))
-                module.eval()
-
-        hook = register_module_forward_pre_hook(meet)
-        try:
-            with torch.no_grad(), eagerly(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
-                yield state.restore
-        finally:
-            hook.remove()
-            for snapshot in reversed(snapshots):
-                snapshot.restore()
-            state.restore()
-
     def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
@@ -215,6 +135,71 @@ class SampleMean:
                 "-100).sum()`. If it is a mean over samples, `return loss, len(labels)` says so",
                 why,
             )
+
+
+def _compare(
+    loss_fn: Callable[[Any], Any], take: Take, halves: list[list[int]], items: Items, begin_anew: Callable[[], None]
+) -> bool | str | None:
+    """Whether the loss is a mean over the samples of these halves; `take` collates some of them. See `check`."""
+    one_half, other_half = halves
+
+    def loss_of(*chosen: int) -> Tensor:
+        return returned_by(loss_fn(take(chosen)))[0]
+
+    begin_anew()
+    first = loss_of(*one_half, *other_half)
+    found = [float(first)]
+    for half, times in ((one_half, 2), (other_half, 2), (other_half, 3)):
+        begin_anew()
+        found.append(float(loss_of(*half * times)))
+    both, one, other, grown = found
+    if not all(map(math.isfinite, found)):
+        # The mean over no label is NaN. The half that has none spoils it alone, but not with the other together.
+        return False if math.isfinite(both) else None
+    eps = _EPS * torch.finfo(first.dtype).eps
+
+    def cancels(difference: float) -> bool:
+        """Whether it is the rounding of samples whose losses cancel, as those of advantages do."""
+        alone = (abs(float(loss_of(*[index] * 2 * len(half)))) for half in halves for index in half)
+        return difference <= eps * max(filter(math.isfinite, alone), default=0.0)
+
+    rounding = max(eps, _ROUNDING) * max(map(abs, found))
+    difference = abs(both - (one + other) / 2)
+    if difference > rounding:
+        random = abs(float(loss_of(*one_half, *other_half)) - both) > rounding  # with other random numbers
+        if random:
+            return "it is random, also in eval mode"
+        return None if cancels(difference) else False
+    if abs(grown - other) > _GROWTH * abs(other):
+        return None if cancels(abs(grown)) else False  # a sum
+    of_one, of_both = (sum(items[index] for index in half) for half in (one_half, one_half + other_half))
+    share = of_one / of_both if of_both else 0.5
+    return True if abs(share - 0.5) * abs(one - other) > 2 * rounding else None
+
+
+@contextlib.contextmanager
+def _untouched() -> Iterator[Callable[[], None]]:
+    """Compute without gradients and leave no trace; yields a function that restores the random state."""
+    state = RandomState()
+    met: set[int] = set()
+    snapshots: list[Snapshot] = []
+
+    def meet(module: nn.Module, inputs: Any) -> None:
+        if id(module) not in met:
+            snapshots.append(Snapshot(module, parameters=False))
+            met.update(map(id, module.modules()))
+            module.eval()
+
+    hook = register_module_forward_pre_hook(meet)
+    try:
+        with torch.no_grad(), eagerly(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
+            yield state.restore
+    finally:
+        hook.remove()
+        for snapshot in reversed(snapshots):
+            snapshot.restore()
+        state.restore()
 
 
 def _refusal() -> ValueError:
