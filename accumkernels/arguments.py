@@ -89,6 +89,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
             raise wrong_type("scaler", "a torch.amp.GradScaler or None", self.scaler)
+        if self.scaler is not None and not self.scaler.is_enabled():
+            object.__setattr__(self, "scaler", None)
         if self.overflow not in OVERFLOW:
             raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {self.overflow!r}")
         if self.release not in RELEASE:

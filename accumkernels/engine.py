@@ -91,15 +91,7 @@ class Engine:
         if options.cpu_offload:
             check_parameters(named, chosen.group, bool(stages_of(named)))
             self.scaler.keep_on_host()
-        self.ranks = chosen.join(
-            named,
-            options.comm_dtype,
-            noise_scale=options.noise_scale,
-            scaled=self.scaler.scaler is not None,
-            overflow=options.overflow,
-            release=options.resolved_release,
-            master_weights=options.master_weights,
-        )
+        self.ranks = chosen.join(named, options)
         warn_of_batchnorm(chosen.params)
         self.module = chosen.params if isinstance(chosen.params, nn.Module) else None
         self.synchronised = synchronised_batchnorm(chosen.params)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ..arguments import Options
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import local
 from ..buffers.store import Store
@@ -55,14 +56,9 @@ class Captures:
 
     Args:
         store: Flat buffers.
-        owner: Hooks are removed when it is freed.
+        options: FusedAccumulator's.
         add: Adds gradients of the loop's own backwards, with `release="backward"`.
-        overflow: FusedAccumulator's argument.
-        release: FusedAccumulator's argument; "auto" only if `overflow` allows buckets.
-        bucket_bytes: FusedAccumulator's argument.
-        fuse_weight_gradients: FusedAccumulator's argument.
-        scaled: Whether losses are scaled.
-        whole: Whether every gradient is to be left to autograd.
+        owner: Hooks are removed when it is freed.
 
     Attributes:
         inbox: Gradients until they are added.
@@ -71,35 +67,25 @@ class Captures:
         release_early: Whether they ever may, so that sums may be sent.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        owner: object,
-        add: Callable[[Bucket], None],
-        *,
-        overflow: str | None,
-        release: str,
-        bucket_bytes: int | None,
-        fuse_weight_gradients: str | bool,
-        scaled: bool,
-        whole: bool,
-    ) -> None:
+    def __init__(self, store: Store, options: Options, add: Callable[[Bucket], None], owner: object) -> None:
         self._store = store
-        self._release = release
-        self.release_early = release != "microbatch"
+        self._release = options.resolved_release
+        self.release_early = self._release != "microbatch"
         self.graph: GraphCapture | None = None
         self.add_early = False
+        bucket_bytes = options.bucket_bytes
         if bucket_bytes is None:
             segments = (s for buffer in store.buffers for s in buffer.segments)
             largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
             bucket_bytes = default_bucket_bytes(store.layout.devices[0], largest)
-        self.inbox = Inbox(store, bucket_bytes, add if release == "backward" else None, Handles(owner))
+        self.inbox = Inbox(store, bucket_bytes, add if self._release == "backward" else None, Handles(owner))
         self._policy: FusionPolicy | None = None
         self.follow(store.buffers)
-        if not whole:
+        if not store.sharded:  # else every gradient is left to autograd
             cheap = store.layout.device.type == "cpu" and sums_fit_in_cache(sum(b.tensor.nbytes for b in store.buffers))
-            wanted = fuse_weight_gradients if store.slots is None else False  # products go where the sums are
-            self._policy = fusion_policy(scaled, wanted, overflow, self.inbox.listens, cheap)
+            wanted = options.fuse_weight_gradients if store.slots is None else False  # products go where the sums are
+            scaled = options.scaler is not None
+            self._policy = fusion_policy(scaled, wanted, options.overflow, self.inbox.listens, cheap)
             self.add_early = self.add_early or self._policy.fuses
             self._read_graphs(store.buffers)
 

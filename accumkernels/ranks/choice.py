@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..arguments import Options
 from ..buffers.parameters import NamedParameter, devices_of
 from ..errors import wrong_type
 from .base import Ranks, SingleProcess, backward_may_cross_ranks
@@ -37,40 +38,29 @@ class Choice:
     group: Any
     ddp: DistributedDataParallel | None
 
-    def join(
-        self,
-        named: Sequence[NamedParameter],
-        comm_dtype: torch.dtype | str,
-        *,
-        noise_scale: Any,
-        scaled: bool,
-        **options: Any,
-    ) -> Ranks:
+    def join(self, named: Sequence[NamedParameter], options: Options) -> Ranks:
         """Join the other ranks. With a group this is collective, and parameters take the values of its rank 0.
 
         Args:
             named: The parameters.
-            comm_dtype: FusedAccumulator's argument.
-            noise_scale: FusedAccumulator's argument.
-            scaled: Whether there is a GradScaler.
-            **options: Further arguments of FusedAccumulator that must be alike on all ranks.
+            options: FusedAccumulator's.
 
         Raises:
             ValueError, RuntimeError: ranks differ, nothing says how to combine ranks, or an argument does not suit the
                 way in which parameters are sharded.
         """
         given = self.process_group if self.group is None else self.group
-        stages, no_replicas = stages_of(named), False
+        stages, no_replicas, release = stages_of(named), False, options.resolved_release
         if stages:
-            group = group_of_stages(stages, options["release"], given)
+            group = group_of_stages(stages, release, given)
             # Then only the parameters tell of other ranks.
             no_replicas = bool(given) and ranks_of(group) == ranks_of(given)
-            options["release"] = "microbatch"  # a schedule's backwards are over before anything could be sent
-        replicas: Ranks | None = mesh_of(self.params, named, None if no_replicas else given, noise_scale)
+            release = "microbatch"  # a schedule's backwards are over before anything could be sent
+        replicas: Ranks | None = mesh_of(self.params, named, None if no_replicas else given, options.noise_scale)
         if replicas is not None:
             replicas.check_trainable(named)
         elif self.group is not None and not no_replicas:
-            replicas = self._data_parallel(named, comm_dtype, **options)
+            replicas = self._data_parallel(named, options, release)
         else:
             if not no_replicas:
                 _check_said(self.process_group)
@@ -78,21 +68,20 @@ class Choice:
         if not stages:
             return replicas
         joined = Pipeline(replicas, group)
-        joined.check_alike(overflow=options["overflow"], scaler=scaled, noise_scale=noise_scale, ranks=replicas.size)
+        scaled, size = options.scaler is not None, replicas.size
+        joined.check_alike(overflow=options.overflow, scaler=scaled, noise_scale=options.noise_scale, ranks=size)
         return joined
 
-    def _data_parallel(
-        self, named: Sequence[NamedParameter], comm_dtype: torch.dtype | str, **options: Any
-    ) -> DataParallel:
+    def _data_parallel(self, named: Sequence[NamedParameter], options: Options, release: str) -> DataParallel:
         """Join the ranks that have the same parameters."""
         if self.ddp is None:
             refuse_wrapped([(entry.name, entry.param) for entry in named])
-        group = Group(self.group, comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
-        group.check_alike(named, **options)
+        group = Group(self.group, options.comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
+        group.check_alike(named, overflow=options.overflow, release=release, master_weights=options.master_weights)
         if self.ddp is None:  # otherwise DistributedDataParallel's constructor has done it
             group.broadcast_parameters(named)
             group.share()
-        early = options["release"] != "microbatch"
+        early = release != "microbatch"
         if early:
             group.separate(devices_of(named)[0])
         return DataParallel(group, len(named), early)

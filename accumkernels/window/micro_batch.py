@@ -62,18 +62,8 @@ class MicroBatchRunner:
         self._once: set[str] = set()  # what was said, and is not again
         self.offload = None if store.slots is None else Offload(cast(Slots, store.slots), self)
         self.casts = CastCache(store, self) if options.cache_casts else None
-        self._make_captures = functools.partial(
-            Captures,
-            store,
-            add=Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True),
-            overflow=options.overflow,
-            release=options.resolved_release,
-            bucket_bytes=options.bucket_bytes,
-            fuse_weight_gradients=options.fuse_weight_gradients,
-            scaled=scaler.scaler is not None,
-            whole=store.sharded,
-        )
-        self.captures = self._make_captures(owner=self)
+        self._options = options
+        self.captures = self._make_captures()
         self._watches = Watches(self)
         self._watches.follow(store.buffers)
         self._sums = Sums(store, ranks, scaler, options.overflow, noise)
@@ -122,7 +112,11 @@ class MicroBatchRunner:
     def renew_captures(self) -> None:
         """Make captures anew between windows, after segments have moved: the old ones know the old places."""
         self.captures.remove()
-        self.captures = self._make_captures(owner=self)
+        self.captures = self._make_captures()
+
+    def _make_captures(self) -> Captures:
+        add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
+        return Captures(self._store, self._options, add, owner=self)
 
     def remove_hooks(self) -> None:
         """Take off every hook."""

@@ -29,8 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arguments": FREE | {"buffers"},
     "splitting": FREE,
     "batch_statistics": FREE | {"buffers"},
-    "capture": FREE | {"ops", "buffers"},
-    "ranks": FREE | {"ops", "buffers"},
+    "capture": FREE | {"ops", "buffers", "arguments"},
+    "ranks": FREE | {"ops", "buffers", "arguments"},
     "offload": FREE | {"ops", "buffers", "capture"},
     "window": FREE | {"ops", "buffers", "capture", "offload", "ranks", "arguments"},
 }
