@@ -76,7 +76,7 @@ class FusedAccumulation(pl.Callback):
         self._options = options
         self._split = split_options(split)
         self._strategy: Any = None  # whose training_step splits batches
-        self._sharding: Any = None  # the strategy that saves sharded optimizers
+        self._replaced: list[tuple[Any, str]] = []  # methods of Lightning's objects, by these
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
         self._split_differs = False  # whether it runs, and ranks split their batches differently
         self._batch_weight: float | Tensor = 1.0
@@ -87,7 +87,6 @@ class FusedAccumulation(pl.Callback):
         self._begins = False  # whether Lightning is about to clear gradients, and has not yet
         self._precision: Precision | None = None
         self._manual = False
-        self._lightning_optimizers: list[Any] = []
         self._saved: dict[str, Any] | None = None
         self._left_out: list[str] = []  # what checkpoints after `fit` lack
         # Whether `.grad` is there after backward.
@@ -165,14 +164,13 @@ class FusedAccumulation(pl.Callback):
         self._load()
         # Methods rather than a plugin of our own: what other code has set (class, scaler, checkpoints) stays.
         self._precision = precision
-        precision.optimizer_step = self._optimizer_step
-        precision.clip_gradients = self._clip_gradients
-        precision.clip_grad_by_norm = self._clip_grad_by_norm
+        self._set(precision, "optimizer_step", self._optimizer_step)
+        self._set(precision, "clip_gradients", self._clip_gradients)
+        self._set(precision, "clip_grad_by_norm", self._clip_grad_by_norm)
         if self._windows:
-            precision.backward = self._backward
+            self._set(precision, "backward", self._backward)
         if isinstance(strategy, ModelParallelStrategy):
-            self._sharding = strategy
-            strategy.optimizer_state = self._optimizer_state
+            self._set(strategy, "optimizer_state", functools.partial(self._optimizer_state, strategy))
         self._manual = not pl_module.automatic_optimization
         if self._split is not None:
             if self._manual or not self._windows:
@@ -182,19 +180,22 @@ class FusedAccumulation(pl.Callback):
                     "FusedAccumulation.of(self.trainer).backward_batch(batch, loss_fn) in training_step"
                 )
             self._strategy = strategy
-            strategy.training_step = self._training_step
+            self._set(strategy, "training_step", self._training_step)
             for name in _COMMUNICATE:
-                setattr(strategy, name, self._communicating(getattr(strategy, name)))
+                self._set(strategy, name, self._communicating(getattr(strategy, name)))
         else:
             for optimizer in strategy._lightning_optimizers:
-                window = self._window_of(optimizer)
-                if window is not None:
-                    self._lightning_optimizers.append(optimizer)
-                    optimizer.zero_grad = optimizer.optimizer.zero_grad = functools.partial(
-                        _zero_grad, window, self._drops
-                    )
+                if (window := self._window_of(optimizer)) is not None:
+                    zero_grad = functools.partial(_zero_grad, window, self._drops)
+                    self._set(optimizer, "zero_grad", zero_grad)
+                    self._set(optimizer.optimizer, "zero_grad", zero_grad)
         if self._windows:
             self._find_readers(trainer, pl_module)
+
+    def _set(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Give one of Lightning's objects a method of ours until `_release`."""
+        setattr(owner, name, method)
+        self._replaced.append((owner, name))
 
     def _find_readers(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find code that looks at `.grad` before `on_before_optimizer_step`; serve it, or say that it finds None."""
@@ -205,7 +206,7 @@ class FusedAccumulation(pl.Callback):
         if not self._manual and self._split is None and not is_users(pl_module, "optimizer_zero_grad"):
             methods = set()  # windows are Lightning's, and can end before `optimizer_step` goes on
             if is_users(pl_module, "optimizer_step"):
-                trainer.precision_plugin.post_backward = self._post_backward
+                self._set(trainer.precision_plugin, "post_backward", self._post_backward)
         if self._split is not None or self._options.get("release") == "backward":
             methods.add("backward")
         else:
@@ -259,21 +260,10 @@ class FusedAccumulation(pl.Callback):
 
     def _release(self) -> None:
         self._saved = None
-        if self._precision is not None:
-            for name in ("optimizer_step", "clip_gradients", "clip_grad_by_norm", "backward", "post_backward"):
-                vars(self._precision).pop(name, None)
-            self._precision = None
-        if self._strategy is not None:
-            for name in ("training_step", *_COMMUNICATE):
-                delattr(self._strategy, name)
-            self._strategy = None
-        if self._sharding is not None:
-            del self._sharding.optimizer_state
-            self._sharding = None
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced, self._precision, self._strategy = [], None, None
         self._read_elsewhere = False
-        for optimizer in self._lightning_optimizers:
-            del optimizer.zero_grad, optimizer.optimizer.zero_grad
-        self._lightning_optimizers = []
         if self._windows:
             open_ = max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows)
             masters = any(window.engine.store.masters is not None for window in self._windows)
@@ -619,11 +609,11 @@ class FusedAccumulation(pl.Callback):
         states = [window.state_dict() for window in self._windows]
         return states[0] if len(states) == 1 else {"windows": states}
 
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _optimizer_state(self, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
         """The strategy's, which may make the state first."""
         window = self._window_of(optimizer)
         with contextlib.nullcontext() if window is None else window.saving():
-            return type(self._sharding).optimizer_state(self._sharding, optimizer)
+            return type(strategy).optimizer_state(strategy, optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until `fit` makes the accumulators."""
