@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .planning.commands import add_compare, add_fit, add_plan, run_fit, run_plan
+from .planning.commands import UserError, add_compare, add_fit, add_plan, as_options, is_ours, run_fit, run_plan
 
 
 def _positive(text: str) -> int:
@@ -74,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except UserError as error:
+        said = str(error)
+    except (TypeError, ValueError) as error:
+        if arguments.command in (None, "demo") or not is_ours(error):
+            raise  # the user's own code failed: its traceback helps
+        said = as_options(error)
+    print(f"accumkernels {arguments.command}: error: {said}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

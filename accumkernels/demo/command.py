@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from accumkernels import doctor, ops
 
 from .. import devices
+from ..planning.commands import UserError
 from . import report
 from .data import BatchWindow, Corpus
 from .methods import METHODS, BigBatch
@@ -105,6 +106,27 @@ class Display:
             self.console.print(f"measured {self._done}/{self._steps}: {what}", highlight=False, soft_wrap=True)
 
 
+def run_command(name: str, out: Path, work: Callable[[Display], None]) -> int:
+    """Run a command that writes files; return the exit status.
+
+    Raises:
+        UserError: `work` does, or a file cannot be written.
+    """
+    console = Console()
+    display = Display(console)
+    begin = time.perf_counter()
+    try:
+        work(display)
+    except KeyboardInterrupt:
+        print(f"{name} interrupted {display.stage}; no results were written", file=sys.stderr)
+        return 130
+    except OSError as error:
+        raise UserError(str(error)) from None
+    seconds = time.perf_counter() - begin
+    console.print(f"{out / f'{name}.png'} and {name}.json written; {seconds:.0f} s.", highlight=False)
+    return 0
+
+
 # ---- Runs the demo, from the command line's arguments to its files
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}
@@ -117,33 +139,29 @@ LINES_AT_A_TIME = 8
 BUDGET_PER_PARAMETER = 24  # bytes
 
 
-class DemoError(Exception):
-    """An error that the user can fix; the message is one line."""
-
-
 def choose_device(name: str | None) -> torch.device:
     """The device called `name`; by default the accelerator that is there, else the CPU.
 
     Raises:
-        DemoError: There is no such device.
+        UserError: There is no such device.
     """
     if name is None:
         return devices.default()
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DemoError(f"--device {name}: no such device; use cpu, or an accelerator that torch finds") from None
+        raise UserError(f"--device {name}: no such device; use cpu, or an accelerator that torch finds") from None
     if device.type == "cpu":
         return device
     if not devices.is_available(device):
         built = device.type != "cuda" or torch.version.cuda or torch.version.hip
         reason = "torch finds no usable one" if built else "this torch is built without CUDA"
-        raise DemoError(f"--device {name}: {reason}")
+        raise UserError(f"--device {name}: {reason}")
     found = [other for other in devices.accelerators() if other.type == device.type]
     if (device.index or 0) >= len(found):
-        raise DemoError(f"--device {name}: there are {len(found)} devices of this kind")
+        raise UserError(f"--device {name}: there are {len(found)} devices of this kind")
     if (cause := devices.obstacle(device)) is not None:
-        raise DemoError(f"--device {name}: {cause}")
+        raise UserError(f"--device {name}: {cause}")
     return device
 
 
@@ -292,7 +310,7 @@ def _demo(
 
 
 def run(device: str | None, out: Path, steps: int | None, seed: int, amp: str | None = None) -> int:
-    """Run the demo, and return the exit status.
+    """Run the demo, and return the exit status; raises as `run_command`.
 
     Args:
         device: As for `choose_device`.
@@ -301,18 +319,10 @@ def run(device: str | None, out: Path, steps: int | None, seed: int, amp: str | 
         seed: Of the weights and the order of the samples.
         amp: A key of `AMP_DTYPES`; by default as in `choose_amp`.
     """
-    console = Console()
-    display = Display(console)
-    begin = time.perf_counter()
-    try:
+
+    def work(display: Display) -> None:
         chosen = choose_device(device)
         out.mkdir(parents=True, exist_ok=True)
         _demo(chosen, choose_amp(amp, chosen), out, steps, seed, display)
-    except KeyboardInterrupt:
-        print(f"demo interrupted {display.stage}; no results were written", file=sys.stderr)
-        return 130
-    except (DemoError, OSError) as error:
-        print(f"accumkernels demo: error: {error}", file=sys.stderr)
-        return 2
-    console.print(f"{out / 'demo.png'} and demo.json written; {time.perf_counter() - begin:.0f} s.", highlight=False)
-    return 0
+
+    return run_command("demo", out, work)

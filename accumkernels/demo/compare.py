@@ -12,9 +12,7 @@ import contextlib
 import copy
 import inspect
 import math
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,14 +28,14 @@ from ..accumulator import FusedAccumulator
 from ..arguments import as_bytes
 from ..batch_statistics import uses_batch_statistics
 from ..errors import is_oom_error
-from ..planning.commands import FitError, arguments_for, is_ours
+from ..planning.commands import UserError, arguments_for
 from ..planning.training import Training, positive_int, training_for
 from ..planning.trial import Trials
 from ..snapshots import Snapshot
 from ..splitting.batches import TreeSamples, tree_map
 from ..splitting.memory import format_bytes, let_go
 from . import report
-from .command import Display, in_short, versions_and_device
+from .command import Display, in_short, run_command, versions_and_device
 from .methods import METHODS, BigBatch, Gradient, Method, StockAccumulation, distance, gradient
 
 MICRO_BATCH_SIZE = 8
@@ -91,7 +89,7 @@ class Comparison:
         evaluates: Why gradients are compared in eval mode; None if they are not.
 
     Raises:
-        FitError: `make_batch` makes no such batch, or the loss is not finite, or another one each time.
+        UserError: `make_batch` makes no such batch, or the loss is not finite, or another one each time.
     """
 
     def __init__(self, training: Training, micro_batch_size: int, steps: int, cache_casts: bool) -> None:
@@ -105,7 +103,7 @@ class Comparison:
         batch = next(training.source(count, training.device))
         samples = TreeSamples(batch)
         if len(samples) != count:
-            raise FitError(f"the factory's batch of {count} has {len(samples)} samples")
+            raise UserError(f"the factory's batch of {count} has {len(samples)} samples")
         with self.restored():
             first = samples.part(range(micro_batch_size))
             self._weigh(first, micro_batch_size)
@@ -113,7 +111,7 @@ class Comparison:
             self.full = window_of(samples, count, micro_batch_size, self._weigh)
             self.short = window_of(samples, max(1, int(count * SHORT)), micro_batch_size, self._weigh)
         if not min(self.full.big_batch.tokens, self.short.big_batch.tokens) > 0:
-            raise FitError("loss_fn returned weights that sum to 0 in a window, whose mean is then undefined")
+            raise UserError("loss_fn returned weights that sum to 0 in a window, whose mean is then undefined")
         self.parameters = sum(param.numel() for param in model.parameters())
         self.init_scale = self._settled_scale() if training.amp_dtype is torch.float16 else None
 
@@ -137,16 +135,16 @@ class Comparison:
         except BaseException as error:
             if not is_oom_error(error):
                 raise
-            raise FitError(does_not_fit(count, str(error))) from None
+            raise UserError(does_not_fit(count, str(error))) from None
         if loss.numel() != 1 or not loss.requires_grad:
             graph = "" if loss.requires_grad else " that no trainable parameter has a part in"
-            raise FitError(
+            raise UserError(
                 f"the loss is a tensor of shape {tuple(loss.shape)}{graph}: the factory's loss_fn must return the mean "
                 "loss of a batch, one element to run backward from"
             )
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise FitError(f"the loss of a micro-batch of {count} is {value}")
+            raise UserError(f"the loss of a micro-batch of {count} is {value}")
         tokens = float(count) if weight is None else float(weight)
         if tokens != count:
             self.unit = "tokens"
@@ -161,10 +159,10 @@ class Comparison:
         why = f"{names[0]!r} normalizes over the micro-batch" if names else "it is random in train mode (dropout)"
         model.eval()
         if uses_batch_statistics(model):
-            raise FitError(f"{why}, in eval mode too, so that there is no gradient of the big batch to compare with")
+            raise UserError(f"{why}, in eval mode too, so that there is no gradient of the big batch to compare with")
         losses = self._losses(batch)
         if len(losses) > 1:
-            raise FitError(
+            raise UserError(
                 f"the model is not deterministic: two forwards of the same batch have the losses {losses[0]:.6g} and "
                 f"{losses[1]:.6g}, in eval mode too, so that there is no gradient to compare with"
             )
@@ -215,13 +213,13 @@ class Comparison:
             if found is None or all(grad is None or torch.isfinite(grad).all() for grad in found):
                 return scale
             scale /= 2
-        raise FitError("gradients overflow in fp16 whatever the loss scale is: take --amp bf16")
+        raise UserError("gradients overflow in fp16 whatever the loss scale is: take --amp bf16")
 
     def exact(self, window: Window) -> tuple[Gradient, str, str]:
         """The gradient of the big batch, in which precision it is, and how it was computed.
 
         Raises:
-            FitError: it can be computed neither in float64 nor in float32.
+            UserError: it can be computed neither in float64 nor in float32.
         """
         causes = []
         for dtype in (torch.float64, torch.float32):
@@ -235,7 +233,7 @@ class Comparison:
                     causes.append(let_go(error).partition("\n")[0])
                     if not is_oom_error(error):
                         break
-        raise FitError(f"the big batch's gradient can be had neither in float64 nor in float32: {causes[0]}")
+        raise UserError(f"the big batch's gradient can be had neither in float64 nor in float32: {causes[0]}")
 
     def _singles(self, window: Window) -> list[Part]:
         """The samples one by one, without those of weight 0, whose mean is one over nothing: nan."""
@@ -301,7 +299,7 @@ def train(comparison: Comparison, rounds: int, memory_limit: int | str | None, d
     A big batch that exceeds `memory_limit` is tried without it too, since its bytes say how far it is from fitting.
 
     Raises:
-        FitError: a micro-batch does not fit.
+        UserError: a micro-batch does not fit.
     """
     runs = [report.Run(cls.name, ends_short=False) for cls in METHODS]
     window = comparison.full
@@ -321,7 +319,7 @@ def train(comparison: Comparison, rounds: int, memory_limit: int | str | None, d
                         run.step_seconds.append(size / outcome.trial.samples_per_second)
                         run.tokens.append(window.big_batch.tokens)
                     elif index > 0:
-                        raise FitError(does_not_fit(micro_batch, f"{run.name}: {outcome.failure}"))
+                        raise UserError(does_not_fit(micro_batch, f"{run.name}: {outcome.failure}"))
                 display.measured(f"round {number + 1}, {run.name}" + ("" if run.fits else ": does not fit"))
     if not runs[0].fits and memory_limit is not None:
         trials = Windows(comparison, None)
@@ -337,12 +335,12 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
     """Measure, print the table, and write the files.
 
     Raises:
-        FitError, TypeError, ValueError: an argument or what the factory returns is wrong, or cannot be compared.
+        UserError, TypeError, ValueError: an argument or what the factory returns is wrong, or cannot be compared.
     """
     call = arguments_for(arguments)
     taken = inspect.signature(training_for).parameters
     if call.pop("cpu_offload", False):
-        raise FitError("cpu_offload: compare trains with sums on the device: leave it out")
+        raise UserError("cpu_offload: compare trains with sums on the device: leave it out")
     asked = call.pop("accumulate", None)
     steps = positive_int(ACCUMULATION_STEPS if asked is None else asked, "--accumulate")
     rounds = positive_int(arguments.rounds, "--rounds")
@@ -351,7 +349,7 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
         default if arguments.micro_batch_size is None else arguments.micro_batch_size, "--micro-batch-size"
     )
     if steps < 2:
-        raise FitError("--accumulate 1 accumulates nothing: pass at least 2")
+        raise UserError("--accumulate 1 accumulates nothing: pass at least 2")
     training = training_for("compare", **{name: value for name, value in call.items() if name in taken})
     budget = call.get("memory_limit")
     limit = None if budget is None else as_bytes(budget, "memory_limit", of_a_device=True)
@@ -363,7 +361,7 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FitError(f"--out {arguments.out}: {error.strerror}") from None
+        raise UserError(f"--out {arguments.out}: {error.strerror}") from None
     with display:
         display.begin_measuring(2 + rounds * len(METHODS))
         comparison = Comparison(training, size, steps, not arguments.no_cache_casts)
@@ -465,22 +463,4 @@ def report_on(
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
-    console = Console()
-    display = Display(console)
-    begin = time.perf_counter()
-    try:
-        compare(arguments, display)
-    except KeyboardInterrupt:
-        print(f"compare interrupted {display.stage}; no results were written", file=sys.stderr)
-        return 130
-    except (FitError, OSError) as error:
-        print(f"accumkernels compare: error: {error}", file=sys.stderr)
-        return 2
-    except (TypeError, ValueError) as error:
-        if not is_ours(error):
-            raise  # the user's own code failed: its traceback helps
-        print(f"accumkernels compare: error: {error}", file=sys.stderr)
-        return 2
-    seconds = time.perf_counter() - begin
-    console.print(f"{arguments.out / 'compare.png'} and compare.json written; {seconds:.0f} s.", highlight=False)
-    return 0
+    return run_command("compare", arguments.out, lambda display: compare(arguments, display))

@@ -38,7 +38,7 @@ AMP = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _OFFLOAD = "keep sums, masters and optimizer state in host memory"
 
 
-class FitError(Exception):
+class UserError(Exception):
     """An error that the user can fix; the message is one line."""
 
 
@@ -79,7 +79,7 @@ def add_fit(commands: Any) -> None:
 def _factory(place: str) -> Any:
     module_name, _, name = place.partition(":")
     if not module_name or not name:
-        raise FitError(f"{place!r} is not MODULE:FACTORY, as in train:fit")
+        raise UserError(f"{place!r} is not MODULE:FACTORY, as in train:fit")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -89,12 +89,12 @@ def _factory(place: str) -> Any:
         if "/" in module_name or module_name.endswith(".py"):
             dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
             hint = f": a module is named with dots, from a folder on the path: {dotted}:{name}"
-        raise FitError(f"there is no module {module_name!r} on the path{hint}") from None
+        raise UserError(f"there is no module {module_name!r} on the path{hint}") from None
     factory: Any = module
     for part in name.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):
-        raise FitError(f"{module_name!r} has no function {name!r}")
+        raise UserError(f"{module_name!r} has no function {name!r}")
     return factory
 
 
@@ -102,19 +102,19 @@ def arguments_for(arguments: argparse.Namespace) -> dict[str, Any]:
     """Collect the arguments of `find_batch_size`: the factory's, overridden by the command line.
 
     Raises:
-        FitError: MODULE:FACTORY, or what it returns, is wrong.
+        UserError: MODULE:FACTORY, or what it returns, is wrong.
     """
     made = _factory(arguments.factory)()
     if not isinstance(made, Mapping):
-        raise FitError(
+        raise UserError(
             f"{arguments.factory} must return a dict of find_batch_size's arguments, got {reprlib.repr(made)}"
         )
     known = inspect.signature(find_batch_size).parameters
     unknown = [str(key) for key in made if key not in known]
     if unknown:
-        raise FitError(f"{arguments.factory} returns {', '.join(unknown)}; find_batch_size takes {', '.join(known)}")
+        raise UserError(f"{arguments.factory} returns {', '.join(unknown)}; find_batch_size takes {', '.join(known)}")
     if "model" not in made:
-        raise FitError(f"{arguments.factory} returns no 'model'")
+        raise UserError(f"{arguments.factory} returns no 'model'")
     call = {"device": default().type, **made}
     given = {name: value for name, value in vars(arguments).items() if name in known and value is not None}
     if arguments.amp is not None:
@@ -152,20 +152,11 @@ _REASONS = {
 def run_fit(arguments: argparse.Namespace) -> int:
     """Find the size, print a table and, with `--target`, the plan; return the exit status."""
     target, ranks = arguments.target, arguments.world_size
+    call = arguments_for(arguments)
+    if target is not None:
+        plan(target, target, world_size=ranks)  # a wrong one is an error before anything is trained
     try:
-        call = arguments_for(arguments)
-    except FitError as error:
-        print(f"accumkernels fit: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        if target is not None:
-            plan(target, target, world_size=ranks)  # a wrong one is an error before anything is trained
         found = find_batch_size(**call)
-    except (TypeError, ValueError) as error:
-        if not is_ours(error):
-            raise  # the user's own code failed: its traceback helps
-        print(f"accumkernels fit: error: {_as_options(error)}", file=sys.stderr)
-        return 2
     except RuntimeError as error:
         if "not even the smallest batch fits" not in str(error):
             raise
@@ -249,7 +240,7 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--duration", type=float, default=10.0, metavar="S", help="seconds to measure (default: 10)")
 
 
-def _as_options(text: object) -> str:
+def as_options(text: object) -> str:
     """Return a text in which arguments have the names that they have on the command line."""
     said = str(text)
     for name, option in _OPTIONS.items():
@@ -259,16 +250,7 @@ def _as_options(text: object) -> str:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan; return the exit status."""
-    try:
-        print(_as_options(_plan(arguments)))
-    except FitError as error:
-        print(f"accumkernels plan: error: {error}", file=sys.stderr)
-        return 2
-    except (TypeError, ValueError) as error:
-        if not is_ours(error):
-            raise  # the user's own code failed: its traceback helps
-        print(f"accumkernels plan: error: {_as_options(error)}", file=sys.stderr)
-        return 2
+    print(as_options(_plan(arguments)))
     return 0
 
 

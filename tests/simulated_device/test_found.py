@@ -382,7 +382,7 @@ def test_commands_take_the_accelerator(monkeypatch):
     assert found["sim:1"]["backends"][-1] == {"name": "reference", "cause": None, "failure": None}
     assert command.choose_device(None).type == commands.default().type == "sim"
     assert command.choose_device("sim:1") == sim.DEVICES[1]
-    with pytest.raises(command.DemoError, match="there are 2 devices"):
+    with pytest.raises(command.UserError, match="there are 2 devices"):
         command.choose_device("sim:2")
 
 
