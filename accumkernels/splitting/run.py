@@ -100,12 +100,7 @@ class BatchRunner:
         self._warned = False
 
     def run(
-        self,
-        samples: Samples,
-        packer: Packer,
-        budget: float | None,
-        window: Window,
-        devices: Sequence[torch.device],
+        self, samples: Samples, packer: Packer, budget: float | None, window: Window, devices: Sequence[torch.device]
     ) -> BatchReport:
         """Run a batch.
 
@@ -126,32 +121,17 @@ class BatchRunner:
             if self._free is not None and self._free < 0:
                 raise torch.OutOfMemoryError(self._below(self._memory.alive() or 0))
         with self._memory.limited():
-            used, tries, peak = self._run(samples, packer, budget, window, devices)
-        extras = [extra for _, _, extra in used]
-        return BatchReport(
-            [size for size, _, _ in used],
-            [cost for _, cost, _ in used],
-            tries,
-            peak,
-            window.loss(),
-            extras if any(extra is not None for extra in extras) else [],
-        )
+            return self._run(samples, packer, budget, window, devices)
 
     def _run(
-        self,
-        samples: Samples,
-        packer: Packer,
-        budget: float | None,
-        window: Window,
-        devices: Sequence[torch.device],
-    ) -> tuple[list[tuple[int, float, Any]], int, int | None]:
-        """Run it; return size, cost and extra of each micro-batch that was used, the failed tries, and the peak."""
+        self, samples: Samples, packer: Packer, budget: float | None, window: Window, devices: Sequence[torch.device]
+    ) -> BatchReport:
         outer = sys.exc_info()[1]
         learned, tries, peak, new = self.learned, 0, 0, False
         start = RandomState(devices)
         room = self._free if self._memory.counts_ops else None  # else the limit holds whether measured or not
         queue = self._pack(packer, budget, window)
-        used: list[tuple[int, float, Any]] = []
+        used: list[tuple[int, float, Any]] = []  # size, cost and extra of micro-batches
         ended = 0
         single = False  # whether a single sample failed, and is tried with gradients added early
         while queue:
@@ -213,7 +193,9 @@ class BatchRunner:
         learned.end_batch(split=tries > 0)
         self._settled = 0 if new or tries else self._settled + 1
         self._warn_of_splits()
-        return used, tries, peak or None
+        sizes, costs, extras = map(list, zip(*used, strict=True)) if used else ([], [], [])
+        extras = extras if any(extra is not None for extra in extras) else []
+        return BatchReport(sizes, costs, tries, peak or None, window.loss(), extras)
 
     def _pack(self, packer: Packer, budget: float | None, window: Window) -> deque[list[int]]:
         """Micro-batches of all samples; empty ones at the end, where other ranks have more."""
