@@ -27,6 +27,7 @@ from .splitting.run import BatchReport
 from .window.checkpoint import saved_by_dcp
 from .window.coupled import CoupledLoss
 from .window.end import read_parts, select
+from .window.grad_scaler import current_scale
 from .window.noise_scale import NoiseScale
 from .window.state import Phase
 
@@ -332,7 +333,7 @@ class FusedAccumulator:
           its end and whenever its sums were read.
         """
         metrics = self.engine.ending.metrics()
-        loss_scale = self.engine.scaler.current_scale()
+        loss_scale = current_scale(self.engine.options.scaler)
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
         if self.engine.runner.offload is not None:

@@ -58,7 +58,7 @@ class Engine:
         options: As the argument.
         store: Flat buffers, masters and states.
         ranks: All ranks that take part.
-        scaler: The GradScaler, if any.
+        scaler: The GradScaler's; None if there is none.
         noise: Measures the noise scale.
         runner: Runs micro-batches.
         ending: Ends windows.
@@ -86,11 +86,13 @@ class Engine:
                 )
             named = [e for e in named if id(e.param) in stepped]
         self.options = options
-        self.scaler = LossScaler(options.scaler)
-        self.scaler.check_device(named)
+        self.scaler = None if options.scaler is None else LossScaler(options.scaler)
+        if self.scaler is not None:
+            self.scaler.check_device(named)
         if options.cpu_offload:
             check_parameters(named, chosen.group, bool(stages_of(named)))
-            self.scaler.keep_on_host()
+            if self.scaler is not None:
+                self.scaler.keep_on_host()
         self.ranks = chosen.join(named, options)
         warn_of_batchnorm(chosen.params)
         self.module = chosen.params if isinstance(chosen.params, nn.Module) else None
@@ -375,7 +377,7 @@ class Engine:
                 self.store.masters.round_late(unseen=not self.ending.steps.plan.is_seen)
         else:
             self.patience.end(window.micro_batches, used=False)
-        if self.scaler.scaler is not None:
+        if self.scaler is not None:
             self.scaler.withdraw()
         if self.runner.offload is not None:
             self.runner.offload.open_window()

@@ -114,7 +114,8 @@ class TrainerWindow:
 
     def _drop(self) -> None:
         if self.engine.ranks.sender.begun and not self.finalized:  # after an exception: no rank sums the rest
-            self.engine.scaler.withdraw()
+            if self.engine.scaler is not None:
+                self.engine.scaler.withdraw()
             self.engine.store.drop_grads()
         else:
             self.close()
@@ -507,7 +508,7 @@ class TrainerWindow:
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
             closure = once(self.optimizer, result, again) if self._needs_closure else contextlib.nullcontext(())
             with closure as args:
-                if self._scaler is not None:
+                if self._scaler is not None and self.engine.scaler is not None:
                     assert self.engine.window.outcome is not None
                     verdict = self.engine.window.outcome.verdict
                     # Another optimizer's update has forgotten that its gradients are unscaled.

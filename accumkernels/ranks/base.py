@@ -205,8 +205,8 @@ class Ranks:
     def check_noise_scale(self) -> None:
         """Refuse to measure the noise scale if squares of shards do not add up."""
 
-    def prepare_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Make a scaler's scale if only another rank may scale losses."""
+    def prepare_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Make the scale of a scaler that has none if only another rank may scale losses."""
 
     # ---- while a window is open
 
@@ -342,10 +342,9 @@ class PartialRanks(Ranks):
     unnamed = "the weight, or gradients on another rank"
     _compared: int | None = None  # the number of norms for which the host has compared all ranks' reports
 
-    def prepare_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+    def prepare_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """See `Ranks`: only the last stage of a pipeline has losses."""
-        if scaler is not None and scaler._scale is None:
-            scaler.scale(torch.zeros((), device=scaler._device))
+        scaler.scale(torch.zeros((), device=scaler._device))
 
     def worst(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """See `Ranks`; collective."""

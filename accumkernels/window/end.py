@@ -66,7 +66,9 @@ class End:
         steps: Checks the optimizers before a window ends, then steps them.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(
+        self, store: Store, ranks: Ranks, scaler: LossScaler | None, overflow: str | None, noise: NoiseMeter
+    ) -> None:
         self.last_norm: Tensor | None = None
         self.steps = OptimizerSteps(store, scaler)
         self.last = _Last()
@@ -216,7 +218,7 @@ class End:
             divide_by = undivided.divide_by if some else None
             verdict = self._finish(window, optimizers, verdict, ended, grads, divide_by, sums)
 
-        asks = self._scaler.scaler is None and len(self.steps.plan.fused) < len(optimizers)
+        asks = self._scaler is None and len(self.steps.plan.fused) < len(optimizers)
         try:
             may_skip = asks and (self._overflow is not None or window.may_be_empty)
             self.steps.run(optimizers, folding, verdict, may_skip and self.was_skipped())
@@ -224,7 +226,7 @@ class End:
             if folding:  # code that goes on by hand finds the averaged gradients that finalize() promises
                 grads.divide(undivided.divide_by, only={id(p) for p in owned(folding)})
             raise
-        if self._scaler.scaler is not None:
+        if self._scaler is not None:
             self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
         found = verdict.exact if self._store.layout.result_dtype == torch.float64 else verdict.single
         return norms if parts else [found[VerdictField.NORM]]
@@ -325,7 +327,7 @@ class End:
         plan = self.steps.plan
         if not window.known_empty and not (plan.fused_sgd and plan.lack_momentum() and self.was_skipped()):
             window.expose()
-        if self._scaler.scaler is not None:
+        if self._scaler is not None:
             for optimizer in optimizers:
                 self._scaler.record(optimizer, skip, verdict.found_inf)
         if ended.squares is not None and not averaged:  # a loaded average was measured before it was saved

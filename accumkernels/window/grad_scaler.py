@@ -49,10 +49,10 @@ class _Verdict(dict[torch.device, Tensor]):
 
 
 class LossScaler:
-    """FusedAccumulator's interface to a GradScaler; without an enabled one, every method does nothing."""
+    """FusedAccumulator's interface to an enabled GradScaler."""
 
-    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
         self._unscaled: set[int] = set()  # ids of optimizers refused because they were unscaled
 
     def check_device(self, named: Sequence[NamedParameter]) -> None:
@@ -61,8 +61,6 @@ class LossScaler:
         Raises:
             ValueError: names the first such parameter.
         """
-        if self.scaler is None:
-            return
         device = torch.device(self.scaler._device).type
         for entry in named:
             if entry.param.requires_grad and entry.param.device.type != device:
@@ -81,8 +79,6 @@ class LossScaler:
             ValueError: The scaler is of a class that keeps a scale of its own.
         """
         scaler = self.scaler
-        if scaler is None:
-            return
         stock = torch.amp.GradScaler
         for name in ("scale", "unscale_", "step", "update", "_lazy_init_scale_growth_tracker"):
             if getattr(type(scaler), name) is not getattr(stock, name) or name in vars(scaler):
@@ -96,28 +92,6 @@ class LossScaler:
             assert scaler._growth_tracker is not None
             scaler._scale, scaler._growth_tracker = scaler._scale.to(_CPU), scaler._growth_tracker.to(_CPU)
 
-    def loss_scale(self, micro_batch: MicroBatch) -> Tensor | None:
-        """Return the scale that a micro-batch's gradients carry, fp32 0-d; None when they carry none.
-
-        Raises:
-            RuntimeError: the scaler has not scaled any loss yet.
-        """
-        divided_by = micro_batch.divided_by
-        if self.scaler is None:
-            return None if divided_by is None else 1 / torch.as_tensor(divided_by, dtype=torch.float32)
-        if self.scaler._scale is None:
-            raise RuntimeError(
-                "accumulate() with a GradScaler that has never scaled a loss: call acc.backward(loss), or "
-                "scaler.scale(loss).backward() before acc.accumulate()"
-            )
-        scale = self.scaler._scale if micro_batch.scale is None else micro_batch.scale
-        return scale if divided_by is None else scale / divided_by
-
-    def current_scale(self) -> Tensor | None:
-        """Copy the scale, fp32 0-d; None if there is none yet."""
-        scale = None if self.scaler is None else self.scaler._scale
-        return None if scale is None else scale.reshape(()).clone()
-
     def check_not_unscaled(self, ours: Callable[[Optimizer], bool]) -> None:
         """Refuse gradients that `scaler.unscale_` has already divided by the scale.
 
@@ -127,8 +101,6 @@ class LossScaler:
         Raises:
             RuntimeError: `scaler.unscale_` was called for such an optimizer since the last `scaler.update()`.
         """
-        if self.scaler is None:
-            return
         for key, record in self.scaler._per_optimizer_states.items():
             if record["stage"] is not OptState.UNSCALED or isinstance(record["found_inf_per_device"], _Verdict):
                 continue
@@ -146,7 +118,7 @@ class LossScaler:
 
         It does so if it has no verdict of a window, as after an update, which forgets the verdicts of all optimizers.
         """
-        record = None if self.scaler is None else self.scaler._per_optimizer_states.get(id(optimizer))
+        record = self.scaler._per_optimizer_states.get(id(optimizer))
         found_inf = None if record is None else record["found_inf_per_device"]
         return bool(found_inf) and not isinstance(found_inf, _Verdict)
 
@@ -156,8 +128,8 @@ class LossScaler:
         Raises:
             RuntimeError: says that `scaler.update()` is missing.
         """
-        for optimizer in optimizers if self.scaler is not None else ():
-            record = self.scaler._per_optimizer_states.get(id(optimizer))  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            record = self.scaler._per_optimizer_states.get(id(optimizer))
             if record is not None and record["stage"] is OptState.STEPPED:
                 raise RuntimeError(
                     "this optimizer was stepped before: call scaler.update() after scaler.step(optimizer)"
@@ -173,8 +145,6 @@ class LossScaler:
             skip: fp32 0-d, exactly 1.0 when the optimizer must not step.
             found_inf: fp32 0-d, exactly 1.0 when the scale must back off.
         """
-        if self.scaler is None:
-            return
         if self.scaler._scale is None:  # an empty window before any loss was scaled: step() and update() need a scale
             self.scaler.scale(torch.zeros((), device=skip.device))
         assert self.scaler._scale is not None
@@ -196,7 +166,6 @@ class LossScaler:
             skips_itself: Whether it is one of torch's fused optimizers, which read `found_inf` on the device.
         """
         scaler = self.scaler
-        assert scaler is not None
         if not skips_itself or type(scaler).step is not _TORCHS_STEP or "step" in vars(scaler):
             scaler.step(optimizer)
             return
@@ -211,8 +180,6 @@ class LossScaler:
 
     def withdraw(self) -> None:
         """Withdraw verdicts that no step has used, because the window was dropped."""
-        if self.scaler is None:
-            return
         for key, record in list(self.scaler._per_optimizer_states.items()):
             if record["stage"] is not OptState.UNSCALED:
                 continue
@@ -225,8 +192,6 @@ class LossScaler:
 
     def update(self, keep: Tensor | None) -> None:
         """Run `scaler.update()`, but keep scale and growth tracker where `keep` (0-d bool) holds; no sync."""
-        if self.scaler is None:
-            return
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
         assert scale is not None
         assert tracker is not None
@@ -238,6 +203,33 @@ class LossScaler:
         keep = move(keep, scale.device)
         scale.copy_(torch.where(keep, old_scale, scale))
         tracker.copy_(torch.where(keep, old_tracker, tracker))
+
+
+# ---- the scale of a micro-batch's gradients
+
+
+def loss_scale(scaler: torch.amp.GradScaler | None, micro_batch: MicroBatch) -> Tensor | None:
+    """Return the scale that a micro-batch's gradients carry, fp32 0-d; None when they carry none.
+
+    Raises:
+        RuntimeError: the scaler has not scaled any loss yet.
+    """
+    divided_by = micro_batch.divided_by
+    if scaler is None:
+        return None if divided_by is None else 1 / torch.as_tensor(divided_by, dtype=torch.float32)
+    if scaler._scale is None:
+        raise RuntimeError(
+            "accumulate() with a GradScaler that has never scaled a loss: call acc.backward(loss), or "
+            "scaler.scale(loss).backward() before acc.accumulate()"
+        )
+    scale = scaler._scale if micro_batch.scale is None else micro_batch.scale
+    return scale if divided_by is None else scale / divided_by
+
+
+def current_scale(scaler: torch.amp.GradScaler | None) -> Tensor | None:
+    """Copy the scale, fp32 0-d; None if there is none yet."""
+    scale = None if scaler is None else scaler._scale
+    return None if scale is None else scale.reshape(()).clone()
 
 
 # ---- backward of a scaled loss, starting from the scale as its gradient

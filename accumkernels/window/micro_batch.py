@@ -23,7 +23,7 @@ from ..hooks import Hook
 from ..offload.sink import HostBucket, Offload
 from ..offload.slots import Slots
 from ..ranks.base import PendingUnit, Ranks
-from .grad_scaler import LossScaler, backward_from, scaled_backward
+from .grad_scaler import LossScaler, backward_from, current_scale, loss_scale, scaled_backward
 from .loss_weighting import LossWeighting, SharedLoss, grad_weight
 from .misuse import warn_of_nothing
 from .noise_scale import NoiseMeter
@@ -49,7 +49,9 @@ class MicroBatchRunner:
         offload: Takes gradients to host memory, if the sums are there.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, noise: NoiseMeter, options: Options) -> None:
+    def __init__(
+        self, store: Store, ranks: Ranks, scaler: LossScaler | None, noise: NoiseMeter, options: Options
+    ) -> None:
         self.serial = 0
         self.runs = False
         self._store = store
@@ -66,7 +68,7 @@ class MicroBatchRunner:
         self.captures = self._make_captures()
         self._watches = Watches(self)
         self._watches.follow(store.buffers)
-        self._sums = Sums(store, ranks, scaler, options.overflow, noise)
+        self._sums = Sums(store, ranks, noise, options)
         self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
 
     # ---- the life of a window
@@ -176,7 +178,7 @@ class MicroBatchRunner:
                 window.weigh_late()
         if window.unsynced:
             window.check_unsynced(micro_batch)
-        backward, selects = scaled_backward(loss, self._scaler.scaler, kwargs)
+        backward, selects = scaled_backward(loss, self._options.scaler, kwargs)
         self.run(window, backward, (loss,), micro_batch, selects=selects)
         return micro_batch
 
@@ -273,7 +275,7 @@ class MicroBatchRunner:
             self.prepare_window()
         if not self._store.buffers and not self._is_frozen_stage():
             raise RuntimeError("accumulate(): no parameter requires a gradient")
-        if self._scaler.scaler is not None:
+        if self._scaler is not None:
             self._scaler.check_not_unscaled(lambda o: any(self._store.segment_of(p) is not None for p in owned((o,))))
         if self._shared_loss.found is not None:
             self._shared_loss.check(adds=False)
@@ -342,7 +344,7 @@ class MicroBatchRunner:
         try:
             for bucket in buckets:
                 offload.add(bucket, micro_batch)
-            moved = micro_batch._replace(loss=None, scale=self._scaler.current_scale())
+            moved = micro_batch._replace(loss=None, scale=current_scale(self._options.scaler))
             add = functools.partial(self._sums.add_arrived, dropped=dropped, raises=raises)
             submitted = True
             offload.submit(moved, add)
@@ -394,20 +396,19 @@ class Sums(Sink):
     Args:
         store: The flat buffers and states.
         ranks: Drop a micro-batch together if its gradients are sharded.
-        scaler: Has the scale that gradients carry.
-        overflow: FusedAccumulator's argument.
         noise: Collects the sums that the noise scale needs.
+        options: FusedAccumulator's; the scaler has the scale that gradients carry.
 
     Attributes:
         partial: Whether an `add` that failed has run an op, or a part of one: an op refuses its own gradients before it
             adds any, but may run out of memory after it has added some.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, scaler: LossScaler, overflow: str | None, noise: NoiseMeter) -> None:
+    def __init__(self, store: Store, ranks: Ranks, noise: NoiseMeter, options: Options) -> None:
         self._store = store
         self._ranks = ranks
-        self._scaler = scaler
-        self._checks = overflow is not None
+        self._scaler = options.scaler
+        self._checks = options.overflow is not None
         self._noise = noise
         self.partial = False
 
@@ -418,8 +419,8 @@ class Sums(Sink):
         if self._noise.on or isinstance(micro_batch.unit, PendingUnit):
             return None  # only backward knows what is left of the weight
         weight = micro_batch.weight if micro_batch.loss_weight is None else grad_weight(micro_batch)
-        if self._scaler.scaler is not None or micro_batch.divided_by is not None:
-            weight = _over(weight, self._scaler.loss_scale(micro_batch))
+        if self._scaler is not None or micro_batch.divided_by is not None:
+            weight = _over(weight, loss_scale(self._scaler, micro_batch))
         if isinstance(weight, float) and (weight == 0 or not math.isfinite(weight)):
             return None  # BLAS would not look for an overflow in operands that it multiplies by zero
         return weight
@@ -442,12 +443,12 @@ class Sums(Sink):
         """
         plain = micro_batch.loss_weight is None
         weight = micro_batch.weight if plain else grad_weight(micro_batch)
-        scaler = self._scaler.scaler
+        scaler = self._scaler
         scaled = bucket and (scaler is not None or micro_batch.divided_by is not None)
         first = self._store.buffers[0] if self._store.buffers else None
         if (scaled or first is None) and scaler is not None and scaler._scale is None:
             self._ranks.prepare_scaler(scaler)
-        loss_scale = self._scaler.loss_scale(micro_batch) if scaled else None
+        carried = loss_scale(scaler, micro_batch) if scaled else None
         self.partial = False
         for buffer, (segments, grads) in bucket:
             squares = weighted = None
@@ -460,7 +461,7 @@ class Sums(Sink):
             device = buffer.device
             flags, drop = buffer.flags if self._checks else None, None if drops is None else drops[device]
             weights = (weight, None) if isinstance(weight, float) else (1.0, move(weight, device))
-            scale = loss_scale if loss_scale is None or loss_scale.device == device else move(loss_scale, device)
+            scale = carried if carried is None or carried.device == device else move(carried, device)
             options = flags, micro_batch.tag, *weights, scale, drop, weighted, counts
             try:
                 buffer.accumulate(self._store.states[device], segments, grads, *options)
@@ -545,9 +546,9 @@ class Sums(Sink):
         return FloatingPointError(f"micro-batch {number} of the window dropped: not finite: {what}")
 
 
-def _over(weight: float | Tensor, loss_scale: Tensor | None) -> float | Tensor:
-    """Compute `weight / loss_scale`, as a number if that needs no wait for a device."""
-    scale = 1.0 if loss_scale is None else loss_scale.reshape(()).double()
+def _over(weight: float | Tensor, carried: Tensor | None) -> float | Tensor:
+    """Compute the weight over the loss scale, as a number if that needs no wait for a device."""
+    scale = 1.0 if carried is None else carried.reshape(()).double()
     if isinstance(scale, Tensor) and scale.device.type == "cpu":
         scale = float(scale.tolist())  # type: ignore[arg-type]  # a number; no op that a dispatch mode would see
     if isinstance(scale, float) and scale == 0.0:  # asking a tensor on a device would wait for it

@@ -70,7 +70,7 @@ class MisuseDetector(Follower):
         self,
         store: Store,
         ranks: Ranks,
-        scaler: LossScaler,
+        scaler: LossScaler | None,
         uncounted: Callable[[], bool],
         flush: Callable[[Window], None],
     ) -> None:
@@ -153,7 +153,7 @@ class MisuseDetector(Follower):
             self.once.add("leftovers")  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
 
     def _check_not_scaled(self, factor: Tensor) -> None:
-        scaler = self._scaler.scaler
+        scaler = None if self._scaler is None else self._scaler.scaler
         reads = "scalers" not in self.once
         if scaler is not None and _is_scale_of(scaler, factor, reads):
             raise RuntimeError(
@@ -227,7 +227,7 @@ class MisuseDetector(Follower):
                 "keep the parameters out of that loss, module.requires_grad_(False), or drop its gradients by "
                 "acc.zero_() before the window. If they are meant, pass the sum of the losses to acc.backward (AK39)",
             )
-        if caller == "step()" and window.micro_batches > len(self._seen.divisors) and self._scaler.scaler is None:
+        if caller == "step()" and window.micro_batches > len(self._seen.divisors) and self._scaler is None:
             self._own_backwards += 1
             if self._own_backwards == 2:  # by now, another model's scaler would have been updated
                 self._warn_of_scaler()
@@ -309,7 +309,7 @@ class MisuseDetector(Follower):
                 self._check_closed(optimizer)
         elif id(optimizer) not in self._seen.stepped and self._seen.window.exposed:
             self._check_handed_out(optimizer)
-            scaled = self._scaler.scaler is not None and self._scaler.unscales(optimizer)
+            scaled = self._scaler is not None and self._scaler.unscales(optimizer)
             if scaled and self._holds(owned((optimizer,))):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}: scaler.update() came between acc.finalize() and this step, which "
@@ -317,7 +317,7 @@ class MisuseDetector(Follower):
                     "step updates, as optimizer.step() of Lightning Fabric does, give each optimizer an accumulator, "
                     "and finalize it right before its step"
                 )
-            unknown = self._seen.window.clipped and self._scaler.scaler is None and "unscaling" not in self.once
+            unknown = self._seen.window.clipped and self._scaler is None and "unscaling" not in self.once
             if unknown and self._holds(owned((optimizer,))):  # another accumulator's optimizer may have a scale
                 self._check_not_unscaled_late(optimizer)
 

@@ -290,7 +290,7 @@ class OptimizerSteps:
 
     plan: StepPlan
 
-    def __init__(self, store: Store, scaler: LossScaler) -> None:
+    def __init__(self, store: Store, scaler: LossScaler | None) -> None:
         self._store = store
         self._scaler = scaler
         self._checked: tuple[object, ...] = ()  # the calling method, and the optimizers that it can drive
@@ -313,7 +313,7 @@ class OptimizerSteps:
         self._store.check_drift()
         if self._store.masters is not None and caller != "step()":
             self._store.masters.take_over()  # hooks on the step do so too, but before a closure, and not if compiled
-        if self._scaler.scaler is not None:
+        if self._scaler is not None:
             self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))
             self._scaler.check_not_stepped(optimizers)
         for entry in self._store.named:
@@ -338,7 +338,7 @@ class OptimizerSteps:
                 )
 
     def _check_kinds(self, caller: str, optimizers: Sequence[Optimizer]) -> None:
-        if not optimizers and (caller == "step()" or self._scaler.scaler is not None):
+        if not optimizers and (caller == "step()" or self._scaler is not None):
             why = "" if caller == "step()" else ": GradScaler keeps the verdict of a window by optimizer"
             raise TypeError(f"{caller} needs the optimizers that will step this window{why}")
         for optimizer in optimizers:
@@ -370,7 +370,7 @@ class OptimizerSteps:
             verdict: The window's verdict, for optimizers that skip by themselves.
             skipped: Whether to skip the others, if no scaler knows.
         """
-        fused, scaled = self.plan.fused, self._scaler.scaler is not None
+        fused = self.plan.fused
         surely = is_known_zero(verdict.skip)
         masters = self._store.masters
         try:
@@ -382,7 +382,7 @@ class OptimizerSteps:
                 if not surely:  # set it also for a scaler whose own `step` does not
                     optimizer.found_inf = verdict.skip.clone()  # type: ignore[attr-defined]
             for optimizer in optimizers:
-                if scaled:
+                if self._scaler is not None:
                     self._scaler.step(optimizer, optimizer in fused)
                 elif optimizer in fused or not skipped:
                     optimizer.step()

@@ -30,7 +30,7 @@ def poisoned(model, acc, steps, rank, weight=2) -> None:
     """Three micro-batches; in those of `steps` one element of a shard of `rank` alone becomes inf."""
     for step, (x, y) in enumerate(micro_batches(dist.get_rank(), [weight] * 3)):
         loss = mse_loss(model(x), y)
-        (loss if acc.engine.scaler.scaler is None else acc.engine.scaler.scaler.scale(loss)).backward()
+        (loss if (scaler := acc.engine.options.scaler) is None else scaler.scale(loss)).backward()
         if step in steps and dist.get_rank() == rank:
             model.middle.weight.grad.to_local()[0, 0] = math.inf
         acc.accumulate(weight)

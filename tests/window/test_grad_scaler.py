@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import accumkernels as ak
 from accumkernels.capture.inbox import MicroBatch
-from accumkernels.window.grad_scaler import LossScaler
+from accumkernels.window.grad_scaler import loss_scale
 from tests.support.frozen import Adapted
 from tests.support.models import batch, mlp
 from tests.support.seen import Seen
@@ -144,7 +144,7 @@ def test_overflow_in_one_element_skips(where):
             optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
             before = [p.detach().clone() for p in model.parameters()]
             acc.backward(mse_loss(model(x), y))
-            acc.engine.scaler.scaler.scale(mse_loss(model(x), y)).backward()
+            acc.engine.options.scaler.scale(mse_loss(model(x), y)).backward()
             target.grad.view(-1)[0 if where == "first" else -1] = float("inf" if bad % 2 else "nan")
             acc.accumulate()
             acc.backward(mse_loss(model(x), y))
@@ -206,8 +206,8 @@ def test_fused_sgd_keeps_a_clean_momentum_when_its_first_step_is_skipped():
             else:
                 acc.finalize(optimizer)
                 assert all(p.grad is None for p in model.parameters())
-                acc.engine.scaler.scaler.step(optimizer)
-                acc.engine.scaler.scaler.update()
+                acc.engine.options.scaler.step(optimizer)
+                acc.engine.options.scaler.update()
                 acc.zero_()
             assert acc.step_was_skipped
             assert not any("momentum_buffer" in state for state in optimizer.state.values())
@@ -364,10 +364,9 @@ def test_a_window_known_to_be_good_is_stepped_as_without_a_scaler(scaled):
 
 def test_what_a_trainer_divides_by_may_change():
     """From one micro-batch to the next, as another number or inside a tensor."""
-    scaler = LossScaler(None)
     tensor = torch.tensor(8.0)
     for divided_by, expected in ((2, 0.5), (4, 0.25), (tensor, 0.125), (None, None), (2, 0.5)):
-        found = scaler.loss_scale(MicroBatch(1.0, 1, divided_by=divided_by))
+        found = loss_scale(None, MicroBatch(1.0, 1, divided_by=divided_by))
         assert (found if found is None else found.item()) == expected
 
 
