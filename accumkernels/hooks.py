@@ -39,21 +39,6 @@ _WHY_OPAQUE = (
 _frame_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
 
 
-def with_graph(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap calls of a method in `torch.enable_grad()`, in a tenth of its time."""
-
-    @functools.wraps(method)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return call
-
-
 def profiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a method without a graph, and show its calls as `accumkernels::<its name>` in profiles.
 
