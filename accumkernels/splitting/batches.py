@@ -8,7 +8,7 @@ import math
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,31 +98,6 @@ _MANY_TENSORS, _MANY_RECORDS = 8, 4
 Cost = Callable[[Any], float] | Iterable[float] | Tensor | None
 
 
-class Samples(Protocol):
-    """The samples of a batch.
-
-    Attributes:
-        padded: Whether a micro-batch is padded to its dearest sample, so that it costs that times its samples.
-    """
-
-    padded: bool
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def sample(self, index: int) -> Any:
-        """One sample, for its cost."""
-
-    def default_costs(self) -> list[float]:
-        """What each sample costs if nobody says."""
-
-    def items(self) -> list[float] | None:
-        """How many items of each sample a loss may average, where the samples say so."""
-
-    def part(self, indices: Sequence[int]) -> Any:
-        """Some samples as a micro-batch."""
-
-
 class TreeSamples:
     """A tree of tensors or NumPy arrays with samples along the first dimension, and of lists with one item per sample.
 
@@ -136,6 +111,9 @@ class TreeSamples:
 
     Args:
         batch: Tuples, lists, mappings and dataclasses of tensors.
+
+    Attributes:
+        padded: Whether a micro-batch is padded to its dearest sample, so that it costs that times its samples.
 
     Raises:
         TypeError: `batch` is neither a tensor nor a container.
@@ -217,17 +195,18 @@ class TreeSamples:
         return tree_map(of, self._batch, self._is_list)
 
     def sample(self, index: int) -> Any:
-        """See `Samples`."""
+        """One sample, for its cost."""
         return self._take(lambda leaf: leaf[index])
 
     def default_costs(self) -> list[float]:
-        """See `Samples`."""
+        """What each sample costs if nobody says."""
         return [1.0] * len(self)
 
     def items(self) -> list[float] | None:
-        """See `Samples`: in each row, the labels that are not -100, or what a mask of zeros and ones keeps.
+        """How many items of each sample a loss may average, where the samples say so.
 
-        The first tensor or array whose rows differ tells; else any that has such a mark.
+        Those are, in each row, the labels that are not -100, or what a mask of zeros and ones keeps. The first tensor
+        or array whose rows differ tells; else any that has such a mark.
         """
         alike: list[float] | None = None
         for _, leaf in tree_leaves(self._batch, is_leaf=self._is_list):
@@ -253,7 +232,10 @@ class TreeSamples:
         return rows != 0 if leaf.ndim > 1 and _is_mask(rows[:1]) and _is_mask(rows) else None
 
     def part(self, indices: Sequence[int]) -> Any:
-        """See `Samples`; views, if they are in a row. Containers are new: a loss may take its labels out of them."""
+        """Some samples as a micro-batch; views, if they are in a row.
+
+        Containers are new: a loss may take its labels out of them.
+        """
         start, stop = indices[0], indices[-1] + 1
         chosen = None if list(indices) == list(range(start, stop)) else torch.tensor(indices)
 
@@ -304,7 +286,7 @@ def is_list_of_tensors(tree: Any) -> bool:
 
 
 class ListSamples:
-    """A list of samples, which `collate` makes a micro-batch of.
+    """A list of samples, which `collate` makes a micro-batch of; its methods are those of `TreeSamples`.
 
     Args:
         batch: The samples.
@@ -321,21 +303,24 @@ class ListSamples:
         return len(self._batch)
 
     def sample(self, index: int) -> Any:
-        """See `Samples`."""
+        """See `TreeSamples`."""
         return self._batch[index]
 
     def default_costs(self) -> list[float]:
-        """See `Samples`: the length of a sample, or of the first value of a mapping that has one."""
+        """See `TreeSamples`: the length of a sample, or of the first value of a mapping that has one."""
         return [_length(sample) for sample in self._batch]
 
     def items(self) -> list[float] | None:
-        """See `Samples`."""
+        """See `TreeSamples`."""
         return None
 
     def part(self, indices: Sequence[int]) -> Any:
-        """See `Samples`; dicts are copied, since `collate` may take labels out of them."""
+        """See `TreeSamples`; dicts are copied, since `collate` may take labels out of them."""
         samples = (self._batch[index] for index in indices)
         return self._collate([copy.copy(s) if isinstance(s, dict | UserDict) else s for s in samples])
+
+
+Samples = TreeSamples | ListSamples
 
 
 def _length(sample: Any) -> float:
