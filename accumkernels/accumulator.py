@@ -386,7 +386,7 @@ class FusedAccumulator:
         """
         engine = self.engine
         with self._turn("backward()"):
-            engine.check_accumulating("backward()")
+            engine.check_open("backward()")
             last = self._ranks.reduces_sums and self._check_last(last)
             engine.misuse.inspect_loss(loss)
             if weight is None:
@@ -416,7 +416,7 @@ class FusedAccumulator:
                 construction; a gradient is sparse; `scaler.unscale_` was called.
             FloatingPointError: With `overflow="raise"`, gradients are not finite; the message names their parameters.
         """
-        self.engine.check_accumulating("accumulate()")
+        self.engine.check_open("accumulate()")
         if "stages" not in self._once:  # they may have been built after the accumulator
             self._once.add("stages")
             refuse_late_stages(self._store.named, self._ranks)
@@ -475,7 +475,7 @@ class FusedAccumulator:
                 window is as it was, unless gradients were added in buckets, which breaks it.
         """
         with self._turn("backward_coupled()"):
-            self.engine.check_accumulating("backward_coupled()")
+            self.engine.check_open("backward_coupled()")
             last = self._check_last(last)
             check_independent(self.engine.module)
             scalar = as_scalar(weight, "weight", self._store.layout.devices[0])
@@ -553,7 +553,7 @@ class FusedAccumulator:
     def _turn(self, caller: str) -> AbstractContextManager[Any]:
         """Return what a micro-batch runs under, so that threads that train one model take turns."""
         if torch._C._current_graph_task_id() >= 0:  # in a hook of a backward, which may be the one that has the turn
-            self.engine.check_accumulating(caller)
+            self.engine.check_open(caller)
         return self._turns
 
     def _check_last(self, last: bool) -> bool:
@@ -965,7 +965,7 @@ class FusedAccumulator:
     def _check_end(
         self, caller: str, optimizers: tuple[Optimizer, ...], divisor: object, ignore: Iterable[Tensor]
     ) -> None:
-        self.engine.check_ending(caller)
+        self.engine.check_open(caller, adds=False)
         self.engine.flush()
         if self.engine.silence is not None:
             self.engine.silence.check_end(caller)

@@ -110,24 +110,19 @@ class Engine:
 
     # ---- which calls the window allows
 
-    def check_accumulating(self, caller: str) -> None:
-        """Refuse a call where nothing can be added.
+    def check_open(self, caller: str, adds: bool = True) -> None:
+        """Refuse a call that adds to the window, or else ends it, where it cannot.
 
         Raises:
             RuntimeError: says why, and what to do.
         """
         running = self.runner.runs or self.runner.captures.inbox.running
-        if running or self.window.phase is not Phase.OPEN or not self.store.has_claim or self.ranks.sender.begun:
-            self._refuse(caller, adds=True)
-
-    def check_ending(self, caller: str) -> None:
-        """Refuse a call that ends the window where it cannot end; see `check_accumulating`."""
-        running = self.runner.runs or self.runner.captures.inbox.running
-        if running or self.window.phase is not Phase.OPEN or not self.store.has_claim:
-            self._refuse(caller, adds=False)
+        sent = adds and self.ranks.sender.begun
+        if running or sent or self.window.phase is not Phase.OPEN or not self.store.has_claim:
+            self._refuse(caller, adds)
 
     def check_idle(self, caller: str) -> None:
-        """Refuse a call in the middle of a backward; see `check_accumulating`."""
+        """Refuse a call in the middle of a backward; see `check_open`."""
         if self.runner.runs:
             raise RuntimeError(
                 f"{caller} while a backward of this accumulator runs, as in one of its hooks: what it has made so far "
@@ -254,7 +249,7 @@ class Engine:
             last: Whether the last micro-batch of the batch is the window's last.
             splits_together: Whether ranks wait for each other in `loss_fn`.
         """
-        self.check_accumulating("backward_batch()")
+        self.check_open("backward_batch()")
         max_over_ranks = self._max_over_ranks(split.is_automatic, splits_together)
         device = self.store.layout.devices[0]
         check = functools.partial(as_scalar, name="weight", device=device)
@@ -466,7 +461,7 @@ class _Parts:
     def add(self, part: Any, indices: Sequence[int], whole: bool, last: bool, asks: bool) -> tuple[bool, Any]:
         """Add a part."""
         engine = self._engine
-        engine.check_accumulating("backward_batch()")
+        engine.check_open("backward_batch()")
         engine.runner.captures.inbox.set_listening(not whole)
         try:
             check = self._unweighted if asks else None

@@ -284,7 +284,7 @@ class TrainerWindow:
         engine = self.engine
         if self.sends:
             self._mark_last()
-        engine.check_accumulating("backward()")
+        engine.check_open("backward()")
         engine.misuse.inspect_loss(loss, self.divisions)
         engine.backward(loss / divide_by, self._next(weight, self.sends), **kwargs)
 
@@ -299,7 +299,7 @@ class TrainerWindow:
         engine = self.engine
         if self.sends:
             self._mark_last()
-        engine.check_accumulating("backward_coupled()")
+        engine.check_open("backward_coupled()")
         check_independent(engine.module)
         coupled, micro_batch = CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends)
         engine.backward_coupled(coupled, micro_batch, self.divisions + 1)
