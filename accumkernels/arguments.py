@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .buffers.parameters import move
-from .errors import short, wrong_type
+from .errors import one_of, short, wrong_type
 
 Overflow = Literal["window", "microbatch", "raise"]
 Release = Literal["auto", "microbatch", "backward"]
@@ -91,10 +91,8 @@ class Options:
             raise wrong_type("scaler", "a torch.amp.GradScaler or None", self.scaler)
         if self.scaler is not None and not self.scaler.is_enabled():
             object.__setattr__(self, "scaler", None)
-        if self.overflow not in OVERFLOW:
-            raise ValueError(f"overflow must be one of {', '.join(map(repr, OVERFLOW))}, got {self.overflow!r}")
-        if self.release not in RELEASE:
-            raise ValueError(f"release must be one of {', '.join(map(repr, RELEASE))}, got {self.release!r}")
+        one_of(self.overflow, "overflow", OVERFLOW)
+        one_of(self.release, "release", RELEASE)
         if self.bucket_bytes is not None:
             object.__setattr__(self, "bucket_bytes", as_bytes(self.bucket_bytes, "bucket_bytes"))
         if self.memory_limit is not None:

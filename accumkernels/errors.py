@@ -68,6 +68,16 @@ def expect_iterable(value: Any, name: str, expected: str = "an iterable") -> Any
     return value
 
 
+def one_of(value: Any, name: str, accepted: tuple[Any, ...]) -> None:
+    """Check that `value` is one of `accepted`.
+
+    Raises:
+        ValueError: names the argument, its value and the accepted ones.
+    """
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+
+
 @contextlib.contextmanager
 def needs(package: str, oldest: str) -> Iterator[None]:
     """Around the imports of an adapter: refuse a package that is not installed, or too old.

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
+from ..errors import one_of
 from . import native, reference, triton
 
 Backend = Literal["auto", "native", "triton", "reference"]
@@ -32,8 +33,7 @@ def select(backend: str, device: torch.device) -> ModuleType:
         ValueError: `backend` is not one of `BACKENDS`.
         RuntimeError: A backend named explicitly does not work on `device`; the message has the cause.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    one_of(backend, "backend", BACKENDS)
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return native  # the dispatcher's ops, which do nothing to fake tensors, with a library or none
     if backend == "reference":

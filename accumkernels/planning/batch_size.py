@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..batch_statistics import uses_batch_statistics
+from ..errors import one_of
 from ..ranks.choice import check_kind
 from ..ranks.group import Group
-from .training import DataEnd, one_of, positive_int, training_for
+from .training import DataEnd, positive_int, training_for
 from .trial import Trial, Trials, describe_peak
 
 Mode = Literal["power", "binsearch"]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from ..arguments import as_int
-from ..errors import wrong_type
-from .training import fraction, one_of, positive_float, positive_int
+from ..errors import one_of, wrong_type
+from .training import fraction, positive_float, positive_int
 
 
 class Milestones:

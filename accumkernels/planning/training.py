@@ -109,16 +109,6 @@ def amp_dtype_or_none(value: Any) -> torch.dtype | None:
     return expect(value, torch.dtype | None, "amp_dtype", "a torch.dtype or None")
 
 
-def one_of(value: Any, name: str, accepted: tuple[str, ...]) -> None:
-    """Check that `value` is one of `accepted`.
-
-    Raises:
-        ValueError: names the argument, its value and the accepted ones.
-    """
-    if value not in accepted:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, got {value!r}")
-
-
 def check_unsharded(model: nn.Module) -> None:
     """A trial copies and restores the model, and what other ranks hold of it is not there.
 
