@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..batch_statistics import check_independent
 from ..errors import expect, logger
+from ..ranks.base import is_distributed
 from ..window.coupled import CoupledLoss
 from ..window.optimizers import owned
 from .window import TrainerWindow
@@ -39,7 +40,7 @@ def driven(optimizers: Sequence[Optimizer], stepped: Sequence[Sequence[Tensor]] 
     shared = [o for o, mine in zip(optimizers, params, strict=True) if any(owners[id(p)] > 1 for p in mine)]
     if shared:
         names = ", ".join(type(o).__name__ for o in shared)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if is_distributed():
             raise ValueError(f"{names} step the same parameters, which is not accumulated over ranks: keep them apart")
         _log.warning("%s step the same parameters: their gradients are left to the trainer", names)
     return [o for o, mine in zip(optimizers, params, strict=True) if mine and not any(o is other for other in shared)]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..accumulator import FusedAccumulator
 from ..arguments import Split
 from ..errors import expect, needs, wrong_type
+from ..ranks.base import is_distributed, store
 from ..window.checkpoint import without_window
 from .accelerate import fuse
 from .loss_probe import DIVIDED, IGNORED, MEAN, SUM, LossProbe, may_shift, rows
@@ -385,29 +386,20 @@ class Endings:
 
     def note(self, windows: int) -> None:
         """Note that this rank ended after so many windows, unless another has noted its own end before."""
-        if _is_initialized():
-            _store().compare_set(self._key, "", f"{torch.distributed.get_rank()} {windows}")
+        if is_distributed():
+            store().compare_set(self._key, "", f"{torch.distributed.get_rank()} {windows}")
 
     def first(self) -> tuple[int, int] | None:
         """The rank that ended first, and after how many windows; None if no rank did, or the store ended with it."""
-        if not _is_initialized():
+        if not is_distributed():
             return None
         try:
-            if not _store().check([self._key]):
+            if not store().check([self._key]):
                 return None
-            rank, windows = map(int, _store().get(self._key).split())
+            rank, windows = map(int, store().get(self._key).split())
         except RuntimeError:
             return None
         return rank, windows
-
-
-def _is_initialized() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _store() -> torch.distributed.Store:
-    """The default process group's, for which torch has no public name."""
-    return torch.distributed.distributed_c10d._get_default_store()
 
 
 # ---- `training_step` on a whole batch, whose loss and backward are those of as many parts as it takes

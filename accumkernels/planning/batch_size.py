@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..batch_statistics import uses_batch_statistics
 from ..errors import one_of
+from ..ranks.base import is_distributed
 from ..ranks.choice import check_kind
 from ..ranks.group import Group
 from .training import DataEnd, positive_int, training_for
@@ -215,10 +216,9 @@ def _gather_over(process_group: Any) -> Callable[[Any], list[Any]]:
     """
     if process_group is not None and process_group is not False:
         check_kind(process_group)
-    distributed = torch.distributed
-    if process_group is False or not (distributed.is_available() and distributed.is_initialized()):
+    if process_group is False or not is_distributed():
         return lambda found: [found]
-    return Group(process_group or distributed.group.WORLD).gather
+    return Group(process_group or torch.distributed.group.WORLD).gather
 
 
 def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:

@@ -403,9 +403,14 @@ class PendingUnit(float):
         return read_unit(self.key) or 1.0
 
 
+def is_distributed() -> bool:
+    """Whether torch.distributed runs."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def backward_may_cross_ranks() -> bool:
     """Whether this process is one of several; nobody can see what a model does in its backward."""
-    distributed = torch.distributed
+    distributed = torch.distributed  # not by `is_distributed`: every window asks, and a call takes its time
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
@@ -429,14 +434,15 @@ def propose_unit(weight: float | Tensor, key: str) -> float:
         key: The unit's key in the store.
     """
     exponent = 0 if isinstance(weight, Tensor) else math.frexp(weight)[1] - 1
-    exponent_of_all = _store().compare_set(key, "", str(exponent))
+    exponent_of_all = store().compare_set(key, "", str(exponent))
     return math.ldexp(1.0, int(exponent_of_all))
 
 
 def read_unit(key: str) -> float | None:
     """Return the unit with this key; None while no rank has had a weight other than 0."""
-    return math.ldexp(1.0, int(_store().get(key))) if _store().check([key]) else None
+    return math.ldexp(1.0, int(store().get(key))) if store().check([key]) else None
 
 
-def _store() -> torch.distributed.Store:
+def store() -> torch.distributed.Store:
+    """Return the default process group's store, for which torch has no public name."""
     return torch.distributed.distributed_c10d._get_default_store()
