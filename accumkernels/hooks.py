@@ -89,6 +89,18 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+def graph_nodes(roots: Iterable[Any]) -> set[Any]:
+    """Collect nodes of autograd's graph, and all below them; a root may be None."""
+    stack = [root for root in roots if root is not None]
+    seen = set(stack)
+    while stack:
+        for child, _ in stack.pop().next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return seen
+
+
 # ---- Hooks on other people's objects: they keep nothing alive, can be removed, and are not copied or pickled along
 
 _Owner = TypeVar("_Owner")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import is_oom_error, logger, wrong_type
+from ..hooks import graph_nodes
 from ..snapshots import RandomState
 from .batches import Samples
 from .memory import Memory, format_bytes, let_go
@@ -373,13 +374,7 @@ def returned_by(returned: Any) -> tuple[Tensor, Any, Any]:
 @contextmanager
 def adding_nothing(loss: Tensor) -> Iterator[None]:
     """Make every gradient of a backward inside zero, where NaN times a weight of 0 would be NaN."""
-    handles, seen, nodes = [], set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            handles.append(node.register_prehook(_zeros))
-            nodes += [following for following, _ in node.next_functions]
+    handles = [node.register_prehook(_zeros) for node in graph_nodes([loss.grad_fn])]
     try:
         yield
     finally:
