@@ -264,34 +264,70 @@ class Offload(Sink):
 # ---- A thread that runs jobs in order, while the threads that run the model go on
 
 
-class _Jobs:
-    """What the thread and its owner share; the thread keeps nothing else alive."""
+class Worker:
+    """Runs jobs in a daemon thread, which ends with `stop`, with its owner, and with the process.
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.waiting: deque[_Addition] = deque()
-        self.running = False
-        self.stopped = False
+    Args:
+        owner: Held weakly, by the thread too.
+
+    Attributes:
+        error: What a job raised; the others were dropped then.
+    """
+
+    def __init__(self, owner: object) -> None:
         self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
-        self.process = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: deque[_Addition] = deque()
+        self._running = self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        weakref.finalize(owner, self.stop)
 
-    def is_idle(self) -> bool:
-        return not self.waiting and not self.running
+    def put(self, job: _Addition) -> None:
+        """Run a job after those before it."""
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify_all()
+        if self._thread is None or self._process != os.getpid():  # a fork has no threads
+            self._process = os.getpid()
+            self._thread = threading.Thread(target=self._run, name="accumkernels-offload", daemon=True)
+            self._thread.start()
 
-    def drop(self) -> None:
-        while self.waiting:
-            self.waiting.popleft().drop()
+    def wait(self) -> None:
+        """Wait until all jobs have run. An interrupt leaves them to the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._running)
 
-    def run(self) -> None:
+    def cancel(self) -> None:
+        """Drop the jobs that have not begun, wait for the one that runs, and forget an error."""
+        with self._changed:
+            self._drop()
+        self.wait()
+        self.error = None
+
+    def stop(self) -> None:
+        """End the thread, after the job that it runs."""
+        with self._changed:
+            self._stopped = True
+            self._drop()
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and self._process == os.getpid():
+            thread.join()  # or the end of the process would interrupt it inside an op
+
+    def _drop(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().drop()
+
+    def _run(self) -> None:
         """Run jobs until stopped: the thread's whole life."""
         while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.waiting or self.stopped)
-                if self.stopped:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._stopped)
+                if self._stopped:
                     return
-                job = self.waiting.popleft()
-                self.running = True
+                job = self._waiting.popleft()
+                self._running = True
             error: BaseException | None = None
             try:
                 job.run()
@@ -299,62 +335,9 @@ class _Jobs:
                 error = raised.with_traceback(None)  # whose frames would keep gradients
             job.drop()
             del job  # before anybody is told that nothing runs
-            with self.changed:
-                self.running = False
+            with self._changed:
+                self._running = False
                 if error is not None:
                     self.error = error
-                    self.drop()
-                self.changed.notify_all()
-
-
-class Worker:
-    """Runs jobs in a daemon thread, which ends with `stop`, with its owner, and with the process.
-
-    Args:
-        owner: Held weakly.
-    """
-
-    def __init__(self, owner: object) -> None:
-        self._jobs = _Jobs()
-        self._finalizer = weakref.finalize(owner, _stop, self._jobs)
-
-    @property
-    def error(self) -> BaseException | None:
-        """What a job raised; the others were dropped then."""
-        return self._jobs.error
-
-    def put(self, job: _Addition) -> None:
-        """Run a job after those before it."""
-        with self._jobs.changed:
-            self._jobs.waiting.append(job)
-            self._jobs.changed.notify_all()
-        if self._jobs.thread is None or self._jobs.process != os.getpid():  # a fork has no threads
-            self._jobs.process = os.getpid()
-            self._jobs.thread = threading.Thread(target=self._jobs.run, name="accumkernels-offload", daemon=True)
-            self._jobs.thread.start()
-
-    def wait(self) -> None:
-        """Wait until all jobs have run. An interrupt leaves them to the thread."""
-        with self._jobs.changed:
-            self._jobs.changed.wait_for(self._jobs.is_idle)
-
-    def cancel(self) -> None:
-        """Drop the jobs that have not begun, wait for the one that runs, and forget an error."""
-        with self._jobs.changed:
-            self._jobs.drop()
-        self.wait()
-        self._jobs.error = None
-
-    def stop(self) -> None:
-        """End the thread, after the job that it runs."""
-        self._finalizer()
-
-
-def _stop(jobs: _Jobs) -> None:
-    with jobs.changed:
-        jobs.stopped = True
-        jobs.drop()
-        jobs.changed.notify_all()
-    thread = jobs.thread
-    if thread is not None and thread is not threading.current_thread() and jobs.process == os.getpid():
-        thread.join()  # or the end of the process would interrupt it inside an op
+                    self._drop()
+                self._changed.notify_all()
