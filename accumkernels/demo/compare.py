@@ -120,10 +120,7 @@ class Comparison:
         model = self.training.model
         stack = contextlib.ExitStack()
         stack.callback(Snapshot(model).restore)
-        for param in model.parameters():
-            param.grad = None
-        if len({param.device for param in model.parameters()}) == 1:  # else leave it spread over devices
-            model.to(self.training.device)
+        self.training.place()
         if self.evaluates:
             model.eval()
         return stack

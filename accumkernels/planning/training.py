@@ -262,6 +262,13 @@ class Training:
     accumulate: int | None
     cpu_offload: bool = False
 
+    def place(self) -> None:
+        """Drop gradients, and move the model to the device, unless it is spread over several."""
+        for param in self.model.parameters():
+            param.grad = None
+        if len({param.device for param in self.model.parameters()}) == 1:
+            self.model.to(self.device)
+
     def loss(self, batch: Any) -> Tensor:
         """Run one forward pass."""
         return self.loss_and_weight(batch)[0]

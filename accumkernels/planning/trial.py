@@ -205,11 +205,8 @@ class Trials:
 
     def _train(self, size: int, accumulate: int | None) -> tuple[float, tuple[float, ...]]:
         """Train; return samples per second, and the seconds of a step's parts."""
-        training, model, memory = self._training, self._training.model, self._memory
-        for param in model.parameters():
-            param.grad = None
-        if len({param.device for param in model.parameters()}) == 1:  # else leave it spread over devices
-            model.to(training.device)
+        training, memory = self._training, self._memory
+        training.place()
         if training.cpu_offload:
             accumulate = accumulate or 1
         first = 1  # steps before those that are timed
