@@ -22,16 +22,7 @@ from ..capture.inbox import default_bucket_bytes
 from ..errors import expect_iterable, is_oom_error, wrong_type
 from ..offload.checks import host_bytes
 from ..snapshots import RandomState, Snapshot
-from ..splitting.memory import (
-    BLOCK,
-    LiveBytes,
-    Memory,
-    format_bytes,
-    let_go,
-    memory_of,
-    one_device,
-    tensors_of,
-)
+from ..splitting.memory import BLOCK, LiveBytes, Memory, format_bytes, let_go, memory_of, tensors_of
 from .training import Training, as_device, is_callable, is_module, positive_int, training_for
 
 PARTS = ("parameters", "gradients", "accumulators", "optimizer", "activations", "workspace")
@@ -460,7 +451,7 @@ def _measure(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
     snapshot.include(optimizer)
     device, memory = training.device, memory_of(training.device, None)
     memory.let_go()
-    live = RecordedBytes(granularity=BLOCK if devices.counts_memory(device) else 1, device=one_device(device))
+    live = RecordedBytes(granularity=BLOCK if devices.counts_memory(device) else 1, device=device)
     try:
         for param in training.model.parameters():
             param.grad = None

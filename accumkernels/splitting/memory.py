@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         limit: Bytes of the device. An op that would exceed them raises `torch.OutOfMemoryError` before it runs, or
             afterwards if torch cannot say what it will return. None: no limit.
         granularity: Bytes that allocations are rounded up to.
-        device: Count tensors of this device alone; None: of all.
+        device: Count tensors of this device alone; None, or the CPU, where no other trains: of all.
 
     Attributes:
         peak: The most bytes alive after any op, or after one that was refused.
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, limit: int | None = None, granularity: int = 1, device: torch.device | None = None) -> None:
         super().__init__()
-        self._of = device
+        self._of = None if device is None or device.type == "cpu" else device
         self._live = 0
         self._eager: Any = contextlib.nullcontext()
         self.peak = 0
@@ -150,11 +150,6 @@ class LiveBytes(TorchDispatchMode):
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op; subclasses may change how."""
         return func(*args, **kwargs)
-
-
-def one_device(device: torch.device) -> torch.device | None:
-    """What `LiveBytes` counts for training on a device: its tensors; all if it is the CPU, and there is no other."""
-    return None if device.type == "cpu" else device
 
 
 # ---- Frees what an error holds
@@ -256,7 +251,7 @@ class CountedMemory(Memory):
 
     def alive(self) -> int:
         """See `Memory`."""
-        live = LiveBytes(device=one_device(self._device))
+        live = LiveBytes(device=self._device)
         live.add(self._existing())
         return live.live
 
@@ -273,7 +268,7 @@ class CountedMemory(Memory):
     @contextmanager
     def measured(self) -> Iterator[None]:
         """See `Memory`."""
-        counter, self.before = LiveBytes(self.limit, device=one_device(self._device)), None
+        counter, self.before = LiveBytes(self.limit, device=self._device), None
         try:
             counter.add(self._existing())
             self.before = counter.live
