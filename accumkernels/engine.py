@@ -53,6 +53,7 @@ class Engine:
         options: Its options.
         process_group: Its argument.
         stepped: Ids of the parameters to accumulate; None: all.
+        shared: See `ranks.choice.Choice`.
 
     Attributes:
         options: As the argument.
@@ -72,9 +73,14 @@ class Engine:
     window: Window
 
     def __init__(
-        self, params: Any, options: Options, process_group: Any = None, stepped: Set[int] | None = None
+        self,
+        params: Any,
+        options: Options,
+        process_group: Any = None,
+        stepped: Set[int] | None = None,
+        shared: Callable[[], list[Tensor]] | None = None,
     ) -> None:
-        chosen = choose_ranks(params, process_group)
+        chosen = choose_ranks(params, process_group, shared)
         named = named_parameters(chosen.params)
         if stepped is not None:
             ignored = [e.name for e in named if id(e.param) not in stepped and e.param.requires_grad]

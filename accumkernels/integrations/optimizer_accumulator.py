@@ -76,13 +76,11 @@ class OptimizerAccumulator:
                         named.setdefault(id(p), (f"{index}.{name}" if len(modules) > 1 else name, p))
             for ddp in wrapped:
                 self._cleanup.enter_context(shared(_silences, ddp, Silence))
+            buffers = None
             if wrapped:
                 group = wrapped[0].process_group
-            self.engine = Engine(list(named.values()), checked, group)
-            if wrapped:
-                self.engine.ranks.share_from(
-                    lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]
-                )
+                buffers = lambda: [buffer for ddp in wrapped for buffer in module_buffers(ddp.module, ddp)]  # noqa: E731
+            self.engine = Engine(list(named.values()), checked, group, shared=buffers)
         self.engine.misuse.once.update(("drops", "dropped grads"))  # hooks that call zero_grad() mean it
         self.accumulator = FusedAccumulator(self.engine)  # type: ignore[arg-type]  # see there
         self.no_syncs = [self._cleanup.enter_context(shared(_no_syncs, ddp, _NoSync)) for ddp in wrapped]

@@ -213,9 +213,6 @@ class Ranks:
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
         """Reduce these flat buffers from now on, the same on all ranks; the list may grow between windows."""
 
-    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
-        """Make ranks take these tensors, instead of the module's buffers, from rank 0 after each window."""
-
     # ---- at the end of a window
 
     def end_window(self, report: LocalStats, inspector: Inspector) -> Ended:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments import Options
@@ -31,12 +31,14 @@ class Choice:
         process_group: FusedAccumulator's argument.
         group: The ProcessGroup to reduce flat buffers over, or None.
         ddp: The DistributedDataParallel module, or None.
+        shared: Lists the tensors that ranks take from rank 0 after each window; None: the buffers of `params`.
     """
 
     params: Any
     process_group: Any
     group: Any
     ddp: DistributedDataParallel | None
+    shared: Callable[[], list[Tensor]] | None
 
     def join(self, named: Sequence[NamedParameter], options: Options) -> Ranks:
         """Join the other ranks. With a group this is collective, and parameters take the values of its rank 0.
@@ -76,11 +78,13 @@ class Choice:
         """Join the ranks that have the same parameters."""
         if self.ddp is None:
             refuse_wrapped([(entry.name, entry.param) for entry in named])
-        group = Group(self.group, options.comm_dtype, functools.partial(module_buffers, self.params, self.ddp))
+        shared = self.shared or functools.partial(module_buffers, self.params, self.ddp)
+        group = Group(self.group, options.comm_dtype, shared)
         group.check_alike(named, overflow=options.overflow, release=release, master_weights=options.master_weights)
         if self.ddp is None:  # otherwise DistributedDataParallel's constructor has done it
             group.broadcast_parameters(named)
-            group.share()
+            if self.shared is None:
+                group.share()
         early = release != "microbatch"
         if early:
             group.separate(devices_of(named)[0])
@@ -91,12 +95,13 @@ class Choice:
         return None if self.ddp is None else Silence(self.ddp)
 
 
-def choose_ranks(params: Any, process_group: Any) -> Choice:
+def choose_ranks(params: Any, process_group: Any, shared: Callable[[], list[Tensor]] | None = None) -> Choice:
     """Find the ranks that a FusedAccumulator reduces over, without communicating yet.
 
     Args:
         params: FusedAccumulator's argument; a DistributedDataParallel module may be compiled.
         process_group: FusedAccumulator's argument.
+        shared: See `Choice`.
 
     Raises:
         TypeError, ValueError: `process_group` is of another kind, or contradicts `params`; or a wrapper around `params`
@@ -107,7 +112,7 @@ def choose_ranks(params: Any, process_group: Any) -> Choice:
     if process_group is not None and process_group is not False:
         check_kind(process_group)
     if ddp is None:
-        return Choice(params, process_group, process_group or None, None)
+        return Choice(params, process_group, process_group or None, None, shared)
     if process_group is False:
         raise ValueError(
             "process_group=False with a DistributedDataParallel module as params: pass its .module for a rank that is "
@@ -118,7 +123,7 @@ def choose_ranks(params: Any, process_group: Any) -> Choice:
             "process_group is not the group that the DistributedDataParallel module was built with; leave it out"
         )
     check_ddp(ddp)
-    return Choice(ddp.module, process_group, ddp.process_group, ddp)
+    return Choice(ddp.module, process_group, ddp.process_group, ddp, shared)
 
 
 def _check_said(process_group: Any) -> None:

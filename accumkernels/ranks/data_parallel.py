@@ -59,10 +59,6 @@ class DataParallel(Ranks):
         self.sender.follow(buffers)
         self._touched.follow()
 
-    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
-        """See `Ranks`."""
-        self._group.share_from(shared)
-
     # ---- at the end of a window
 
     def all_reduce_stats(self, report: LocalStats) -> GlobalStats:

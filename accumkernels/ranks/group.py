@@ -114,12 +114,8 @@ class Group:
                 for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
-    def share_from(self, shared: Callable[[], list[Tensor]]) -> None:
-        """Share other tensors than those that the group was made with."""
-        self._shared = shared
-
     def share(self) -> None:
-        """Give all ranks rank 0's module buffers; collective if there are any."""
+        """Give all ranks rank 0's values of what they share; collective if there is anything."""
         self.broadcast(self._shared())
 
     # ---- questions to all ranks

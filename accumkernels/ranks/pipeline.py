@@ -122,7 +122,7 @@ class Pipeline(PartialRanks):
 
 # What ranks of the same stage are, and do among themselves.
 _AMONG_REPLICAS = ["size", "rank", "shards", "shard", "reduces_sums", "sender", "check_trainable", "check_noise_scale"]
-_AMONG_REPLICAS += ["follow", "share_from", "reduce", "joined", "portion", "gather_rows"]
+_AMONG_REPLICAS += ["follow", "reduce", "joined", "portion", "gather_rows"]
 
 _TABLE: Table = {
     "state": SUM,
