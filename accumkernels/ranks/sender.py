@@ -128,13 +128,18 @@ SegmentKey = tuple[FlatBuffer, int]  # a segment
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """A range of a flat buffer, the segments that overlap it, and the dtype in which it is sent."""
+    """A range of a flat buffer, and the dtype in which it is sent."""
 
     buffer: FlatBuffer
     start: int
     end: int
-    segments: range
     sent_in: torch.dtype
+
+    @functools.cached_property
+    def segments(self) -> range:
+        """Return the indices of the segments that overlap it."""
+        held = [s.index for s in self.buffer.segments if s.offset < self.end and s.offset + s.numel > self.start]
+        return range(min(held, default=0), max(held, default=-1) + 1)
 
     @functools.cached_property
     def segment_keys(self) -> frozenset[SegmentKey]:
@@ -162,15 +167,12 @@ def cut(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[Chunk]:
     size = CHUNK_BYTES // buffer.dtype.itemsize
     chunks = []
     for start in range(0, buffer.numel, size):
-        end = min(start + size, buffer.numel)
-        inside = [s for s in buffer.segments if s.offset < end and s.offset + s.numel > start]
-        dtype = buffer.dtype
-        if dtype == torch.float32:
-            bf16 = inside and all(s.dtype == torch.bfloat16 for s in inside)
-            dtype = sent_in if isinstance(sent_in, torch.dtype) else torch.bfloat16 if bf16 else dtype
-        indices = [s.index for s in inside]
-        segments = range(min(indices, default=0), max(indices, default=-1) + 1)
-        chunks.append(Chunk(buffer, start, end, segments, dtype))
+        chunk = Chunk(buffer, start, min(start + size, buffer.numel), buffer.dtype)
+        if buffer.dtype == torch.float32:
+            bf16 = chunk.segments and all(buffer.segments[i].dtype == torch.bfloat16 for i in chunk.segments)
+            dtype = sent_in if isinstance(sent_in, torch.dtype) else torch.bfloat16 if bf16 else buffer.dtype
+            chunk = dataclasses.replace(chunk, sent_in=dtype)
+        chunks.append(chunk)
     count = len(chunks)
     for index in sorted({0, count - 2, count - 1} & set(range(count)), reverse=True):
         if chunks[index].segments:
@@ -181,17 +183,11 @@ def cut(buffer: FlatBuffer, sent_in: torch.dtype | str) -> list[Chunk]:
 def _quarters(chunk: Chunk) -> Iterator[Chunk]:
     """Cut the chunk into up to four, between segments."""
     size = -(-(chunk.end - chunk.start) // 4)
-    inside = [s for s in chunk.buffer.segments[chunk.segments.start : chunk.segments.stop] if s.offset > chunk.start]
+    offsets = [chunk.buffer.segments[index].offset for index in chunk.segments]
     start = chunk.start
-    for segment in [*inside, None]:
-        end = chunk.end if segment is None else segment.offset
-        if end - start >= size or (segment is None and end > start):
-            held = [
-                s.index
-                for s in chunk.buffer.segments[chunk.segments.start : chunk.segments.stop]
-                if s.offset < end and s.offset + s.numel > start
-            ]
-            yield Chunk(chunk.buffer, start, end, range(min(held), max(held) + 1), chunk.sent_in)
+    for end in [*(offset for offset in offsets if offset > start), chunk.end]:
+        if end - start >= size or end == chunk.end > start:
+            yield dataclasses.replace(chunk, start=start, end=end)
             start = end
 
 
