@@ -319,11 +319,6 @@ class Ranks:
         """Return the largest of each integer on any rank; collective."""
         return [int(n) for n in self.joined(torch.tensor(numbers, device=device), largest=True).tolist()]
 
-    def alike(self, number: int, device: torch.device, *others: int) -> list[int]:
-        """Return the smallest and the largest of an integer on all ranks, and the largest of each other; collective."""
-        *found, largest, smallest = self.largest([*others, number, -number], device)
-        return [-smallest, largest, *found]
-
     def portion(self, saved_by: int) -> float:
         """Return this rank's part of the sums in a state of all ranks, of which there were `saved_by`."""
         return float(self.rank == 0)

@@ -81,10 +81,10 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
     if of_all:
         placed = sum(len(buffer.segments) for buffer in store.buffers)
         counts = of_window["micro_batches"], of_window["dropped"], serial
-        fewest, most, done, dropped, serial = ranks.alike(placed, store.layout.device, *counts)
-        if fewest != most:
+        done, dropped, serial, most, fewest = ranks.largest([*counts, placed, -placed], store.layout.device)
+        if -fewest != most:
             raise RuntimeError(
-                f"parameters were unfrozen on some ranks only: by rank, from {fewest} to {most} are accumulated"
+                f"parameters were unfrozen on some ranks only: by rank, from {-fewest} to {most} are accumulated"
             )
         flags = [ranks.joined(tags, largest=True) for tags in flags]
         of_window |= {"micro_batches": done, "dropped": bool(dropped)}
