@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .. import devices
 from ..accumulator import FusedAccumulator
 from ..arguments import as_int
+from ..buffers.parameters import is_dtensor
 from ..buffers.store import has_accumulator
 from ..errors import expect, short, wrong_type
 from ..splitting.batches import TreeSamples, to_device, tree_leaves
@@ -98,26 +99,6 @@ def as_device(value: Any) -> torch.device:
         return torch.device(value)
     except RuntimeError as error:
         raise ValueError(f"device must name a device, got {value!r} ({error})") from None
-
-
-def amp_dtype_or_none(value: Any) -> torch.dtype | None:
-    """Check that `value` is a dtype or None, and return it.
-
-    Raises:
-        TypeError: names the argument and its value.
-    """
-    return expect(value, torch.dtype | None, "amp_dtype", "a torch.dtype or None")
-
-
-def check_unsharded(model: nn.Module) -> None:
-    """A trial copies and restores the model, and what other ranks hold of it is not there.
-
-    Raises:
-        ValueError: a parameter is a DTensor.
-    """
-    for name, param in model.named_parameters():
-        if type(param).__name__ == "DTensor" or type(param.data).__name__ == "DTensor":
-            raise ValueError(f"model: parameter {name!r} is sharded (DTensor): the trials cannot run without its ranks")
 
 
 def no_accumulator(model: nn.Module, caller: str) -> None:
@@ -331,7 +312,7 @@ def training_for(
         source=_source(input_shape, output_shape, make_batch, make_loader),
         loss_fn=None if loss_fn is None else is_callable(loss_fn, "loss_fn"),
         optimizer_fn=torch.optim.Adam if optimizer_fn is None else is_callable(optimizer_fn, "optimizer_fn"),
-        amp_dtype=amp_dtype_or_none(amp_dtype),
+        amp_dtype=expect(amp_dtype, torch.dtype | None, "amp_dtype", "a torch.dtype or None"),
         accumulate=None if accumulate is None else positive_int(accumulate, "accumulate"),
         cpu_offload=expect(cpu_offload, bool, "cpu_offload", "a bool"),
     )
@@ -349,7 +330,8 @@ def _check_trainable(model: nn.Module, fake: bool) -> None:
             raise ValueError(f"model: parameter {name!r} is lazy: run the model once first")
         if param.is_meta and param.requires_grad and not fake:
             raise ValueError(f"model: parameter {name!r} is on the meta device")
-    check_unsharded(model)
+        if is_dtensor(param):  # a trial copies the model and restores it, and other ranks have the rest
+            raise ValueError(f"model: parameter {name!r} is sharded (DTensor): the trials cannot run without its ranks")
     if not any(param.requires_grad for _, param in params):
         raise ValueError("model has no trainable parameter")
 
