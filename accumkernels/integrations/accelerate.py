@@ -391,7 +391,7 @@ class Accelerator(Stock):
             reached = windows
         else:
             divided = expect(loss, Tensor, "loss", "a tensor") / steps
-            reached = backward_of_all(windows, divided, weight, self.scaler, **kwargs)
+            reached = backward_of_all(windows, divided, weight, **kwargs)
         self._counted(reached)
 
     def backward_coupled(
@@ -427,7 +427,7 @@ class Accelerator(Stock):
             )
         steps = self.gradient_accumulation_steps
         weight = self._begin(windows, weight, steps)
-        loss, reached = backward_coupled_of_all(windows, chunks, encode, loss_fn, weight, self.scaler, divided_by=steps)
+        loss, reached = backward_coupled_of_all(windows, chunks, encode, loss_fn, weight, divided_by=steps)
         self._counted(reached)
         return loss
 

@@ -396,8 +396,7 @@ class FusedAccumulation(pl.Callback):
             )
         self._begin(1, int(len(self._windows) > 1))  # of one window, the loss is looked at before we divide it
         weight = self._batch_weight if weight is None else weight
-        scaler = getattr(self._precision, "scaler", None)
-        loss, _ = backward_coupled_of_all(self._windows, chunks, encode, loss_fn, weight, scaler)
+        loss, _ = backward_coupled_of_all(self._windows, chunks, encode, loss_fn, weight)
         return loss
 
     def backward_batch(self, batch: Any, loss_fn: Callable[[Any], Any], **options: Any) -> BatchReport:

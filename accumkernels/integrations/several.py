@@ -50,7 +50,6 @@ def backward_of_all(
     windows: Sequence[TrainerWindow],
     loss: Tensor,
     weight: float | Tensor | None,
-    scaler: torch.amp.GradScaler | None,
     **kwargs: Any,
 ) -> list[TrainerWindow]:
     """Run a backward whose gradients may belong to several optimizers; it counts for the ones it reaches.
@@ -59,7 +58,6 @@ def backward_of_all(
         windows: All windows; `begin` was called on the open ones.
         loss: The trainer's.
         weight: The micro-batch's weight.
-        scaler: The trainer's.
         **kwargs: Of `Tensor.backward`.
 
     Returns:
@@ -70,7 +68,7 @@ def backward_of_all(
     """
 
     def run(is_open: list[TrainerWindow]) -> Tensor:
-        run_for_all(is_open, loss, weight, _scaled(scaler, **kwargs))
+        run_for_all(is_open, loss, weight, lambda loss: windows[0].scaled(loss).backward(**kwargs))
         return loss
 
     return _count(windows, run)
@@ -82,7 +80,6 @@ def backward_coupled_of_all(
     encode: Callable[[Any], Any],
     loss_fn: Callable[..., Tensor],
     weight: float | Tensor | None,
-    scaler: torch.amp.GradScaler | None,
     *,
     divided_by: float = 1.0,
 ) -> tuple[Tensor, list[TrainerWindow]]:
@@ -94,7 +91,6 @@ def backward_coupled_of_all(
         encode: Called twice with each chunk.
         loss_fn: Returns the plain loss.
         weight: The micro-batch's weight.
-        scaler: The trainer's.
         divided_by: What the loss is divided by here, as the trainer divides its losses.
 
     Returns:
@@ -126,7 +122,7 @@ def backward_coupled_of_all(
 
     def run(is_open: list[TrainerWindow]) -> Tensor:
         def backward(loss: Tensor) -> None:
-            run_for_all(is_open, loss, weight, _scaled(scaler))
+            run_for_all(is_open, loss, weight, lambda loss: windows[0].scaled(loss).backward())
 
         def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], _: bool) -> None:
             if is_open and (micro_batch := is_open[0].running) is not None:
@@ -137,11 +133,6 @@ def backward_coupled_of_all(
 
     reached = _count(windows, run)
     return plain[0], reached
-
-
-def _scaled(scaler: torch.amp.GradScaler | None, **kwargs: Any) -> Callable[[Tensor], None]:
-    """Backward of a loss, scaled first if there is a scaler."""
-    return lambda loss: (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
 
 
 def run_for_all(

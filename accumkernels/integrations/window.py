@@ -360,6 +360,10 @@ class TrainerWindow:
         backward = functools.partial(backward, loss)
         self.engine.runner.run(self.engine.window, backward, (loss,), self.running, leaves=leaves)
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss, scaled if there is a GradScaler."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
     def note_division(self, loss: Tensor) -> None:
         """Note what the user has divided the loss by, before a backward of the caller's; see `run`."""
         _, self._loss_divided_by = division(loss, self.divisions)
