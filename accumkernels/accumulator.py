@@ -672,7 +672,8 @@ class FusedAccumulator:
         """Drop the `.grad`s of a micro-batch that should not be accumulated, for instance after an exception.
 
         The rest of the window is used, on this and on other ranks. If gradients were already added in buckets
-        (`release`), the window is broken until `zero_()`, or dropped as a whole with a process group.
+        (`release`), a window that has counted micro-batches is broken until `zero_()`, or dropped as a whole with a
+        process group.
 
         Args:
             window: Drop the whole window, on all ranks. Nothing is communicated now; all ranks still call `finalize` or
@@ -683,6 +684,9 @@ class FusedAccumulator:
         """
         self.engine.check_idle("discard()")
         self.engine.discard()
+        current = self.engine.window
+        if current.phase is Phase.BROKEN and current.micro_batches == 0 and not self._ranks.ends_together:
+            self.engine.drop()  # nothing else was in it
         self.engine.window.discard(window, together=self._ranks.ends_together)
 
     # ---- the end of a window

@@ -159,8 +159,8 @@ class Engine:
             together = self.ranks.ends_together
             out = "acc.discard(), on all ranks at their finalize() or step()" if together else "acc.zero_()"
             raise RuntimeError(
-                f"{caller}: this window is broken: a backward raised after some of its gradients may have been added "
-                f"(release={self.options.resolved_release!r}); drop the window with {out} (AK07)"
+                f"{caller}: this window is broken: a backward raised or was discarded after some of its gradients "
+                f"may have been added (release={self.options.resolved_release!r}); drop the window with {out} (AK07)"
             )
         if self.ranks.sender.begun and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")

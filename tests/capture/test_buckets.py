@@ -597,3 +597,21 @@ def test_hooks_on_the_nodes_of_leaves_find_their_gradients(long_form):
     assert len(found) == 6 and all(grad is not None for grad in found)
     acc.finalize()
     assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+def test_gradients_of_another_loss_discarded_before_the_window(bucket_bytes):
+    """A generator's loss leaves gradients in buckets of the discriminator: before anything counts, all can go."""
+    generator, discriminator = nn.Linear(5, 5), mlp()
+    options = {"release": "backward", "bucket_bytes": bucket_bytes}
+    ours, theirs = (ak.FusedAccumulator(model, **options) for model in (generator, discriminator))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    for turn in range(2):
+        x, y = batch(3, seed=turn)
+        ours.backward(mse_loss(discriminator(generator(x)), y), weight=3)
+        ours.step(optimizer)
+        theirs.discard()
+        theirs.backward(mse_loss(discriminator(x), y), weight=3)
+        theirs.finalize()
+        assert relative_error(grads_of(theirs), big_batch_grads(discriminator, x, y)) < 1e-6
+        theirs.zero_()
