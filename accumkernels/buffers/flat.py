@@ -99,7 +99,10 @@ class Segment:
             RuntimeError: names the parameter: the gradient is sparse, or has another number of elements.
         """
         if grad.layout is not torch.strided:
-            raise RuntimeError(f"the gradient of {self.name!r} is sparse; only dense gradients can be accumulated")
+            raise RuntimeError(
+                f"the gradient of {self.name!r} is sparse; only dense gradients can be accumulated: pass "
+                "sparse=False to its module"
+            )
         if grad.numel() != self.numel:
             raise RuntimeError(
                 f"the gradient of {self.name!r} has {grad.numel()} elements, its parameter had {self.numel} at "

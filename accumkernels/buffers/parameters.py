@@ -101,7 +101,8 @@ class NamedParameter:
         if p.layout is not torch.strided:
             return f"{self.name!r} has layout {p.layout}; only dense parameters can be accumulated"
         if p.dtype not in FLOAT_DTYPES:
-            return f"{self.name!r} is {p.dtype}; gradients are accumulated for {_list(FLOAT_DTYPES)} only"
+            real = "; keep a real parameter and call torch.view_as_complex on it in forward" if p.is_complex() else ""
+            return f"{self.name!r} is {p.dtype}; gradients are accumulated for {_list(FLOAT_DTYPES)} only{real}"
         if p.is_meta:
             return f"{self.name!r} is on the meta device; materialize the model first"
         cause = devices.obstacle(p.device)
