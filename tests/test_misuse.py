@@ -420,6 +420,7 @@ MISUSES = {
     "loss / K": Misuse(of(divided, lambda loss: loss / K), None, "pass the plain loss, acc.backward(loss)"),
     "loss * (1 / K)": Misuse(of(divided, lambda loss: loss * (1 / K)), None, "was divided by 4"),
     "loss / tensor": Misuse(of(divided, lambda loss: loss / torch.tensor(K)), None, "was divided by 4"),
+    "a factor of the loss's own": Misuse(of(divided, lambda loss: loss / K), None, "by definition, as 0.5 * mse"),
     "scaled twice": Misuse(scaled_twice, RuntimeError, "pass the plain loss, acc.backward(loss), not"),
     "scaled twice, coupled": Misuse(scaled_twice_in_parts, RuntimeError, "pass the plain loss"),
     "unknown scaler": Misuse(unknown_scaler, RuntimeError, "FusedAccumulator(..., scaler=scaler)"),

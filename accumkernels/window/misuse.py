@@ -240,7 +240,7 @@ class MisuseDetector(Follower):
             "division",
             "each loss of this window was divided by %d, the number of its micro-batches, and acc divides by the sum "
             "of weights once more: pass the plain loss, acc.backward(loss), or leave the division to the trainer. A "
-            "loss that is the mean over %d samples of its own is right as it is (AK38)",
+            "factor that the loss has by definition, as 0.5 * mse, or as a mean over %d samples, is right (AK38)",
             count,
             count,
         )
