@@ -291,7 +291,8 @@ class FlatBuffer:
         end = 0
         for index, entry in enumerate(named):
             p = local(entry.param)
-            stride = torch.empty_like(p, device="meta").stride()  # dense, even if p itself is not
+            # Dense, even if p itself is not. Subclasses need not know `empty_like`.
+            stride = p.stride() if p.is_contiguous() else torch.empty_like(p, device="meta").stride()
             contiguous = torch.empty(p.shape, device="meta").stride() == stride
             of_param = p.shape, stride, p.dtype, p.device
             self.segments.append(

@@ -122,3 +122,47 @@ def test_main_grad_is_strided_like_the_parameter(make):
     for p, e in zip(model.parameters(), expected, strict=True):
         assert acc.main_grad(p).stride() == torch.empty_like(p).stride()
         assert torch.equal(acc.main_grad(p), e)
+
+
+class FewOps(torch.Tensor):
+    """A weight like those of torchao's quantized training: it knows the ops of its layer, and nothing else."""
+
+    def __new__(cls, inner):
+        """Wrap it."""
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Refuse all but what a Parameter takes."""
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+class OfFewOps(torch.autograd.Function):
+    """`x @ weight.T`."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x @ weight.inner.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad.T @ ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("release", ["auto", "backward", "microbatch"])
+def test_weights_that_know_few_ops(release):
+    """A subclass that can be trained need not know `empty_like`."""
+    torch.manual_seed(0)
+    inner, x = torch.randn(3, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    weight = nn.Parameter(FewOps(inner))
+    acc = ak.FusedAccumulator([weight], release=release, bucket_bytes=1)
+    for part in x.split(3):
+        acc.backward(OfFewOps.apply(part, weight).square().mean(), weight=len(part))
+    acc.finalize()
+    torch.testing.assert_close(weight.grad, 2 / (7 * 3) * (x @ inner.T).T @ x, rtol=1e-12, atol=0)
