@@ -672,8 +672,8 @@ class FusedAccumulator:
         """Drop the `.grad`s of a micro-batch that should not be accumulated, for instance after an exception.
 
         The rest of the window is used, on this and on other ranks. If gradients were already added in buckets
-        (`release`), a window that has counted micro-batches is broken until `zero_()`, or dropped as a whole with a
-        process group.
+        (`release`), a window that has counted micro-batches, or in which a backward raised, is broken until `zero_()`,
+        or dropped as a whole with a process group.
 
         Args:
             window: Drop the whole window, on all ranks. Nothing is communicated now; all ranks still call `finalize` or
@@ -683,9 +683,11 @@ class FusedAccumulator:
             RuntimeError: A backward of the accumulator runs.
         """
         self.engine.check_idle("discard()")
-        self.engine.discard()
         current = self.engine.window
-        if current.phase is Phase.BROKEN and current.micro_batches == 0 and not self._ranks.ends_together:
+        raised = current.phase is Phase.BROKEN or self.engine.runner.captures.inbox.running
+        self.engine.discard()
+        broken = not raised and current.phase is Phase.BROKEN
+        if broken and current.micro_batches == 0 and not self._ranks.ends_together:
             self.engine.drop()  # nothing else was in it
         self.engine.window.discard(window, together=self._ranks.ends_together)
 
