@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -383,6 +384,7 @@ def memory_report(
     if not any(id(p) in owned for p in params):
         raise ValueError("optimizer owns none of the model's trainable parameters")
     measure = _predict if fake else _measure
+    outer = sys.exc_info()[1]
     peaks = measure(training, optimizer, size)
     # Some ops treat a single sample otherwise, and BatchNorm takes no batch of one.
     first = 2 if fake and size == 1 else size
@@ -393,7 +395,7 @@ def memory_report(
     except BaseException as error:
         if other < size or not is_oom_error(error):
             raise
-        let_go(error)
+        let_go(error, outer)
         lines = _bounds(size, peaks)
     return _report(size, peaks, lines, fake)
 

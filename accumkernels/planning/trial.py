@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -161,7 +162,7 @@ class Trials:
         Raises:
             Exception: whatever training raises, unchanged, unless it means out of memory.
         """
-        rate, failure = 0.0, ""
+        rate, failure, outer = 0.0, "", sys.exc_info()[1]
         parts: tuple[float, ...] = ()
         with self._clean():
             try:
@@ -170,7 +171,7 @@ class Trials:
                 if not is_oom_error(error):
                     raise
                 failure = _first_line(error)
-                let_go(error)  # frames hold the activations
+                let_go(error, outer)  # frames hold the activations
             finally:
                 with interrupts_later():
                     self._snapshot.restore()

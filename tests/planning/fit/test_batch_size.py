@@ -489,6 +489,24 @@ def test_wrong_arguments(kwargs, error, match):
     assert _log.sizes == []
 
 
+def test_an_error_that_is_being_handled_keeps_its_traceback():
+    """After a step that ran out of memory, the search for a size may end in re-raising that error."""
+
+    def make_batch(size):
+        if size > 2:
+            raise torch.OutOfMemoryError("planted")
+        return torch.randn(size, 2), torch.randn(size, 2)
+
+    model = nn.Linear(2, 2)
+    try:
+        make_batch(3)
+    except torch.OutOfMemoryError as error:
+        before = error.__traceback__
+        fit(Device(3), 8)
+        ak.memory_report(model, torch.optim.SGD(model.parameters()), make_batch, 2)
+        assert error.__traceback__ is before is not None
+
+
 def test_the_collector_is_as_it_was():
     """Nothing stays set aside from garbage collection; what the program itself set aside does."""
     gc.unfreeze()  # what the tests set aside
