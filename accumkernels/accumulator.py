@@ -689,6 +689,7 @@ class FusedAccumulator:
         broken = not raised and current.phase is Phase.BROKEN
         if broken and current.micro_batches == 0 and not self._ranks.ends_together:
             self.engine.drop()  # nothing else was in it
+            window = window or current.dropped
         self.engine.window.discard(window, together=self._ranks.ends_together)
 
     # ---- the end of a window

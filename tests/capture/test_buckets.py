@@ -617,3 +617,19 @@ def test_gradients_of_another_loss_discarded_before_the_window(bucket_bytes):
         theirs.finalize()
         assert relative_error(grads_of(theirs), big_batch_grads(discriminator, x, y)) < 1e-6
         theirs.zero_()
+
+
+def test_a_window_that_was_to_be_dropped_is_dropped_after_such_a_discard():
+    """The promise that step() skips holds for the window, whatever else is discarded in it."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="backward", bucket_bytes=4)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = batch(3)
+    acc.discard(window=True)
+    mse_loss(model(x), y).backward()
+    acc.discard()
+    acc.backward(mse_loss(model(x), y))
+    acc.step(optimizer)
+    assert acc.step_was_skipped
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
