@@ -28,7 +28,7 @@ from .offload.slots import Slots
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import stages_of
 from .splitting.batches import costs_of, samples_of, tree_leaves, tree_map
-from .splitting.memory import memory_of
+from .splitting.memory import Memory, memory_of
 from .splitting.packing import Packer
 from .splitting.run import BatchReport, BatchRunner, LossAndWeight, adding_nothing
 from .splitting.sample_mean import SampleMean
@@ -271,12 +271,15 @@ class Engine:
     @functools.cached_property
     def batches(self) -> BatchRunner:
         """Runs batches, and learns which micro-batches fit; loops of plain micro-batches never need it."""
-        return BatchRunner(memory_of(self.store.layout.devices[0], self.options.memory_limit))
+        return BatchRunner(self._memory())
 
     @functools.cached_property
     def sample_mean(self) -> SampleMean:
         """Finds out which losses are means over samples."""
-        return SampleMean(is_plain_mean, has_class_weights)
+        return SampleMean(is_plain_mean, has_class_weights, self._memory())
+
+    def _memory(self) -> Memory:
+        return memory_of(self.store.layout.devices[0], self.options.memory_limit)
 
     def drawing(self, batch: Any) -> list[torch.device]:
         """Accelerators whose random numbers a batch may draw: those of all parameters, frozen ones too, and its own."""

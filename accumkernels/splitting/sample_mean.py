@@ -18,7 +18,7 @@ from ..errors import is_oom_error, logger
 from ..hooks import eagerly
 from ..snapshots import RandomState, Snapshot
 from .batches import Samples, TreeSamples, form, is_list_of_tensors, tree_leaves
-from .memory import let_go
+from .memory import Memory, let_go
 from .run import returned_by
 
 _log = logger(__name__)
@@ -42,13 +42,18 @@ class SampleMean:
         is_plain_mean: Whether the graph of a loss of so many samples, and marked items, proves that it is one; None if
             it looks so, and is no proof.
         has_class_weights: Whether the graph of a loss shows that its mean divides by weights that differ by class.
+        memory: Of the accumulator's device, and no one else's: its limit holds for what is asked here, too.
     """
 
     def __init__(
-        self, is_plain_mean: Callable[[Tensor, int, float], bool | None], has_class_weights: Callable[[Tensor], bool]
+        self,
+        is_plain_mean: Callable[[Tensor, int, float], bool | None],
+        has_class_weights: Callable[[Tensor], bool],
+        memory: Memory,
     ) -> None:
         self._is_plain_mean = is_plain_mean
         self._has_class_weights = has_class_weights
+        self._memory = memory
         self._known: set[Any] = set()
         self._tries: dict[Any, tuple[int, int]] = {}  # by kind, tries that told nothing and batches since the last
         self._warned = False
@@ -106,7 +111,7 @@ class SampleMean:
         outer = sys.exc_info()[1]
         found: bool | str | None = None  # whether it is one; None if these samples cannot tell, or why none could
         try:
-            with _untouched() as begin_anew:
+            with self._limited(), _untouched() as begin_anew:
                 for chosen, take, items_of in _selections(samples, costs, indices, part):
                     found = _compare(loss_fn, take, _halves(chosen, items_of), items_of, begin_anew)
                     if found is not None:
@@ -125,6 +130,10 @@ class SampleMean:
         self._tries[kind] = tries + 1, 0
         if found is not None and proven is False:
             self._warn(found)
+
+    def _limited(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the limit also where a part that is known to fit is not measured."""
+        return self._memory.measured() if self._memory.counts_ops else contextlib.nullcontext()
 
     def _warn(self, why: str) -> None:
         if not self._warned:

@@ -82,6 +82,30 @@ def test_holds_for_a_budget_too(split):
     assert error < SINGLE
 
 
+class Transient(nn.Module):
+    """Needs more memory in forward than autograd keeps."""
+
+    def forward(self, x):
+        """Return the input."""
+        with torch.no_grad():
+            x.repeat_interleave(20, 1).sum()
+        return x
+
+
+def test_holds_for_samples_that_are_asked():
+    """Those whose losses are compared do not fit at once: also later, where what is known to fit is not measured."""
+    run = Run(3 * PARAMETERS + ONE + 20 * SAMPLE)
+    run.model.insert(2, Transient())
+    asked = []
+    run.model.register_forward_pre_hook(lambda module, args: asked.append(len(args[0])))
+    for _ in range(3):
+        report, peak, error = run.window(micro_batch=1)
+        assert peak <= run.limit
+        assert error < SINGLE
+        assert report.sizes == [1] * 64
+    assert max(asked[64:]) > 1
+
+
 def test_below_what_is_alive():
     """Both numbers are named; nothing has run, and nothing is learnt from it."""
     run = Run(1_000_000)
