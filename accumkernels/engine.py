@@ -266,7 +266,10 @@ class Engine:
         budget = math.inf if split.budget is None and split.most is not None else split.budget
         unweighted = None if max_over_ranks else functools.partial(self.sample_mean.check, loss_fn, samples, costs)
         parts = _Parts(self, call, unweighted, max_over_ranks, divided_by, last)
-        return self.batches.run(samples, packer, budget, parts, self.drawing(batch))
+        report = self.batches.run(samples, packer, budget, parts, self.drawing(batch))
+        if len(report.sizes) > 1:  # a loop does not divide by a number that is found here
+            self.misuse.note_loss(None)
+        return report
 
     @functools.cached_property
     def batches(self) -> BatchRunner:

@@ -108,6 +108,14 @@ def divisions_of_other_numbers():
         loop.acc.step(loop.optimizer, divisor=divisor)
 
 
+def a_factor_in_a_batch_that_is_split_in_two():
+    """Half of a square, as textbooks have it."""
+    loop = Loop()
+    batch = torch.randn(2 * K, 5), torch.randn(2 * K, 3)
+    loop.acc.backward_batch(batch, lambda part: 0.5 * loop.loss(*part), budget=K)
+    loop.acc.step(loop.optimizer)
+
+
 def sums_over_their_own_number():
     """As many samples in each micro-batch as the window has micro-batches, in forms of a mean over them."""
     loop = Loop()
@@ -240,6 +248,7 @@ MEANT = [
     means_of_as_many_losses,
     one_loss_divided_by_the_number_of_all,
     divisions_of_other_numbers,
+    a_factor_in_a_batch_that_is_split_in_two,
     sums_over_their_own_number,
     dropped_once,
     closure_that_finalizes,
