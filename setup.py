@@ -268,12 +268,13 @@ class NativeBuildExt(build_ext):
         return fullname.replace(".", "/") + ".so"  # no CPython tag: every Python loads it
 
     def build_extension(self, ext: Extension) -> None:
-        ninja, cuda = find_ninja(), find_cuda()
+        ninja, cuda, jobs = find_ninja(), find_cuda(), os.environ.get("MAX_JOBS", "")
+        if jobs and not jobs.isdecimal():
+            fail(f"MAX_JOBS={jobs}: expected a number")
         os.makedirs(BUILD, exist_ok=True)
         write_build_info(self.get_finalized_command("egg_info").egg_version, cuda)
         write_ninja(cuda)
-        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-        if subprocess.run([ninja, "-f", f"{BUILD}/build.ninja", *jobs]).returncode:
+        if subprocess.run([ninja, "-f", f"{BUILD}/build.ninja", *(["-j", jobs] if jobs else [])]).returncode:
             fail(
                 "the native library did not build; the compiler's message stands above. ACCUMKERNELS_BUILD=0 installs "
                 "without compiled kernels"
@@ -308,7 +309,9 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 if __name__ == "__main__":
-    cause = why_pure()
+    cause, suffix = why_pure(), os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")
+    if not re.fullmatch(r"((a|b|rc|\.?post|\.?dev)\d+)*(\+[a-z0-9]+([._-][a-z0-9]+)*)?", suffix, re.IGNORECASE):
+        fail(f"ACCUMKERNELS_VERSION_SUFFIX={suffix}: expected the end of a version, as +cu130")
     if cause and {"build", "build_ext", "bdist_wheel", "editable_wheel"} & set(sys.argv):
         print(f"accumkernels: a wheel for any platform, without compiled kernels: {cause}", flush=True)
     setup(
@@ -316,7 +319,7 @@ if __name__ == "__main__":
         ext_modules=[] if cause else [Extension("accumkernels._native", sources=[])],
         cmdclass={"build": FreshBuild, "build_ext": NativeBuildExt, "bdist_wheel": AnyPythonWheel},
         options={
-            "egg_info": {"tag_build": os.environ.get("ACCUMKERNELS_VERSION_SUFFIX", "")},
+            "egg_info": {"tag_build": suffix},
             # A folder on the path, which comes before the clone's own if that is named accumkernels; a finder does not.
             "editable_wheel": {"mode": "compat"},
         },

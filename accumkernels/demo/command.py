@@ -322,7 +322,10 @@ def run(device: str | None, out: Path, steps: int | None, seed: int, amp: str | 
 
     def work(display: Display) -> None:
         chosen = choose_device(device)
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DemoError(f"--out {out}: {error.strerror}") from None
         _demo(chosen, choose_amp(amp, chosen), out, steps, seed, display)
 
     return run_command("demo", out, work)

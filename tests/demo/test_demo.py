@@ -194,7 +194,7 @@ class TestCommand:
         """An `--out` below a file is one line, before any training."""
         (tmp_path / "file").touch()
         assert main(["demo", "--device", "cpu", "--out", str(tmp_path / "file" / "out")]) == 2
-        assert "file" in capsys.readouterr().err.splitlines()[0]
+        assert f"--out {tmp_path / 'file' / 'out'}: Not a directory" in capsys.readouterr().err.splitlines()[0]
 
     @pytest.mark.parametrize("package", ["rich", "matplotlib"])
     def test_missing_package(self, package, monkeypatch, capsys):

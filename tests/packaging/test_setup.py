@@ -186,10 +186,12 @@ def test_names_an_unknown_architecture_and_the_valid_ones(project: Project) -> N
         ({"ACCUMKERNELS_BUILD_CUDA": "1"}, "no nvcc in PATH"),
         ({"CUDA_HOME": "/no/such/cuda"}, "no nvcc in CUDA_HOME=/no/such/cuda"),
         ({"ACCUMKERNELS_BUILD_CUDA": "yes"}, "ACCUMKERNELS_BUILD_CUDA=yes: expected auto, 0 or 1"),
+        ({"MAX_JOBS": "x"}, "MAX_JOBS=x: expected a number"),
+        ({"ACCUMKERNELS_VERSION_SUFFIX": "cpu-"}, "ACCUMKERNELS_VERSION_SUFFIX=cpu-: expected the end of a version"),
     ],
 )
-def test_cuda_asked_for_but_not_there_is_an_error(project: Project, knobs: dict[str, str], words: str) -> None:
-    """A wheel without CUDA kernels is never built by mistake."""
+def test_wrong_knobs_are_named(project: Project, knobs: dict[str, str], words: str) -> None:
+    """A wheel without CUDA kernels is never built by mistake, and no other program's message has to be read."""
     assert words in project.fail(**knobs)
 
 
