@@ -69,6 +69,10 @@ def refuse_unknown(given: Mapping[str, object], known: Iterable[str]) -> NoRetur
 class Options:
     """FusedAccumulator's options that do not depend on the parameters themselves, checked.
 
+    Attributes:
+        in_trainer: Whether a trainer runs the loop: with `release="backward"`, gradients of its user's own backwards are
+            left in `.grad` then, since nobody knows by that time what the trainer divides its losses by.
+
     Raises:
         TypeError, ValueError: Names the argument, its value and what is accepted.
     """
@@ -85,6 +89,7 @@ class Options:
     backend: str = "auto"
     comm_dtype: torch.dtype | Literal["auto"] = torch.float32
     memory_limit: Any = None  # an int, once checked
+    in_trainer: bool = False
 
     def __post_init__(self) -> None:
         if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):

@@ -78,7 +78,8 @@ class Captures:
             segments = (s for buffer in store.buffers for s in buffer.segments)
             largest = max((s.numel * s.dtype.itemsize for s in segments), default=0)
             bucket_bytes = default_bucket_bytes(store.layout.devices[0], largest)
-        self.inbox = Inbox(store, bucket_bytes, add if self._release == "backward" else None, Handles(owner))
+        takes_own = self._release == "backward" and not options.in_trainer
+        self.inbox = Inbox(store, bucket_bytes, add if takes_own else None, Handles(owner))
         self._policy: FusionPolicy | None = None
         self.follow(store.buffers)
         if not store.sharded:  # else every gradient is left to autograd

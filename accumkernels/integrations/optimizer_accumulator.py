@@ -65,7 +65,7 @@ class OptimizerAccumulator:
                 "cpu_offload=True in a trainer: it moves the optimizer's state to the model's device, and its "
                 "checkpoints would lack the masters. Use FusedAccumulator in a loop of your own (docs/cpu_offload.md)"
             )
-        checked = Options(scaler=scaler, **options)
+        checked = Options(scaler=scaler, in_trainer=True, **options)
         if len(modules) == 1 and exclusive:
             self.engine = Engine(modules[0], checked, group, stepped=stepped)
         else:

@@ -285,6 +285,23 @@ def test_backward_edits_gradients(caplog):
     assert found.getMessage().startswith("accumkernels: halve(), which reads .grad, finds no .grad")
 
 
+class Penalized(Module):
+    """Runs a backward of its own in each batch, which Lightning does not divide."""
+
+    def training_step(self, data, index):
+        (0.1 * sum(p.square().sum() for p in self.parameters())).backward()
+        return self.loss(data)
+
+
+@pytest.mark.parametrize("options", [{}, {"release": "backward", "bucket_bytes": 64}])
+def test_backwards_of_its_own(options):
+    """They add to the trainer's gradients, whenever those are taken."""
+    stock, ours = (Penalized(lambda module: torch.optim.SGD(module.parameters(), lr=0.1)) for _ in range(2))
+    quiet_trainer().fit(stock)
+    quiet_trainer(FusedAccumulation(**options)).fit(ours)
+    assert_close(stock, ours)
+
+
 def test_callbacks_of_lightning_read_no_gradients():
     """So averaging goes on in the optimizer's own pass, after which there is none; nor do subclasses without a hook."""
     left = []

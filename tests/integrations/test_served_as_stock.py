@@ -117,6 +117,18 @@ def own_backwards(accelerator, model, optimizer, scheduler):
         model.zero_grad(set_to_none=i % 4 < 2)
 
 
+def penalties(accelerator, model, optimizer, scheduler):
+    """Backwards of the loop's own after accelerate's, which add to the sum so far."""
+    for i in range(8):
+        accelerator.backward(loss_of(model, i) / 4)
+        if i % 4:
+            (0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+        if i % 4 == 3:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
 def nothing_to_step(accelerator, model, optimizer, scheduler):
     """A step without a backward: schedulers go on."""
     optimizer.step()
@@ -142,16 +154,18 @@ def closures(accelerator, model, optimizer, scheduler):
             optimizer.zero_grad()
 
 
-LOOPS = [recipe, by_hand, dropped, raw_backward, own_backwards, nothing_to_step, closures]
+LOOPS = [recipe, by_hand, dropped, raw_backward, own_backwards, penalties, nothing_to_step, closures]
 COUNTED = (recipe, raw_backward)
 
 
+@pytest.mark.parametrize("release", ["auto", "backward"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_loops(loop):
+def test_loops(loop, release):
     """Where a loop does not count by `accumulate()` and `backward`, gradients are accelerate's own."""
     models = []
     for cls in BOTH:
-        accelerator = make(cls, steps=4 if loop in COUNTED else 1)
+        options = {} if cls is STOCK else {"accumulator_options": {"release": release}}
+        accelerator = make(cls, steps=4 if loop in COUNTED else 1, **options)
         model = mlp()
         optimizer = adamw(model.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
