@@ -623,5 +623,4 @@ def _zero_grad(window: TrainerWindow, drops: Callable[[], bool], set_to_none: bo
     """`zero_grad` of an optimizer: as in Lightning, it drops what was accumulated; an open window, if it `drops` it."""
     if drops() and not (window.finalized and not window.stepped):
         window.close()
-    else:
-        window.drop_grads(set_to_none)
+    window.drop_grads(set_to_none)  # also of parameters that were added to the optimizer since

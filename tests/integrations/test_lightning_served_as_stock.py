@@ -285,6 +285,22 @@ def test_backward_edits_gradients(caplog):
     assert found.getMessage().startswith("accumkernels: halve(), which reads .grad, finds no .grad")
 
 
+class AddsTheHead(pl.Callback):
+    """After the first window; backward has left gradients in it."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 4:
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.head.parameters())})
+
+
+def test_zero_grad_clears_a_late_parameter():
+    """Which the accumulator does not know when a callback adds it."""
+    stock, ours = (Module(lambda module: torch.optim.SGD(module.backbone.parameters(), lr=0.1)) for _ in range(2))
+    quiet_trainer(AddsTheHead()).fit(stock)
+    quiet_trainer(FusedAccumulation(), AddsTheHead()).fit(ours)
+    assert_close(stock, ours)
+
+
 class Penalized(Module):
     """Runs a backward of its own in each batch, which Lightning does not divide."""
 

@@ -320,6 +320,27 @@ def test_parameters_that_nobody_steps(caplog):
     ]
 
 
+def test_zero_grad_clears_a_late_parameter():
+    """It was nobody's when the window before was accumulated, and backward has left gradients in it since."""
+    models = []
+    for cls in BOTH:
+        accelerator = make(cls)
+        model = mlp()
+        late = list(model[2].parameters())
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for i in range(12):
+            if i == 4:
+                optimizer.optimizer.add_param_group({"params": late})
+                optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, i))
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model)
+    assert_close(*models)
+
+
 def test_pruning():
     """Parameters get other names between windows, and are the same."""
     models = []
