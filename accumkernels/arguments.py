@@ -70,8 +70,8 @@ class Options:
     """FusedAccumulator's options that do not depend on the parameters themselves, checked.
 
     Attributes:
-        in_trainer: Whether a trainer runs the loop: with `release="backward"`, gradients of its user's own backwards are
-            left in `.grad` then, since nobody knows by that time what the trainer divides its losses by.
+        in_trainer: Whether a trainer runs the loop: with `release="backward"`, gradients of the user's own backwards
+            stay in `.grad` then, since nobody knows by that time what the trainer divides its losses by.
 
     Raises:
         TypeError, ValueError: Names the argument, its value and what is accepted.

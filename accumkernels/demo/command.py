@@ -325,7 +325,7 @@ def run(device: str | None, out: Path, steps: int | None, seed: int, amp: str | 
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DemoError(f"--out {out}: {error.strerror}") from None
+            raise UserError(f"--out {out}: {error.strerror}") from None
         _demo(chosen, choose_amp(amp, chosen), out, steps, seed, display)
 
     return run_command("demo", out, work)
