@@ -75,10 +75,11 @@ class FusedOptimizer(AcceleratedOptimizer):
         elif self.gradient_state.sync_gradients:
             window = self.window
             counted = window.micro_batch is not None and self.gradient_state.num_steps > 1
-            if window.finalized or not counted:
-                if window.stepped or not window.finalized:
-                    window.close()
-                window.drop_grads(set_to_none is not False)  # also of parameters that were added to the optimizer since
+            if window.finalized and not window.stepped:
+                window.drop_grads(set_to_none is not False)
+            elif window.finalized or not counted:
+                window.close()
+                super().zero_grad(set_to_none)  # also of parameters that were added to the optimizer since
 
     def train(self) -> None:
         """As in accelerate; the model gets the weights that a schedule-free optimizer trains at."""
