@@ -89,6 +89,7 @@ class FusedAccumulationMixin(Base):
         self._loss_is = loss_is
         self._probe = LossProbe(self)
         self._endings: Endings  # of the current `train`
+        self._calls = 0  # of `training_step`, for the micro-batches that the Trainer has taken at once
         self._adds_means = False  # whether the Trainer adds up the means of a window, and takes that for its loss
         self._logged: Tensor | None = None  # losses that the Trainer had added up before the window, if any
         self._items: Tensor | int | None = None
@@ -220,6 +221,7 @@ class FusedAccumulationMixin(Base):
         """As in the Trainer, which takes a window's micro-batches at once; find out what their losses average."""
         samples, items = super().get_batch_samples(*args, **kwargs)
         self.current_gradient_accumulation_steps = len(samples)  # as the Trainer is about to
+        self._calls = 0
         if not self.takes_one:
             self._probe.ask(samples, items)
         self._items = items
@@ -231,11 +233,12 @@ class FusedAccumulationMixin(Base):
         """As in the Trainer; means are weighted, whether the Trainer has divided them by their number or not.
 
         Raises:
-            RuntimeError: It has run more than one backward of a mean.
+            RuntimeError: It has run more than one backward of a mean for a micro-batch.
         """
         accelerator = self.accelerator
         accelerator.open_window()
         before = sum(one.micro_batches for one in accelerator.accumulators)
+        self._calls = self._calls + 1 if before else 1  # a subclass may call it twice for a micro-batch
         accelerator.reads_gradients = self._somebody_reads_gradients()
         adds_up = self.adds_up(num_items_in_batch)
         found = self._probe.normalization(inputs)
@@ -259,11 +262,11 @@ class FusedAccumulationMixin(Base):
         finally:
             self.args.average_tokens_across_devices = averages
         ran = sum(one.micro_batches for one in accelerator.accumulators) - before
-        if means and self._split is None and ran > 1:
+        if means and (self._calls > self.current_gradient_accumulation_steps or (self._split is None and ran > 1)):
             raise RuntimeError(
-                f"training_step has run {ran} backwards of losses that are means, which count as so many "
-                "micro-batches: the gradient would be their mean, where transformers adds them up. Add up the losses, "
-                "and run one backward (override compute_loss)"
+                "training_step has run several backwards of losses that are means for one micro-batch, and each counts "
+                "as one: the gradient would be their mean, where transformers adds them up. Add up the losses, and run "
+                "one backward (override compute_loss)"
             )
         self._adds_means |= means and ran > 0  # else it has run a backward of its own, whose loss the Trainer's is
         return loss

@@ -324,7 +324,7 @@ def test_looking_logs_nothing(tmp_path):
     assert stock
 
 
-class Twice(transformers.Trainer):
+class Twice:
     """Two backwards, as adversarial training has them."""
 
     def training_step(self, *args, **kwargs):
@@ -332,11 +332,12 @@ class Twice(transformers.Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_two_backwards_of_one_micro_batch(tmp_path):
-    """Sums are added up as in the Trainer; means would be averaged, and are refused."""
-    ours = type("OurTwice", (FusedAccumulationMixin, Twice), {})
-    assert same(fit(ours, tmp_path, Normed(), Samples(8)).model, fit(Twice, tmp_path, Normed(), Samples(8)).model)
-    with pytest.raises(RuntimeError, match="2 backwards of losses that are means"):
+@pytest.mark.parametrize("bases", [(FusedAccumulationMixin, Twice, STOCK), (Twice, Trainer)], ids=["before", "after"])
+def test_two_backwards_of_one_micro_batch(bases, tmp_path):
+    """Sums are added up as in the Trainer; means would be averaged, and are refused, whoever calls whom."""
+    ours, stock = type("Ours", bases, {}), type("Stock", (Twice, STOCK), {})
+    assert same(fit(ours, tmp_path, Normed(), Samples(8)).model, fit(stock, tmp_path, Normed(), Samples(8)).model)
+    with pytest.raises(RuntimeError, match="several backwards of losses that are means"):
         fit(ours, tmp_path, Normed(mean=True), Samples(8))
 
 
