@@ -306,21 +306,21 @@ class MicroBatchRunner:
         counted = window.with_unsynced(micro_batch) if window.unsynced else micro_batch
         if not buckets or (window.unsynced and inbox.listens):
             buckets.append([])
+        self._sums.partial = added
         try:
             for bucket in buckets if self._sender.begun else ():
                 self._sender.check_not_sent(bucket)
             for bucket in buckets[:-1]:
                 self._sums.add(bucket, micro_batch)
             self._sums.add(buckets[-1], counted, count=True, drops=drops)
-            added = True
             loss = micro_batch.loss if micro_batch.divided_by is None else micro_batch.undivided
             window.loss.add(loss, micro_batch.weight, dropped)
+            self._count(window, micro_batch, counted.weight)
         except BaseException:
             # An op that fails has added none of its gradients, but others may have run.
-            if added or self._sums.partial or self._sender.begun:
+            if self._sums.partial or self._sender.begun:
                 window.break_()
             raise
-        self._count(window, micro_batch, counted.weight)
 
     def _count(self, window: Window, micro_batch: MicroBatch, weight: float | Tensor) -> None:
         self.captures.inbox.done()
@@ -400,8 +400,8 @@ class Sums(Sink):
         options: FusedAccumulator's; the scaler has the scale that gradients carry.
 
     Attributes:
-        partial: Whether an `add` that failed has run an op, or a part of one: an op refuses its own gradients before it
-            adds any, but may run out of memory after it has added some.
+        partial: Whether any `add` of the current micro-batch has run an op, or a part of one: an op refuses its own
+            gradients before it adds any, but may run out of memory after it has added some.
     """
 
     def __init__(self, store: Store, ranks: Ranks, noise: NoiseMeter, options: Options) -> None:
@@ -449,7 +449,6 @@ class Sums(Sink):
         if (scaled or first is None) and scaler is not None and scaler._scale is None:
             self._ranks.prepare_scaler(scaler)
         carried = loss_scale(scaler, micro_batch) if scaled else None
-        self.partial = False
         for buffer, (segments, grads) in bucket:
             squares = weighted = None
             if self._noise.measuring:
@@ -482,7 +481,7 @@ class Sums(Sink):
                 flags = first.flags if self._checks else None
                 options = flags, micro_batch.tag, *weights, None, drop, None, True
                 first.accumulate(self._store.states[device], [], [], *options)
-        self.partial = False
+            self.partial = True
 
     def _add_squares(self, squares: Tensor, weighted: Tensor, micro_batch: MicroBatch) -> None:
         """Add `sum w_i |g_i|^2`, given the squared norm of gradients of a loss times `loss_weight`."""

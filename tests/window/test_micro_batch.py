@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 
 import pytest
@@ -148,6 +149,31 @@ def test_memory_runs_out_inside_an_op(error, monkeypatch):
     acc.backward(mse_loss(model(x), y), 6.0)
     acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
     assert acc.weight == 6 and relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6
+
+
+@pytest.mark.parametrize("before", ["captures.inbox.done", "_count"])
+def test_an_interrupt_after_the_op(before, monkeypatch):
+    """Between the op that adds a micro-batch and what notes it: a loop that goes on would add it twice."""
+    model = mlp()
+    x, y = batch(6)
+    acc = ak.FusedAccumulator(model)
+    acc.backward(mse_loss(model(x[:3]), y[:3]))
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        owner, _, name = before.rpartition(".")
+        patch.setattr(operator.attrgetter(owner)(acc.engine.runner) if owner else acc.engine.runner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            acc.backward(mse_loss(model(x[3:]), y[3:]))
+    acc.discard()
+    with pytest.raises(RuntimeError, match="this window is broken"):
+        acc.backward(mse_loss(model(x[3:]), y[3:]))
+    acc.zero_()
+    acc.backward(mse_loss(model(x), y))
+    acc.finalize(torch.optim.SGD(acc.parameters(), lr=0.1))
+    assert relative_error(grads_of(acc), big_batch_grads(model, x, y)) < 1e-6
 
 
 @pytest.mark.parametrize("overflow", ["window", "microbatch", "raise"])
