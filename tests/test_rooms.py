@@ -61,6 +61,15 @@ def test_contributing_map_names_every_module():
     assert rooms.unmapped(PACKAGE, CONTRIBUTING) == []
 
 
+def test_contributing_names_files_that_exist():
+    """Below the map, too; OP stands for an op of the reader's own, and a bare name for a file of a folder named before."""
+    named = re.findall(r"`([\w/]+/\w+\.(?:py|h|cpp|cu))`", CONTRIBUTING.read_text())
+    assert len(named) > 20
+    roots = (ROOT, PACKAGE, ROOT / "benchmarks")
+    gone = [name for name in named if "OP." not in name and not any((root / name).exists() for root in roots)]
+    assert gone == []
+
+
 ENDING = "def later():\n    from ..window.end import Ending"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import accumkernels.ranks.ddp"
 UP = [  # module, what is added to it, whom it must not import
