@@ -98,7 +98,8 @@ def needs(package: str, oldest: str) -> Iterator[None]:
             return
     except ImportError as error:
         raise ImportError(
-            f"accumkernels.integrations.{package} needs {package}: pip install 'accumkernels[{package}]'", name=package
+            f"accumkernels.integrations.{package} needs {error.name or package}: pip install 'accumkernels[{package}]'",
+            name=error.name or package,
         ) from error
     raise ImportError(
         f"accumkernels.integrations.{package} needs {package} >= {oldest}, and {version} is installed: "

@@ -25,7 +25,6 @@ from ..arguments import Split
 from ..errors import expect, needs, wrong_type
 from ..ranks.base import is_distributed, store
 from ..window.checkpoint import without_window
-from .accelerate import fuse
 from .loss_probe import DIVIDED, IGNORED, MEAN, SUM, LossProbe, may_shift, rows
 from .window import split_options
 
@@ -33,6 +32,7 @@ with needs("transformers", oldest="5.19"):
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    from .accelerate import fuse  # which needs accelerate
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base

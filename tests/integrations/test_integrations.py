@@ -16,17 +16,34 @@ from tests.support.models import mlp
 TRAINERS = ("accelerate", "lightning", "transformers")
 
 
-@pytest.mark.parametrize("package", TRAINERS)
-def test_a_missing_package_is_named(package, monkeypatch):
+@pytest.mark.parametrize(
+    ("adapter", "missing"), [*((name, [name]) for name in TRAINERS), ("transformers", ["accelerate", "transformers"])]
+)
+def test_a_missing_package_is_named(adapter, missing, monkeypatch):
     """With the extra that brings it; accumkernels itself needs none of them."""
     for name in list(sys.modules):
-        if name.partition(".")[0] == package:
+        if name.partition(".")[0] in missing:
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
+    for package in missing:
+        monkeypatch.setitem(sys.modules, package, None)
     for name in TRAINERS:
         monkeypatch.delitem(sys.modules, f"accumkernels.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=re.escape(f"pip install 'accumkernels[{package}]'")):
-        importlib.import_module(f"accumkernels.integrations.{package}")
+    needed = f"accumkernels.integrations.{adapter} needs {adapter}: pip install 'accumkernels[{adapter}]'"
+    with pytest.raises(ImportError, match=re.escape(needed)):
+        importlib.import_module(f"accumkernels.integrations.{adapter}")
+
+
+def test_a_package_that_an_adapter_needs_besides_is_named(monkeypatch):
+    """The Trainer's adapter stands on accelerate's, and its extra brings both."""
+    pytest.importorskip("transformers")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    for name in TRAINERS:
+        monkeypatch.delitem(sys.modules, f"accumkernels.integrations.{name}", raising=False)
+    needed = "accumkernels.integrations.transformers needs accelerate: pip install 'accumkernels[transformers]'"
+    with pytest.raises(ImportError, match=re.escape(needed)):
+        importlib.import_module("accumkernels.integrations.transformers")
 
 
 @pytest.mark.parametrize(
