@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from accumkernels import hooks
@@ -30,6 +32,7 @@ def test_every_case_has_a_limit():
     assert LIMITS.keys() == CASES.keys()
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a profiled frame of Python 3.10 holds its variables twice")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.native
 def test_journey_is_short(case, one_thread, monkeypatch):
