@@ -62,7 +62,7 @@ def test_contributing_map_names_every_module():
 
 
 def test_contributing_names_files_that_exist():
-    """Below the map, too; OP stands for an op of the reader's own, and a bare name for a file of a folder named before."""
+    """Below the map, too; OP stands for an op of the reader's own."""
     named = re.findall(r"`([\w/]+/\w+\.(?:py|h|cpp|cu))`", CONTRIBUTING.read_text())
     assert len(named) > 20
     roots = (ROOT, PACKAGE, ROOT / "benchmarks")

@@ -57,7 +57,8 @@ def test_a_capture_names_what_can_be_captured(rocm, monkeypatch):
 
 def test_fused_products(rocm, monkeypatch):
     """Of 16-bit operands they are off, since none has run on ROCm; those of fp32 ones are plain addmm."""
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None, raising=False)  # torch 2.10 wants a driver
+    # Which needs a driver in torch 2.10.
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None, raising=False)
     with FakeTensorMode():
         view = torch.zeros(8, 8, device="cuda")
     for dtype in (torch.float16, torch.bfloat16):
