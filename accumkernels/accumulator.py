@@ -105,10 +105,10 @@ class FusedAccumulator:
             computes them, so that they never exist on their own. This happens inside `acc.backward` for weights that
             the graph of this very backward uses in nothing else, and that have no hooks of yours. Such a gradient is
             not rounded to 16 bit first, so it is nearer to float64 and not bit-equal to stock's. "auto" (default) fuses
-            weights of at least 2**18 elements, or 2**20 in the memory of an accelerator, if gradients are added in
-            buckets (`release`): embeddings, and weights of products in bf16 and fp32 if no GradScaler is enabled,
-            except in bf16 if the sums stay in the cache of a CPU with AMX. True fuses every such weight, also with
-            `release="microbatch"`, where an exception in backward then breaks the window, and in fp16 with a
+            weights of at least 2**18 elements, or on an accelerator 2**20 to 2**22 by its bandwidth, if gradients
+            are added in buckets (`release`): embeddings, and weights of products in bf16 and fp32 if no GradScaler is
+            enabled, except in bf16 if the sums stay in the cache of a CPU with AMX. True fuses every such weight, also
+            with `release="microbatch"`, where an exception in backward then breaks the window, and in fp16 with a
             GradScaler, where a sum that overflows fp16 and not fp32 no longer skips the step. "deferred" fuses as
             "auto" does, whatever `release` is, and keeps the operands of short products (on a CPU of up to 32 tokens),
             to multiply those of several micro-batches together: for micro-batches of few tokens, where reading and

@@ -70,6 +70,14 @@ def multiplies_bf16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def bytes_per_second(device: torch.device) -> float:
+    """The bandwidth of an accelerator's memory; that of an RTX 3060 where torch does not know its clock and width."""
+    known = device.type == "cuda" and torch.cuda.is_available()
+    properties = torch.cuda.get_device_properties(device) if known else None
+    kilohertz, bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2 * 1e3 * kilohertz * bits / 8 or 360e9  # two transfers in each cycle of this clock
+
+
 def counts_memory(device: torch.device) -> bool:
     """Whether an accelerator's allocator counts the bytes in use, and knows how many are free."""
     if not is_current(device.type) or not torch.accelerator.is_available():

@@ -267,6 +267,23 @@ def test_a_device_that_computes_fp64_in_fp32_is_refused(monkeypatch):
     devices.obstacle.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ({"memory_clock_rate": 3_201_000, "memory_bus_width": 6144}, 4.92e12),  # an H200; its data sheet says 4.8 TB/s
+        ({"memory_clock_rate": 7_501_000, "memory_bus_width": 192}, 360e9),  # an RTX 3060
+        ({"memory_clock_rate": 0, "memory_bus_width": 192}, 360e9),  # what some virtual machines say
+        ({}, 360e9),
+    ],
+)
+def test_bandwidth(known, expected, monkeypatch):
+    """By clock and width as CUDA has them; the default is that of a small card."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**known))
+    assert devices.bytes_per_second(torch.device("cuda", 0)) == pytest.approx(expected, rel=0.01)
+    assert devices.bytes_per_second(torch.device("xpu", 0)) == 360e9
+
+
 def test_without_any_accelerator():
     """The CPU is the default, and has no streams."""
     cpu = torch.device("cpu")

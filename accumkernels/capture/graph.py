@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from ..buffers.flat import FlatBuffer, Segment
 from ..buffers.store import Store
-from ..devices import is_accelerator, keep_until_done
+from ..devices import bytes_per_second, is_accelerator, keep_until_done
 from ..ops.products import Gemm, add_product, add_rows, choose, widened
 from .inbox import Inbox, MicroBatch, SegmentKey, Sink, has_only_our_hooks, have_hooks, in_compiled_autograd
 
@@ -42,9 +42,7 @@ _HALF = (torch.float16, torch.bfloat16)
 # Elements. Reading the graph, a hook and looking for those of others take 25 microseconds for each weight, and widening
 # its gradient as long at 2**17 (benchmarks.defaults: with 2**14, windows of the smallest model took 12 % more).
 SMALLEST_CAST = 2**17
-# The host takes as long where sums are in a GPU's memory, which moves more bytes in that time: 2**20 elements are 8 MB,
-# which a card of 360 GB/s moves in 23 microseconds.
-ON_ACCELERATORS = 8
+_OF_BANDWIDTH = 45e9  # bytes per second: that of a CPU's memory
 _KEPT_PART = 16  # operands of products that were not added yet take at most this part of the sums' memory
 EVERY = 32  # backwards between two looks for casts, where none are found
 
@@ -214,13 +212,23 @@ class GraphCapture:
         """Look for the parameters of new buffers, too."""
         policy = self._policy
         for buffer in buffers:
-            smallest_cast = SMALLEST_CAST * (ON_ACCELERATORS if is_accelerator(buffer.device) else 1)
+            smallest_cast = self._smallest_cast(buffer.device)
             smallest_fused = max(policy.min_numel, smallest_cast) if policy.min_numel else 0
             for segment in buffer.segments:
                 casts = segment.dtype == torch.float32 and segment.numel >= smallest_cast
                 fuses = policy.fuses and len(segment.shape) == 2 and segment.numel >= smallest_fused
                 if type(segment.param) in (Tensor, Parameter) and (casts or fuses):
                     self.weights[id(segment.param)] = _Weight(self, buffer, segment, casts=casts, fuses=fuses)
+
+    def _smallest_cast(self, device: torch.device) -> float:
+        """Elements of the smallest weight that gains, where sums are in a device's memory.
+
+        An accelerator moves more bytes in the time that a hook takes the host. But a gradient that fills a bucket is
+        taken on any: it would be alive besides the buckets, and that of a tied weight from its first use to its last.
+        """
+        if not is_accelerator(device):
+            return SMALLEST_CAST
+        return min(SMALLEST_CAST * bytes_per_second(device) / _OF_BANDWIDTH, self.inbox.bucket_bytes / 4)
 
     # ---- before a backward
 

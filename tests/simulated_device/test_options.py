@@ -94,18 +94,22 @@ def test_what_a_user_reads_waits(stages):
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "expected"),
+    ("device", "bandwidth", "options", "expected"),
     [
-        ("cpu", {"fuse_weight_gradients": False}, {"taken in 16 bits": 256 + 1024}),
-        ("sim:0", {"fuse_weight_gradients": False}, {"taken in 16 bits": 1024}),
-        ("sim:0", {"release": "backward"}, {"fused": 1024}),
-        ("sim:0", {"fuse_weight_gradients": True}, {"fused": 256 + 1024}),
-        ("sim:0", {"cpu_offload": True}, {"taken in 16 bits": 256 + 1024}),
+        ("cpu", 4.8e12, {"fuse_weight_gradients": False}, {"taken in 16 bits": 256 + 1024}),
+        ("sim:0", 360e9, {"fuse_weight_gradients": False}, {"taken in 16 bits": 1024}),
+        ("sim:0", 4.8e12, {"fuse_weight_gradients": False}, {}),
+        ("sim:0", 4.8e12, {"fuse_weight_gradients": False, "bucket_bytes": 4096}, {"taken in 16 bits": 1024}),
+        ("sim:0", 360e9, {"release": "backward"}, {"fused": 1024}),
+        ("sim:0", 4.8e12, {"release": "backward"}, {}),
+        ("sim:0", 4.8e12, {"fuse_weight_gradients": True}, {"fused": 256 + 1024}),
+        ("sim:0", 4.8e12, {"cpu_offload": True}, {"taken in 16 bits": 256 + 1024}),
     ],
-    ids=["CPU", "casts", "fused", "on demand", "sums in host memory"],
+    ids=["CPU", "casts", "fast", "a bucket each", "fused", "fused, fast", "on demand", "sums in host memory"],
 )
-def test_small_weights(monkeypatch, device, options, expected):
+def test_small_weights(monkeypatch, device, bandwidth, options, expected):
     """A hook takes the host as long as on a CPU, and saves bytes that an accelerator moves several times as fast."""
+    monkeypatch.setattr(graph, "bytes_per_second", lambda device: bandwidth)
     monkeypatch.setattr(graph, "SMALLEST_CAST", 128)
     monkeypatch.setattr(choice, "_SMALLEST_FUSED", 256)
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 64, bias=False)).to(device)
