@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .devices import is_accelerator, random_state, set_random_state, with_random_state
+from .hooks import graph_nodes
 
 _COUNTER = 4096  # elements of a counter at the most
 
@@ -95,12 +97,12 @@ class Snapshot:
     nearly full device gets no fuller. A snapshot remembers parameters, buffers and every other tensor reachable from
     the modules' attributes; the attributes themselves, with the contents of lists, dicts, sets and deques (hooks,
     counters, caches, train or eval mode); `.grad`s and hooks of parameters; random generators and small
-    arrays of NumPy. It does not look into objects of other classes.
+    arrays of NumPy. It does not look into objects of other classes, but for modules and optimizers inside of others.
 
     Args:
         model: The model.
-        parameters: Whether to remember parameters, and tensors that are no buffers and too large for counters. A
-            forward without gradients does not change them.
+        parameters: Whether to remember parameters, tensors that are no buffers and too large for counters, and modules
+            and optimizers inside of others. A forward without gradients does not change them.
     """
 
     def __init__(self, model: nn.Module, *, parameters: bool = True) -> None:
@@ -110,6 +112,7 @@ class Snapshot:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._seen: dict[int, Any] = {}  # by id; kept alive, so that no id is used again
         self._largest = math.inf  # elements of tensors that are remembered
+        self._opened: tuple[type, ...] = (nn.Module, Optimizer) if parameters else ()
         self._random_state = RandomState()
         if not parameters:
             for module in model.modules():  # FSDP2 replaces what these hold while it runs
@@ -131,6 +134,14 @@ class Snapshot:
         self._leave_out(without)
         self._remember(vars(owner))
 
+    def include_leaves(self, loss: Tensor) -> None:
+        """Remember parameters, in the model or not, that the backward of a loss will give gradients."""
+        with torch._C._DisableTorchDispatch():  # modes count, or have no values
+            for node in graph_nodes([loss.grad_fn]):
+                leaf = getattr(node, "variable", None)
+                if isinstance(leaf, nn.Parameter):
+                    self._tensor(leaf)
+
     def _leave_out(self, values: Iterable[object]) -> None:
         self._seen.update((id(value), value) for value in values)
 
@@ -139,6 +150,8 @@ class Snapshot:
         queue = [root]
         while queue:
             value = queue.pop()
+            if isinstance(value, self._opened):
+                value = vars(value)
             if isinstance(value, Tensor):
                 self._tensor(value)
             elif (put_back := _put_back(value)) is not None:
@@ -162,10 +175,10 @@ class Snapshot:
         self._content(tensor)
 
     def _content(self, tensor: Tensor) -> None:
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
+        if storage._cdata not in self._storages and storage.device.type != "meta":  # a fake tensor's is meta, too
             self._storages[storage._cdata] = storage, storage.cpu() if storage.device.type != "cpu" else storage.clone()
 
     @torch.no_grad()

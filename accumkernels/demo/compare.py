@@ -31,7 +31,6 @@ from ..errors import is_oom_error
 from ..planning.commands import UserError, arguments_for
 from ..planning.training import Training, positive_int, training_for
 from ..planning.trial import Trials
-from ..snapshots import Snapshot
 from ..splitting.batches import TreeSamples, tree_map
 from ..splitting.memory import format_bytes, let_go
 from . import report
@@ -119,7 +118,7 @@ class Comparison:
         """Put the model onto its device, in the mode of the comparison, and everything back in the end."""
         model = self.training.model
         stack = contextlib.ExitStack()
-        stack.callback(Snapshot(model).restore)
+        stack.callback(self.training.snapshot().restore)
         self.training.place()
         if self.evaluates:
             model.eval()

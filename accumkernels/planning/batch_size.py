@@ -105,8 +105,9 @@ def find_batch_size(
     Sizes are tried with whole training steps, in the model's current modes: doubling from 1 (2 if BatchNorm trains)
     until memory runs out or the cap is reached, then, with "binsearch", between the last two. Only out of memory
     (`is_oom_error`) makes a size smaller; every other exception is raised unchanged. Afterwards, even after an error or
-    a Ctrl-C, the model (parameters, buffers, `.grad`s, hooks, attributes, mode, device), the optimizer and the random
-    generators of torch, CUDA, Python and numpy are as before, bit for bit. Existing `.grad`s stay in memory meanwhile.
+    a Ctrl-C, the model (parameters, buffers, `.grad`s, hooks, attributes, mode, device), a loss function that is a
+    module, every other parameter that gets a gradient, the optimizer and the random generators of torch, CUDA, Python
+    and numpy are as before, bit for bit. Existing `.grad`s stay in memory meanwhile.
 
     With torch.distributed every rank must call this. Each finds its own answer without communicating (for a
     DistributedDataParallel model, with its inner module), and all return the smallest of these.

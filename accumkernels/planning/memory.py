@@ -22,7 +22,7 @@ from ..buffers.flat import buffer_dtype
 from ..capture.inbox import default_bucket_bytes
 from ..errors import expect_iterable, is_oom_error, wrong_type
 from ..offload.checks import host_bytes
-from ..snapshots import RandomState, Snapshot
+from ..snapshots import Snapshot
 from ..splitting.memory import BLOCK, LiveBytes, Memory, format_bytes, let_go, memory_of, tensors_of
 from .training import Training, as_device, is_callable, is_module, positive_int, training_for
 
@@ -127,13 +127,15 @@ class _Meter:
     Args:
         live: Counts; entered.
         memory: Of the device.
+        snapshot: Puts back what the parts change.
 
     Attributes:
         moments: Bytes alive after each op of the parts.
     """
 
-    def __init__(self, live: RecordedBytes, memory: Memory) -> None:
+    def __init__(self, live: RecordedBytes, memory: Memory, snapshot: Snapshot) -> None:
         self.live = live
+        self.snapshot = snapshot
         self.moments: list[int] = []
         self._memory = memory
         self._foreign = 0  # bytes on the device that do not belong to the training
@@ -192,6 +194,7 @@ def _steps(
         batch = next(batches)
         loss = training.loss(batch)
         forward = live.live - before
+        meter.snapshot.include_leaves(loss)
         backward(loss)
         gradients = live.nbytes(p.grad for p in training.model.parameters() if p.grad is not None)
 
@@ -449,7 +452,7 @@ def _report(size: int, peaks: _Peaks, lines: list[tuple[float, float]], predicte
 
 
 def _measure(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
-    snapshot = Snapshot(training.model)
+    snapshot = training.snapshot()
     snapshot.include(optimizer)
     device, memory = training.device, memory_of(training.device, None)
     memory.let_go()
@@ -458,7 +461,7 @@ def _measure(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
         for param in training.model.parameters():
             param.grad = None
         with torch.inference_mode(False), torch.enable_grad(), live:
-            return _train(training, optimizer, size, _Meter(live, memory), predicts=False)
+            return _train(training, optimizer, size, _Meter(live, memory, snapshot), predicts=False)
     finally:
         snapshot.restore()
 
@@ -468,12 +471,13 @@ def _predict(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
     model, optimizer = fakes.copy(training.model, optimizer)
     faked = dataclasses.replace(training, model=model, device=fakes.device)
     live = LiveFakeBytes(fakes.device, BLOCK if devices.is_accelerator(training.device) else 1)
-    state = RandomState()  # batches may be made with real random generators
+    # Batches may be made with real random generators, and a loss function have real parameters.
+    snapshot = dataclasses.replace(training, model=nn.Module()).snapshot()
     try:
         with fakes.mode, torch.inference_mode(False), torch.enable_grad(), live:
-            return _train(faked, optimizer, size, _Meter(live, Memory()), predicts=True)
+            return _train(faked, optimizer, size, _Meter(live, Memory(), snapshot), predicts=True)
     finally:
-        state.restore()
+        snapshot.restore()
 
 
 def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | str | None = None) -> None:

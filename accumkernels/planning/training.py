@@ -20,6 +20,7 @@ from ..arguments import as_int
 from ..buffers.parameters import is_dtensor
 from ..buffers.store import has_accumulator
 from ..errors import expect, short, wrong_type
+from ..snapshots import Snapshot
 from ..splitting.batches import TreeSamples, to_device, tree_leaves
 
 # ---- Checks of what users give
@@ -249,6 +250,13 @@ class Training:
             param.grad = None
         if len({param.device for param in self.model.parameters()}) == 1:
             self.model.to(self.device)
+
+    def snapshot(self) -> Snapshot:
+        """Remember the model, and a loss function that is a module."""
+        snapshot = Snapshot(self.model)
+        if isinstance(self.loss_fn, nn.Module):
+            snapshot.include(self.loss_fn)
+        return snapshot
 
     def loss(self, batch: Any) -> Tensor:
         """Run one forward pass."""

@@ -19,7 +19,7 @@ from .. import devices
 from ..accumulator import FusedAccumulator
 from ..arguments import as_bytes
 from ..errors import is_oom_error, logger
-from ..snapshots import Snapshot, interrupts_later
+from ..snapshots import interrupts_later
 from ..splitting.memory import Memory, format_bytes, let_go, memory_of
 from .training import Training, fraction, positive_int
 
@@ -128,7 +128,7 @@ class Trials:
         )
         self._training = training
         self._steps_in_parts = self._iterations if times_parts else 1
-        self._snapshot = Snapshot(training.model)
+        self._snapshot = training.snapshot()
         self._cleanup = contextlib.ExitStack()
         self.on_step: Callable[[int, int, int], None] = lambda size, done, steps: None
 
@@ -269,9 +269,15 @@ class Trials:
         Subclasses may train otherwise; what is entered into `stack` ends with the trial.
         """
         batches = self._training.source(size, self._training.device)
+        walked = False
 
         def loss() -> Tensor:
-            return self._training.loss(next(batches))
+            nonlocal walked
+            found = self._training.loss(next(batches))
+            if not walked:  # once, since it takes time
+                self._snapshot.include_leaves(found)
+                walked = True
+            return found
 
         if acc is None:
 

@@ -322,6 +322,87 @@ def test_what_a_loss_function_may_do():
     assert state(model, optimizer) == before
 
 
+class Criterion(nn.Module):
+    """A loss with a parameter, and a buffer that each call moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.center = nn.Buffer(torch.zeros(3))
+
+    def forward(self, output, target):
+        """Change both."""
+        self.center += 1
+        self.center = self.center + 1
+        return (output @ self.weight - target - self.center.detach()).square().mean()
+
+
+def seen(module):
+    """Values and gradients, exactly."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return [(bits(t), id(t), None if t.grad is None else (bits(t.grad), id(t.grad))) for t in tensors]
+
+
+def reported(model, criterion, fake=False):
+    """A report of a model and a loss function."""
+    ak.memory_report(model, torch.optim.SGD(model.parameters()), batch, 4, loss_fn=criterion, fake=fake)
+
+
+WAYS = [
+    lambda model, criterion: ak.find_batch_size(model, "cpu", (5,), (3,), 4, loss_fn=criterion),
+    reported,
+    lambda model, criterion: reported(model, criterion, fake=True),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["find_batch_size", "memory_report", "fake"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_loss_function_with_parameters(way, existing):
+    """No gradient of a trial is left in them, where the loop's first step would add it; buffers are as before."""
+    model, criterion = nn.Linear(5, 3), Criterion()
+    if existing:
+        criterion.weight.grad = torch.ones(3, 3)
+    before = seen(criterion)
+    way(model, criterion)
+    assert seen(criterion) == before
+    way(model, lambda output, target: (output @ criterion.weight - target).square().mean())
+    assert seen(criterion) == before
+
+
+class Slow(torch.optim.Optimizer):
+    """Steps another optimizer, as Lookahead does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        """Step the other one."""
+        self.inner.step(closure)
+
+
+def test_an_optimizer_inside_of_another():
+    """Its state comes back, too."""
+    model = nn.Linear(5, 3)
+    inner = torch.optim.Adam(model.parameters())
+    outer = Slow(inner)
+    ak.memory_report(model, outer, batch, 4)
+    assert not inner.state
+    ak.find_batch_size(model, "cpu", (5,), (3,), 4, optimizer_fn=lambda params: outer)
+    assert not inner.state
+
+
+def test_a_module_that_is_no_child():
+    """Kept in a list, out of the state dict."""
+    model = nn.Sequential(nn.Linear(5, 3))
+    hidden = nn.BatchNorm1d(3)
+    model.hidden = [hidden]
+    model.register_forward_hook(lambda module, inputs, output: hidden(output))
+    before = seen(hidden)
+    ak.find_batch_size(model, "cpu", (5,), (3,), 4, multiple_of=2)
+    assert seen(hidden) == before
+
+
 @pytest.mark.parametrize("fake", [True, False])
 @pytest.mark.parametrize("accumulate", [None, 2])
 def test_memory_report_leaves_no_trace(fake, accumulate):

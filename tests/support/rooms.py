@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": set(),
     "errors": set(),
     "hooks": set(),
-    "snapshots": {"devices"},
+    "snapshots": {"devices", "hooks"},
     "ops": FREE,
     "buffers": FREE | {"ops"},
     "arguments": FREE | {"buffers"},
