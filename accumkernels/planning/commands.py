@@ -80,16 +80,19 @@ def _factory(place: str) -> Any:
     module_name, _, name = place.partition(":")
     if not module_name or not name:
         raise UserError(f"{place!r} is not MODULE:FACTORY, as in train:fit")
+    hint = ""
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        hint = f": a module is named with dots, from a folder on the path: {dotted}:{name}"
+    missing = UserError(f"there is no module {module_name!r} on the path{hint}")
+    if module_name.startswith("."):  # no module is named so; import_module takes it for a relative import
+        raise missing
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # an import inside the module failed
-        hint = ""
-        if "/" in module_name or module_name.endswith(".py"):
-            dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
-            hint = f": a module is named with dots, from a folder on the path: {dotted}:{name}"
-        raise UserError(f"there is no module {module_name!r} on the path{hint}") from None
+        raise missing from None
     factory: Any = module
     for part in name.split("."):
         factory = getattr(factory, part, None)

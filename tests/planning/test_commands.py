@@ -150,6 +150,8 @@ def test_fit_options(factories, capsys):
     [
         ("user_factories", "'user_factories' is not MODULE:FACTORY, as in train:fit"),
         ("no_such_module:fit", "there is no module 'no_such_module' on the path"),
+        ("./train.py:fit", "there is no module './train.py' on the path: a module is named with dots"),
+        ("..:fit", "there is no module '..' on the path"),
         ("user_factories:missing", "'user_factories' has no function 'missing'"),
         ("user_factories:number", "'user_factories' has no function 'number'"),
         ("user_factories:text", "user_factories:text must return a dict of find_batch_size's arguments, got 'model'"),
