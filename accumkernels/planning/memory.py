@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -474,10 +475,23 @@ def _predict(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
     # Batches may be made with real random generators, and a loss function have real parameters.
     snapshot = dataclasses.replace(training, model=nn.Module()).snapshot()
     try:
-        with fakes.mode, torch.inference_mode(False), torch.enable_grad(), live:
+        with _plain_layers(), fakes.mode, torch.inference_mode(False), torch.enable_grad(), live:
             return _train(faked, optimizer, size, _Meter(live, Memory(), snapshot), predicts=True)
     finally:
         snapshot.restore()
+
+
+@contextmanager
+def _plain_layers() -> Iterator[None]:
+    """Run recurrent layers op by op: fake kernels of oneDNN and cuDNN say that they keep nothing for backward."""
+    mkldnn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_cudnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch._C._set_cudnn_enabled(cudnn)
 
 
 def draw_memory(path: Path | str, reports: Iterable[MemoryReport], limit: int | str | None = None) -> None:

@@ -150,6 +150,24 @@ def test_against_the_profiler(case, size, accumulate, optimizer_fn):
         assert (report.accumulators >= parameters) == (accumulate is not None)
 
 
+def test_recurrent_layers():
+    """What an LSTM keeps for backward is predicted, of which the fake kernels of fused ones know nothing."""
+    model, loss_fn = nn.LSTM(16, 64, batch_first=True), lambda output, target: (output[0] - target).square().mean()
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def make_batch(n):
+        return torch.randn(n, 20, 16), torch.randn(n, 20, 64)
+
+    report = ak.memory_report(model, optimizer, make_batch, 32, loss_fn=loss_fn, fake=True)
+    assert torch._C._get_mkldnn_enabled() and torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        truth = profiled_peak(model, optimizer, make_batch, 32, loss_fn, None)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert report.total == pytest.approx(truth, rel=TOLERANCE)
+
+
 def test_weights_that_training_would_fuse():
     """Are predicted as they are measured: two of 512 x 512 are large enough for the default to fuse them."""
     model = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
