@@ -195,8 +195,9 @@ def write_json(path: Path, runs: Sequence[Run], **more: Any) -> None:
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-# ---- The picture: a panel each for tokens per second, gradient errors, the loss over tokens, and memory; each has its
-# ---- message for a title, and the methods in the same places and colours
+# ---- The picture: a panel each for tokens per second, gradient errors, the loss over tokens, and memory
+#
+# Each panel has its message for a title, and the methods in the same places and colours.
 
 # Okabe and Ito's colours suit any colour vision.
 COLOURS = ("#888888", "#0072B2", "#D55E00")

@@ -1,5 +1,6 @@
-"""Which segments any rank has touched: three numbers while that is as in the last window, else a count per parameter.
+"""What goes to other ranks: which segments any of them has touched, in which chunks, and what before the window ends.
 
+Which segments any rank has touched takes three numbers while that is as in the last window, else a count per parameter.
 If every rank has touched what it touched in the last window, or one of them all that any had touched then and none of
 them more, the union is the last one's. Otherwise ranks send counts: in a collective of their own if they did not expect
 it, and from then on with everything else, until the union stays the same. So a window has one collective, except the

@@ -1,4 +1,4 @@
-"""Refuses a loss that leaves gradients in the parameters of two accumulators, where they would be counted wrongly.
+"""What becomes of a loss before its backward: weights in it, where ranks need them, and losses of two accumulators.
 
 A loss that one accumulator runs may reach the parameters of another, as a generator's reaches the discriminator. What
 it leaves there is not of the other's loss, whose next backward would add to it. Over several ranks a weight multiplies
