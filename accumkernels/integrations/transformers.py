@@ -358,8 +358,7 @@ class FusedAccumulationMixin(Base):
         with self.accelerator.saving():
             super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save and self._accumulator_options.get("master_weights"):
-            self.accelerator.open_window()
-            # A callback may save inside a window, which the Trainer begins anew in the run that is resumed.
+            # A callback may save inside a window, also before its step: the run that is resumed begins it anew.
             state = without_window(self.accumulator.state_dict())
             torch.save(state, os.path.join(output_dir, ACCUMULATOR_NAME))
 

@@ -236,6 +236,24 @@ def test_masters_are_resumed(tmp_path):
     assert three.state.global_step == 4
 
 
+def test_masters_are_saved_before_a_step(tmp_path):
+    """As `enable_jit_checkpoint` does, which saves before a window's step if SIGTERM has come inside of it."""
+
+    class Saves(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **keywords):
+            if state.global_step == 2:
+                whole._save_checkpoint(whole.model, None)
+
+    options = {"master_weights": True}
+    whole = build(Trainer, tmp_path / "a", 32, gpt2(torch.bfloat16), options=options)
+    whole.add_callback(Saves())
+    whole.train()
+    resumed = build(Trainer, tmp_path / "b", 32, gpt2(torch.bfloat16), options=options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert bits_agree(resumed, whole)
+    assert bits_agree(whole, train(Trainer, tmp_path / "c", 32, gpt2(torch.bfloat16), options=options))
+
+
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
 def test_evaluation_leaves_masters(tmp_path, optim):
     """The Trainer prepares a loader for it, and trains on in the masters' bits."""
