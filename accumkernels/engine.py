@@ -32,7 +32,7 @@ from .splitting.memory import Memory, memory_of
 from .splitting.packing import Packer
 from .splitting.run import BatchReport, BatchRunner, LossAndWeight, adding_nothing
 from .splitting.sample_mean import SampleMean
-from .window.checkpoint import check, load, save, share
+from .window.checkpoint import check, load, save, share, without_window
 from .window.coupled import CoupledLoss
 from .window.end import End, Part
 from .window.grad_scaler import LossScaler
@@ -413,12 +413,16 @@ class Engine:
 
     # ---- checkpoints
 
-    def state_dict(self, reduced: bool) -> dict[str, Any]:
-        """See `FusedAccumulator.state_dict`, which has checked that the window can be saved."""
-        self.make_room()  # a run that resumes has masters of what is trainable by now
-        self.flush()
-        self.store.check_sums(self.window.micro_batches, self.options.overflow is not None)
-        self.patience.silence()
+    def state_dict(self, reduced: bool, whole: bool = True) -> dict[str, Any]:
+        """See `FusedAccumulator.state_dict`, which has checked that the window can be saved; not `whole`: without it.
+
+        Without the window, nothing but this is read or changed: a backward or a step may be running.
+        """
+        if whole:
+            self.make_room()  # a run that resumes has masters of what is trainable by now
+            self.flush()
+            self.store.check_sums(self.window.micro_batches, self.options.overflow is not None)
+            self.patience.silence()
         saved = save(self.store, self.ranks, self.window, self.runner.serial, reduced=reduced)
         reduced = reduced and self.ranks.reduces_sums
         joined = saved["sums"].values() if reduced else None
@@ -428,7 +432,7 @@ class Engine:
         }
         if self.batches.learned.batches and not (self.store.sharded or reduced):
             saved["batches"] = self.batches.learned.state()
-        return saved
+        return saved if whole else without_window(saved)
 
     def checked(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state that fits, as it is to be loaded; see `FusedAccumulator.load_state_dict`."""

@@ -86,6 +86,7 @@ class FusedAccumulation(pl.Callback):
         self._before: list[int] = []  # micro-batches of each window that are not this batch's
         self._begins = False  # whether Lightning is about to clear gradients, and has not yet
         self._precision: Precision | None = None
+        self._progress: Any = None  # Lightning's count of batches
         self._manual = False
         self._saved: dict[str, Any] | None = None
         self._left_out: list[str] = []  # what checkpoints after `fit` lack
@@ -163,7 +164,7 @@ class FusedAccumulation(pl.Callback):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
         self._load()
         # Methods rather than a plugin of our own: what other code has set (class, scaler, checkpoints) stays.
-        self._precision = precision
+        self._precision, self._progress = precision, trainer.fit_loop.epoch_loop.batch_progress
         self._set(precision, "optimizer_step", self._optimizer_step)
         self._set(precision, "clip_gradients", self._clip_gradients)
         self._set(precision, "clip_grad_by_norm", self._clip_grad_by_norm)
@@ -585,8 +586,7 @@ class FusedAccumulation(pl.Callback):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The accumulators' states: masters and an open window; empty with FSDP2."""
-        self._take()
+        """The accumulators' states: masters, and an open window between batches; empty with FSDP2."""
         if not self._windows:
             if self._left_out:
                 _log.warning(
@@ -596,16 +596,22 @@ class FusedAccumulation(pl.Callback):
                     " and ".join(self._left_out),
                 )
             return {}
-        if any(window.engine.store.sharded for window in self._windows):
-            if lost := max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows):
+        sharded = any(window.engine.store.sharded for window in self._windows)
+        whole = self._progress.current.processed >= self._progress.current.started
+        if whole:
+            self._take()
+        if sharded or not whole:  # inside of a batch, which a run that resumes runs again
+            if lost := max(0 if window.spent else window.accumulator.micro_batches for window in self._windows):
                 _log.warning(
-                    "a checkpoint after %d micro-batches of a window of a sharded model leaves them out, as Lightning "
-                    "does: in a run that resumes from it, that window has only the rest. Save after the optimizer's "
-                    "step (ModelCheckpoint(every_n_train_steps=...))",
+                    "a checkpoint after %d micro-batches of a window %s leaves them out, as Lightning does: in a run "
+                    "that resumes from it, that window has only the rest. Save after the optimizer's step "
+                    "(ModelCheckpoint(every_n_train_steps=...))",
                     lost,
+                    "of a sharded model" if sharded else "and inside of a batch",
                 )
+        if sharded:
             return {}
-        states = [window.state_dict() for window in self._windows]
+        states = [window.state_dict(whole) for window in self._windows]
         return states[0] if len(states) == 1 else {"windows": states}
 
     def _optimizer_state(self, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:

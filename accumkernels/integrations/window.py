@@ -543,8 +543,14 @@ class TrainerWindow:
             values["loss"] *= values["weight"] / divisor
         return values
 
-    def state_dict(self) -> dict[str, Any]:
-        """The accumulator's state, for one checkpoint of all ranks, which call this together."""
+    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+        """The accumulator's state, for one checkpoint of all ranks, which call this together.
+
+        Args:
+            whole: Whether the open window is in it. Without, this may be called at any moment, on any ranks.
+        """
+        if not whole:
+            return self.engine.state_dict(reduced=False, whole=False)
         if self.spent:
             self.close()
         done = self.accumulator.micro_batches

@@ -276,6 +276,63 @@ def test_master_weights_and_checkpoints(tmp_path):
     assert bits_agree(model, whole)
 
 
+class Saving(Regression):
+    """Its data are numbered. Saves at one moment of the batch of a number, as a signal's handler may (SLURM's)."""
+
+    def __init__(self, moment, path, number=2, **options):
+        super().__init__(torch.optim.SGD, lr=0.1, **options)
+        self.moment, self.path, self.number = moment, path, number
+        self.ran, self.masters = [], []
+
+    def save(self, moment):
+        if moment == self.moment and self.ran[-1] == self.number:
+            self.masters = [p.clone() for p in FusedAccumulation.of(self.trainer).accumulator.parameters()]
+            self.trainer.save_checkpoint(self.path)
+
+    def training_step(self, data, index):
+        self.ran.append(index)
+        x, y = batch(SIZE, seed=index)
+        out = self.net(x.to(self.net[0].weight.dtype))
+        out.register_hook(lambda grad: self.save("backward"))
+        return nn.functional.mse_loss(out.float(), y)
+
+    def on_after_backward(self):
+        self.save("after")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
+        self.save("step")
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(("moment", "number"), [("backward", 2), ("after", 2), ("step", 3)])
+def test_saved_inside_a_batch(moment, number, masters, tmp_path, caplog):
+    """Lightning runs that batch again when it resumes, and so its window has only the rest, as Lightning's own has."""
+    options = {"precision": "bf16-true" if masters else None}
+    path = tmp_path / "inside.ckpt"
+    model, _ = fit(Saving(moment, path, number), 8 * SIZE, FusedAccumulation(master_weights=masters), **options)
+    plain, _ = fit(Saving(None, path), 8 * SIZE, FusedAccumulation(master_weights=masters), **options)
+    assert bits_agree(model, plain)
+    said = [record.getMessage() for record in caplog.records if "inside of a batch" in record.getMessage()]
+    assert len(said) == 1
+    assert f"after {4 if moment == 'step' else number + (moment == 'after')} micro-batches" in said[0]
+    saved = torch.load(path, weights_only=True)
+    kept = saved["callbacks"]["FusedAccumulation"]["masters"]
+    assert all(same_bits(a, b) for a, b in zip(kept.values(), model.masters, strict=True)) if masters else not kept
+    resumed = Saving(None, path)
+    quiet_trainer(FusedAccumulation(master_weights=masters), **options).fit(
+        resumed, loader(8 * SIZE), ckpt_path=str(path)
+    )
+    rest = list(range(number, 4))
+    assert resumed.ran[: len(rest)] == rest
+    start = Regression()
+    start.load_state_dict(saved["state_dict"])
+    batches = [batch(SIZE, seed=index) for index in rest]
+    expected = big_batch_grads(start.net, *map(torch.cat, zip(*batches, strict=True)))
+    # In bf16 the forward rounds, to a part in 256.
+    assert relative_error(resumed.seen[0], expected) < (0.02 if masters else ROUNDING)
+
+
 def test_the_accumulator_in_hooks():
     """While `fit` runs, it is there for the module."""
     seen = []
