@@ -256,10 +256,11 @@ class TrainerWindow:
             ends: Whether it ends the window.
 
         Raises:
-            RuntimeError: The window has micro-batches of the other kind.
+            RuntimeError: The window is broken or loaded as averaged, or has micro-batches of the other kind.
         """
         if self._shown:
             self.take_back()
+        self.engine.check_open("backward()")
         if self.engine.window.micro_batches == 0:
             self.sums = sums
         elif self.sums != sums:
@@ -284,7 +285,6 @@ class TrainerWindow:
         engine = self.engine
         if self.sends:
             self._mark_last()
-        engine.check_open("backward()")
         engine.misuse.inspect_loss(loss, self.divisions)
         engine.backward(loss / divide_by, self._next(weight, self.sends), **kwargs)
 
@@ -299,7 +299,6 @@ class TrainerWindow:
         engine = self.engine
         if self.sends:
             self._mark_last()
-        engine.check_open("backward_coupled()")
         check_independent(engine.module)
         coupled, micro_batch = CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends)
         engine.backward_coupled(coupled, micro_batch, self.divisions + 1)

@@ -333,6 +333,31 @@ def test_saved_inside_a_batch(moment, number, masters, tmp_path, caplog):
     assert relative_error(resumed.seen[0], expected) < (0.02 if masters else ROUNDING)
 
 
+def test_resumed_between_clipping_and_step(tmp_path):
+    """A window that was left there when it was saved is an error at the next backward, as it is without resuming."""
+
+    class Clips(Regression):
+        def __init__(self):
+            super().__init__(torch.optim.SGD, lr=0.1)
+            self.automatic_optimization = False
+
+        def training_step(self, data, index):
+            self.manual_backward(super().training_step(data, index))
+            if index == 1:
+                self.clip_gradients(self.optimizers(), 1.0, "norm")
+
+        def on_train_batch_end(self, outputs, data, index):
+            if index == 1:
+                self.trainer.save_checkpoint(tmp_path / "clipped.ckpt")
+
+    with pytest.raises(RuntimeError, match="step the optimizer before"):
+        fit(Clips(), 4 * SIZE, FusedAccumulation(), steps=1)
+    with pytest.raises(RuntimeError, match="loaded as finalized"):
+        quiet_trainer(FusedAccumulation(), steps=1).fit(
+            Clips(), loader(4 * SIZE), ckpt_path=str(tmp_path / "clipped.ckpt")
+        )
+
+
 def test_the_accumulator_in_hooks():
     """While `fit` runs, it is there for the module."""
     seen = []
