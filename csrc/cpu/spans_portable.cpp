@@ -13,7 +13,9 @@ inline To element(From value) {
     memcpy(&half, &value, sizeof(half));
     return convert<To>(static_cast<float>(half));
   } else if constexpr (std::is_same_v<To, Float16> && !std::is_same_v<From, Float16>) {
-    const __fp16 half = static_cast<__fp16>(convert<float>(value));
+    // fp64 is rounded once, as by torch on this processor; elsewhere torch and we go by way of fp32.
+    using Wide = std::conditional_t<std::is_same_v<From, double>, double, float>;
+    const __fp16 half = static_cast<__fp16>(convert<Wide>(value));
     Float16 result;
     memcpy(&result, &half, sizeof(result));
     return result;
