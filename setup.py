@@ -280,6 +280,7 @@ class NativeBuildExt(build_ext):
                 "without compiled kernels"
             )
         self.mkpath(os.path.dirname(self.get_ext_fullpath(ext.name)))
+        self.force = True  # also onto a newer file, as what a copy that was interrupted has left
         self.copy_file(f"{BUILD}/_native.so", self.get_ext_fullpath(ext.name))
 
 

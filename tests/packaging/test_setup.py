@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -240,6 +242,18 @@ def test_building_again_touches_nothing(project: Project) -> None:
     project.build()
     assert {path.name for path in written} == {"build.ninja", "build_info.h", "exports.map"}
     assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_building_again_mends_a_damaged_library(project: Project) -> None:
+    """A file cut short, which is newer than what was built, is replaced: it is what building again is advised for."""
+    project.script("ninja", "echo whole > build/native/_native.so")
+    project.build()
+    library = project.root / "accumkernels" / "_native.so"
+    library.write_text("who")
+    later = time.time() + 3600
+    os.utime(library, (later, later))
+    project.build()
+    assert library.read_text() == "whole\n"
 
 
 def test_wheel_serves_any_python_and_carries_the_version_suffix(project: Project) -> None:
