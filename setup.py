@@ -172,6 +172,11 @@ def cuda_targets(nvcc: str) -> dict[str, list[str]]:
     return targets
 
 
+def quoted(command: list[str]) -> str:
+    """Write a command for ninja, which expands what a dollar begins even within the shell's quotes."""
+    return shlex.join(command).replace("$", "$$")
+
+
 def write_if_changed(path: str, text: str) -> None:
     if not os.path.exists(path) or Path(path).read_text() != text:  # what is not touched is not built again
         Path(path).write_text(text)
@@ -233,10 +238,10 @@ def write_ninja(cuda: Cuda | None) -> None:
 
     lines = [RULES]
     for path, command in compile:
-        lines += [f"build {BUILD}/{path}.o: compile {path}", f"  line = {shlex.join(command)}"]
+        lines += [f"build {BUILD}/{path}.o: compile {path}", f"  line = {quoted(command)}"]
     objects = " ".join(f"{BUILD}/{path}.o" for path, _ in compile)
     lines += [f"build {BUILD}/_native.so: link {objects} | {BUILD}/exports.map"]
-    lines += [f"  line = {shlex.join(link)}", f"  libraries = {shlex.join(libraries)}"]
+    lines += [f"  line = {quoted(link)}", f"  libraries = {quoted(libraries)}"]
     write_if_changed(f"{BUILD}/build.ninja", "\n".join(lines) + "\n")
 
 

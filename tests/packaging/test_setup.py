@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -69,6 +71,18 @@ def test_only_the_bindings_name_torchs_folder(project: Project) -> None:
     commands = re.findall(r"^build \S+: compile (\S+)\n  line = (.*)$", project.build(), re.MULTILINE)
     assert {source.partition(".")[0].split("/")[1] for source, line in commands if folder in line} == {"bindings"}
     assert not any("bindings" in source for source, line in commands if folder not in line)
+
+
+def test_folders_may_have_any_name(tmp_path: Path) -> None:
+    """Ninja gives compiler and shell the path as it is, though it reads a dollar as the start of a variable."""
+    project = Project(tmp_path / "a $b 'ä'")
+    project.build()
+    ninja = shutil.which("ninja") or f"{importlib.import_module('ninja').BIN_DIR}/ninja"
+    ask = [ninja, "-f", "build/native/build.ninja", "-t", "commands"]
+    commands = subprocess.run(ask, cwd=project.root, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(commands) > 1
+    for command in commands[:-1]:  # the last one links, and has no folder of ours
+        assert f"-ffile-prefix-map={project.root}=." in shlex.split(command)
 
 
 def test_cuda_home_goes_before_path(project: Project) -> None:
