@@ -42,7 +42,8 @@ class HostBucket:
         """Let the next micro-batch have the slots; only once, since they are its from then on."""
         self.parts = []
         used, self.used = self.used, []
-        self._slots.free(used)
+        copied, self.copied = self.copied, []  # left where nobody has waited: the gradients are not wanted
+        self._slots.free(used, copied)
 
 
 class _Alive(NamedTuple):

@@ -59,7 +59,7 @@ class Slots:
         self.changed = threading.Condition()
         self._slots: dict[int, Slot] = {}  # by id of the parameter
         self._pins = True
-        self._sent: list[torch.Event] = []  # when the last copies of weights to devices were made
+        self._underway: list[torch.Event] = []  # of copies from and to slots that the host may not have waited for
 
     def __getitem__(self, param: Tensor) -> Slot:
         return self._slots[id(param)]
@@ -108,9 +108,13 @@ class Slots:
 
     # ---- who uses it
 
-    def free(self, slots: Iterable[Slot]) -> None:
-        """Let the next gradients have slots whose gradients were added, or are not wanted any more."""
+    def free(self, slots: Iterable[Slot], underway: Iterable[torch.Event]) -> None:
+        """Let the next gradients have slots whose gradients were added, or are not wanted any more.
+
+        Copies that are still underway are before the next gradients on their stream; weights must wait for them.
+        """
         with self.changed:
+            self._underway.extend(underway)
             for slot in slots:
                 slot.holder = None
             self.changed.notify_all()
@@ -135,8 +139,8 @@ class Slots:
                 "cpu_offload: an optimizer has stepped masters inside a window, whose gradients are on their way: end "
                 "the window by acc.step(optimizer) or acc.finalize(optimizer) before, or drop it by acc.zero_()"
             )
-        while self._sent:  # copies to devices have read the slots before the host writes to them again
-            self._sent.pop().synchronize()
+        while self._underway:  # all have read the slots, or written to them, before the host writes to them again
+            self._underway.pop().synchronize()
         batch: list[tuple[Tensor, Tensor, Tensor]] = []
         waiting = 0
         for param, master in zip(params, masters, strict=True):
@@ -148,8 +152,8 @@ class Slots:
         _send(batch, ops)
         for device in dict.fromkeys(param.device for param in params):
             with current_stream(device):
-                self._sent.append(event(device))
-                self._sent[-1].record()
+                self._underway.append(event(device))
+                self._underway[-1].record()
 
 
 def _aligned(size: int) -> int:
