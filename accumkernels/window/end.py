@@ -16,7 +16,7 @@ from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import move
 from ..buffers.store import Store
 from ..devices import is_capturing
-from ..errors import wrong_type
+from ..errors import logger, wrong_type
 from ..ops.schema import VerdictField
 from ..ranks.base import Ended, GlobalStats, LocalStats, Ranks
 from .grad_scaler import LossScaler
@@ -24,6 +24,9 @@ from .noise_scale import NoiseMeter
 from .optimizers import OptimizerSteps, owned
 from .state import Outcome, Phase, Window
 from .verdict import Verdict, WindowGrads, clip_coefficient
+
+_log = logger(__name__)
+_MANY_SKIPPED = 50  # windows in a row: a GradScaler that begins at 2**16 needs 40 at most to find a scale
 
 
 class _Last(NamedTuple):
@@ -38,6 +41,7 @@ class _Last(NamedTuple):
         loss: See `WindowLoss.sums`; called when metrics are read.
         norm: Its norm, if it was computed.
         counted: How many windows have ended, and were skipped, whose verdicts the host has.
+        skipped_before: How many windows in a row before it took no step, as far as the host knows.
     """
 
     skipped: bool | Tensor = False
@@ -48,6 +52,7 @@ class _Last(NamedTuple):
     loss: Callable[[], Tensor | None] = lambda: None
     norm: Tensor | None = None
     counted: tuple[float, float] = (0.0, 0.0)
+    skipped_before: int = 0
 
 
 class End:
@@ -138,17 +143,32 @@ class End:
         """End a window without micro-batches, in a process that ends its windows alone."""
         verdict = torch.zeros(len(VerdictField), dtype=torch.float64, device=self._store.layout.device)
         verdict[: VerdictField.SKIP + 1] = 1
-        self.last = _Last(skipped=True, verdict=verdict, counted=self._count(verdict))
+        self.last = _Last(skipped=True, verdict=verdict, counted=self._count(verdict)[0])
 
-    def _count(self, verdict: Tensor) -> tuple[float, float]:
-        """Count a window that ends; returns the counts that the host has."""
+    def _count_skipped(self) -> int:
+        """Count the windows in a row that took no step, of which the last is one, and warn when they become many."""
+        if self.last.micro_batches == 0:
+            return 0
+        number = self.last.skipped_before + 1
+        if number == _MANY_SKIPPED:
+            _log.warning(
+                "%d windows in a row took no step, so that nothing is trained: their gradients are not finite, or all "
+                "their weights are 0. acc.overflow_report() names the parameters of the last bad micro-batch; "
+                "acc.step_was_skipped and metrics() say it of a window",
+                number,
+            )
+        return number
+
+    def _count(self, verdict: Tensor) -> tuple[tuple[float, float], bool | Tensor]:
+        """Count a window that ends; returns the counts that the host has, and whether the window was skipped."""
         ended, skipped = self.last.counted
         if verdict.is_cpu:  # a number costs a tenth of a tensor
             numbers = verdict.tolist()
-            return ended + numbers[VerdictField.ENDED], skipped + numbers[VerdictField.SKIP]
+            counted = ended + numbers[VerdictField.ENDED], skipped + numbers[VerdictField.SKIP]
+            return counted, bool(numbers[VerdictField.SKIP])
         if self._counts is not None:
             self._counts.add_(verdict[VerdictField.ENDED : VerdictField.SKIP + 1])
-        return ended, skipped
+        return (ended, skipped), verdict[VerdictField.SKIP]
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return what loggers want of the last window, and counts of all, in tensors of their own; nothing is read."""
@@ -318,10 +338,12 @@ class End:
             if self._overflow is not None:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
+        counted, skipped = self._count(verdict.exact)
         window.finalize(Outcome(verdict, grads, ended.stats.idle))
         captured, reached = self._graphs and is_capturing(skip.device), 1 in self.steps.plan.touched
         about = window.micro_batches, verdict.exact, window.loss.sums
-        self.last = _Last(skip, captured, reached, *about, counted=self._count(verdict.exact))
+        before = self._count_skipped() if self.last.skipped is True else 0  # a frame less for nearly all
+        self.last = _Last(skipped, captured, reached, *about, counted=counted, skipped_before=before)
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
         # an overflow would leave the momentum of torch's fused SGD undefined, which is worth a synchronisation.
         plan = self.steps.plan

@@ -311,3 +311,37 @@ def test_no_synchronisation_on_a_gpu(overflow):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert not acc.step_was_skipped
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("why", ["nan", "weight 0"])
+def test_windows_that_never_step_are_named(caplog, scaled, why):
+    """A loss can be finite though its gradients are not; stock shows it in the weights. A step ends the count."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if scaled else None
+    acc = ak.FusedAccumulator(model, scaler=scaler)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+
+    def window(bad):
+        out = model(torch.ones(4, 5)).mean()
+        loss = (out * 0).sqrt() if bad and why == "nan" else out
+        acc.backward(loss, weight=0.0 if bad and why == "weight 0" else 1.0)
+        acc.step(optimizer)
+
+    for windows in (49, 20, 50, 100):
+        window(False)
+        for _ in range(windows):
+            window(True)
+        assert acc.step_was_skipped
+    window(False)
+    (said, _) = [r.getMessage() for r in caplog.records if "took no step" in r.getMessage()]
+    assert said.startswith("accumkernels: 50 windows in a row took no step, so that nothing is trained")
+
+
+def test_a_window_without_micro_batches_is_not_counted(caplog):
+    """It has nothing to step by, as when another network has its turn."""
+    acc = ak.FusedAccumulator(mlp())
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    for _ in range(60):
+        acc.step(optimizer)
+    assert not caplog.records
