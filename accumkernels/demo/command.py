@@ -19,7 +19,7 @@ from accumkernels import doctor, ops
 from .. import devices
 from ..planning.commands import UserError
 from . import report
-from .data import BatchWindow, Corpus
+from .data import Corpus, Window
 from .methods import METHODS, BigBatch
 from .model import GPT
 from .train import (
@@ -190,7 +190,7 @@ def _measure(
     model: nn.Module,
     amp_dtype: torch.dtype | None,
     corpus: Corpus,
-    large: BatchWindow,
+    large: Window,
     steps: int,
     display: Display,
 ) -> None:

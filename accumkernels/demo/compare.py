@@ -35,6 +35,7 @@ from ..splitting.batches import TreeSamples, tree_map
 from ..splitting.memory import format_bytes, let_go
 from . import report
 from .command import Display, in_short, run_command, versions_and_device
+from .data import Window
 from .methods import METHODS, BigBatch, Gradient, Method, StockAccumulation, distance, gradient
 
 MICRO_BATCH_SIZE = 8
@@ -54,14 +55,6 @@ class Part:
 
     batch: Any
     tokens: float
-
-
-@dataclass(frozen=True)
-class Window:
-    """The same samples in one batch and in micro-batches."""
-
-    big_batch: Part
-    micro_batches: list[Part]
 
 
 def window_of(samples: TreeSamples, count: int, micro_batch_size: int, weigh: Callable[[Any, int], float]) -> Window:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,25 +60,16 @@ class Batch:
         return cls(inputs.to(device), targets.to(device), sum(map(len, samples)))
 
 
-@dataclass(frozen=True)
-class BatchWindow:
-    """The samples of one optimizer step."""
+class Window(NamedTuple):
+    """The samples of one optimizer step, in batches whose `tokens` is what their mean loss averages over.
 
-    samples: Sequence[bytes]
-    micro_batch_size: int
-    device: torch.device
+    Attributes:
+        big_batch: All samples as one batch.
+        micro_batches: The same samples in micro-batches; a partial window has fewer of them, and a smaller last one.
+    """
 
-    @cached_property
-    def big_batch(self) -> Batch:
-        """All samples as one batch."""
-        return Batch.collate(self.samples, self.device)
-
-    @cached_property
-    def micro_batches(self) -> list[Batch]:
-        """The same samples in micro-batches; a partial window has fewer of them, and a smaller last one."""
-        size = self.micro_batch_size
-        pieces = [self.samples[start : start + size] for start in range(0, len(self.samples), size)]
-        return [Batch.collate(piece, self.device) for piece in pieces]
+    big_batch: Any
+    micro_batches: Sequence[Any]
 
 
 def read_samples(
@@ -142,12 +133,14 @@ class Corpus:
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
         return [samples[index] for index in order.tolist()]
 
-    def window(self, index: int, partial: bool = False) -> BatchWindow:
+    def window(self, index: int, partial: bool = False) -> Window:
         """The window number `index` (the text repeats when it ends); a partial one has only 5/16 of the samples."""
         size = self.window_size * 5 // 16 if partial else self.window_size
         first = index * self.window_size
         samples = [self._training[(first + i) % len(self._training)] for i in range(size)]
-        return BatchWindow(samples, self.micro_batch_size, self.device)
+        pieces = [samples[start : start + self.micro_batch_size] for start in range(0, size, self.micro_batch_size)]
+        big_batch, *micro_batches = (Batch.collate(piece, self.device) for piece in (samples, *pieces))
+        return Window(big_batch, micro_batches)
 
     def validation_batches(self) -> Iterator[Batch]:
         """Held-out samples, in batches of a window's size."""

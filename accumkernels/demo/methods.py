@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,7 @@ from torch.optim import Optimizer
 
 import accumkernels as ak
 
-
-class Window(Protocol):
-    """The samples of one optimizer step, in batches whose `tokens` is what their mean loss averages over."""
-
-    @property
-    def big_batch(self) -> Any:
-        """All samples as one batch."""
-
-    @property
-    def micro_batches(self) -> Sequence[Any]:
-        """The same samples in micro-batches."""
+from .data import Window
 
 
 class Method(abc.ABC):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..devices import is_accelerator
 from ..splitting.memory import memory_of
-from .data import Batch, BatchWindow, Corpus
+from .data import Batch, Corpus, Window
 from .methods import BigBatch, Method, StockAccumulation, distance, gradient
 from .model import GPT
 from .report import Run
@@ -51,7 +51,7 @@ def copied(cls: type[Method], model: nn.Module, amp_dtype: torch.dtype | None, n
     return cls(model, loss, optimizer, ACCUMULATION_STEPS, init_scale=init_scale, max_norm=MAX_NORM, name=name)
 
 
-def train_window(method: Method, window: BatchWindow, learning_rate: float) -> Tensor:
+def train_window(method: Method, window: Window, learning_rate: float) -> Tensor:
     """Take one optimizer step; returns the same as `Method.backward`."""
     for group in method.optimizer.param_groups:
         group["lr"] = learning_rate
@@ -152,7 +152,6 @@ def train(
         window = corpus.window(step, partial=step == steps - 1)
         rate = learning_rate(step, steps)
         tokens = window.big_batch.tokens
-        _ = window.micro_batches  # cached, as the big batch: create them here, so that no method pays for it
         for turn in range(len(methods)):
             index = (step + turn) % len(methods)  # no method always goes first
             loss, seconds = _timed(methods[index].device, partial(train_window, methods[index], window, rate))
@@ -179,7 +178,7 @@ def validation_loss(method: Method, corpus: Corpus) -> float:
 
 
 def gradient_errors(
-    methods: Sequence[type[Method]], model: nn.Module, window: BatchWindow, amp_dtypes: Sequence[torch.dtype | None]
+    methods: Sequence[type[Method]], model: nn.Module, window: Window, amp_dtypes: Sequence[torch.dtype | None]
 ) -> list[list[float]]:
     """Distance of each method's gradient of `window` to the exact gradient, relative to the latter's length (L2).
 
@@ -202,13 +201,12 @@ def gradient_errors(
     return [[error(cls, amp_dtype) for amp_dtype in amp_dtypes] for cls in methods]
 
 
-def peak_bytes(cls: type[Method], model: nn.Module, window: BatchWindow, amp_dtype: torch.dtype | None) -> int:
+def peak_bytes(cls: type[Method], model: nn.Module, window: Window, amp_dtype: torch.dtype | None) -> int:
     """Peak bytes of tensors while `cls` trains a copy of `model` for two windows, without the batches themselves.
 
     Weights, gradients, accumulators, optimizer state and activations are included. On CUDA the allocator counts; on the
     CPU we add up the storages that are alive after each op.
     """
-    _ = window.big_batch, window.micro_batches  # cached by the window, so create them before counting starts
     memory = memory_of(next(model.parameters()).device, sys.maxsize)
     with memory.measured():
         method = copied(cls, model, amp_dtype)

@@ -32,8 +32,8 @@ from accumkernels.demo.data import (
     SHORTEST,
     START,
     Batch,
-    BatchWindow,
     Corpus,
+    Window,
     read_samples,
 )
 from accumkernels.demo.model import GPT
@@ -244,8 +244,9 @@ class TestData:
     def test_order_is_fixed(self):
         """The same seed gives the same windows, another seed others, and the text starts again when it ends."""
         first, second, other = (Corpus(8, 8, CPU, seed) for seed in (0, 0, 1))
-        assert first.window(5).samples == second.window(5).samples != other.window(5).samples
-        assert len(first.window(10**6).samples) == 64
+        texts, again, others = (one.window(5).big_batch.targets.tolist() for one in (first, second, other))
+        assert texts == again != others
+        assert len(first.window(10**6).big_batch.targets) == 64
 
     def test_training_and_validation_do_not_share_files(self):
         """Validation text is held out."""
@@ -297,7 +298,9 @@ class TestTraining:
 
     def test_stock_is_right_on_equal_micro_batches(self, model):
         """The usual recipe's error is its weighting: with micro-batches of one size it is the big batch's gradient."""
-        window = BatchWindow([bytes(range(32 + i, 64 + i)) for i in range(16)], 2, CPU)
+        samples = [bytes(range(32 + i, 64 + i)) for i in range(16)]
+        pieces = [Batch.collate(samples[start : start + 2], CPU) for start in range(0, 16, 2)]
+        window = Window(Batch.collate(samples, CPU), pieces)
         for (error,) in measure.gradient_errors(methods.METHODS, model, window, (None,)):
             assert error < FP32_ERROR
 
