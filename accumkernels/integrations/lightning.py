@@ -85,7 +85,7 @@ class FusedAccumulation(pl.Callback):
         self._stepped: list[int] = []  # indices of windows that this batch has stepped
         self._before: list[int] = []  # micro-batches of each window that are not this batch's
         self._begins = False  # whether Lightning is about to clear gradients, and has not yet
-        self._precision: Precision | None = None
+        self._precision: Any = None  # whose methods are replaced while `fit()` runs
         self._progress: Any = None  # Lightning's count of batches
         self._manual = False
         self._saved: dict[str, Any] | None = None
@@ -334,7 +334,6 @@ class FusedAccumulation(pl.Callback):
 
     def _backward(self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Run the precision plugin's backward, and take its gradients while it runs or after it."""
-        assert self._precision is not None
         if self._strategy is not None:  # `_training_step` has run it
             return
         own = functools.partial(type(self._precision).backward, self._precision)
@@ -342,14 +341,11 @@ class FusedAccumulation(pl.Callback):
         windows, leaves = self._windows, self._leaves or self._edited
         scaler = getattr(self._precision, "scaler", None)
         self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
-        if len(windows) == 1 and windows[0].exclusive:
-            windows[0].run(run, tensor, self._batch_weight, leaves=leaves)
-        else:
-            run_for_all(windows, tensor, self._batch_weight, run, leaves)
+        alone = len(windows) == 1 and windows[0].exclusive
+        run_for_all(windows, tensor, self._batch_weight, run, alone=alone, leaves=leaves)
 
     def _post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
         """Call the hooks; average, since the module's `optimizer_step` may look at gradients before it steps."""
-        assert self._precision is not None
         loss = type(self._precision).post_backward(self._precision, tensor, module)
         if not module.trainer.fit_loop._should_accumulate():
             self._take()
@@ -384,7 +380,7 @@ class FusedAccumulation(pl.Callback):
             TypeError, ValueError: As `FusedAccumulator.backward_coupled`.
             RuntimeError: As `FusedAccumulator.backward_coupled`; or optimization is automatic, or `fit()` does not run.
         """
-        if self._precision is None or not self._windows:
+        if not self._windows:
             raise RuntimeError(
                 "backward_coupled(): the callback has no accumulator. It makes them in trainer.fit(), for optimizers "
                 "that share no parameters"
@@ -494,7 +490,6 @@ class FusedAccumulation(pl.Callback):
     def _optimizer_step(
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        assert self._precision is not None
         window = self._window_of(optimizer)
         if window is None:
             kind = type(self._precision)
@@ -525,7 +520,6 @@ class FusedAccumulation(pl.Callback):
         self, window: TrainerWindow, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any]
     ) -> Any:
         """Run a closure of manual optimization where the optimizer evaluates it: SAM, at weights that it has moved."""
-        assert self._precision is not None
         result = closure()
         self._take()
         window.finalize()
@@ -553,7 +547,6 @@ class FusedAccumulation(pl.Callback):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        assert self._precision is not None
         window = self._window_of(optimizer)
         if window is None:
             type(self._precision).clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
@@ -564,7 +557,6 @@ class FusedAccumulation(pl.Callback):
         Precision.clip_gradients(self._precision, optimizer, clip_val, gradient_clip_algorithm)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self._precision is not None
         window = self._window_of(optimizer)
         if window is None:
             Precision.clip_grad_by_norm(self._precision, optimizer, clip_val)

@@ -127,7 +127,7 @@ def backward_coupled_of_all(
         def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], _: bool) -> None:
             if is_open and (micro_batch := is_open[0].running) is not None:
                 is_open[0].engine.runner.inspect_part(tensors, micro_batch)
-            _run(is_open, functools.partial(torch.autograd.backward, tensors, grads), tensors[0])
+            _run(is_open, functools.partial(torch.autograd.backward, tensors, grads), tensors[0], shared=True)
 
         return coupled.run(devices, backward, backward_part)
 
@@ -140,6 +140,8 @@ def run_for_all(
     loss: Tensor,
     weight: float | Tensor | None,
     backward: Callable[[Tensor], Any],
+    *,
+    alone: bool = False,
     leaves: bool = False,
 ) -> None:
     """Run a backward whose gradients several windows may count; each of them then waits for `take`.
@@ -149,24 +151,25 @@ def run_for_all(
         loss: The trainer's, scaled or not.
         weight: The micro-batch's weight.
         backward: Called with the loss to run backward of.
-        leaves: See `TrainerWindow.run`.
+        alone: Whether there is one window, and no other parameters that an optimizer steps.
+        leaves: Whether its gradients stay in `.grad` until `take`.
     """
     for window in windows:
         window.note_division(loss)
     if windows:
-        loss, weighed = windows[0].weigh(loss, weight)
+        loss, weighed = windows[0].weigh(loss, weight, last=alone and windows[0].sends)
     for window in windows:
         tag = window.engine.micro_batch(1.0).tag
         window.running = weighed._replace(tag=tag, divided_by=window.made_up_for)
-    _run(windows, functools.partial(backward, loss), loss, leaves)
+    _run(windows, functools.partial(backward, loss), loss, shared=not alone, leaves=leaves)
 
 
-def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Tensor, leaves: bool = False) -> None:
+def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Tensor, **how: bool) -> None:
     """Run a backward of the micro-batch that is under way in all windows, whose captures may add gradients early."""
     for window in windows:
         assert window.running is not None
         run = functools.partial(window.engine.runner.run, window.engine.window)
-        backward = functools.partial(run, backward, (root,), window.running, shared=True, leaves=leaves)
+        backward = functools.partial(run, backward, (root,), window.running, **how)
     backward()
 
 

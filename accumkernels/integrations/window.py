@@ -60,7 +60,7 @@ class TrainerWindow:
         stepped: Whether the optimizer was stepped with it.
         dropped: Whether `zero_grad` came before.
         folds: Whether no code looks at `.grad` before the step or after it.
-        running: The micro-batch whose backward `run` has started, until it is counted or dropped.
+        running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
         number: The number of the window in which it began.
         expected_end: The number of the window that the trainer's last micro-batch was to end; None inside a window.
@@ -338,33 +338,12 @@ class TrainerWindow:
             weight = as_scalar(weight, "weight", self.engine.store.layout.device)
         return self.engine.micro_batch(weight, last=last, divided_by=self.made_up_for)
 
-    def run(
-        self,
-        backward: Callable[[Tensor], None],
-        loss: Tensor,
-        weight: float | Tensor,
-        *,
-        leaves: bool = False,
-    ) -> None:
-        """Run a micro-batch by a backward of the caller's, after `open` and `begin`, and before `take`.
-
-        Args:
-            backward: Called with the loss to run backward of.
-            loss: The trainer's loss, scaled.
-            weight: What it counts.
-            leaves: Whether its gradients stay in `.grad` until `take`.
-        """
-        self.note_division(loss)
-        loss, self.running = self.weigh(loss, weight, self.sends)
-        backward = functools.partial(backward, loss)
-        self.engine.runner.run(self.engine.window, backward, (loss,), self.running, leaves=leaves)
-
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, scaled if there is a GradScaler."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def note_division(self, loss: Tensor) -> None:
-        """Note what the user has divided the loss by, before a backward of the caller's; see `run`."""
+        """Note what the user has divided the loss by, before a backward that the engine does not run."""
         _, self._loss_divided_by = division(loss, self.divisions)
 
     def weigh(self, loss: Tensor, weight: float | Tensor | None, last: bool = False) -> tuple[Tensor, MicroBatch]:
