@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -262,11 +263,8 @@ class AccumulationPlan:
             raise ValueError(f"batch has {count} samples; this plan splits batches of 1 to {self.rank_batch_size}")
         full = count == self.rank_batch_size
         sizes = self.micro_batch_sizes if full else _balanced(count, self.max_micro_batch_size)
-        pieces, start = [], 0
-        for size in sizes:
-            pieces.append(samples.part(range(start, start + size)))
-            start += size
-        return pieces
+        ends = itertools.accumulate(sizes)
+        return [samples.part(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def windows(
         self, loader: Iterable[T], schedule: Callable[[int], int] | None = None, first_step: int = 0
@@ -360,24 +358,17 @@ class BatchSampler:
         self.sizes = sizes
 
     def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        number = 0
-        for index in self.sampler:
-            batch.append(index)
-            if len(batch) == self.sizes[number % len(self.sizes)]:
-                yield batch
-                batch, number = [], number + 1
-        if batch:
+        indices = iter(self.sampler)
+        for size in itertools.cycle(self.sizes):
+            batch = list(itertools.islice(indices, size))
+            if not batch:
+                return
             yield batch
 
     def __len__(self) -> int:
         windows, left = divmod(len(self.sampler), sum(self.sizes))  # type: ignore[arg-type]
-        number = windows * len(self.sizes)
-        for size in self.sizes:
-            if left <= 0:
-                break
-            number, left = number + 1, left - size
-        return number
+        starts = itertools.accumulate(self.sizes, initial=0)
+        return windows * len(self.sizes) + sum(start < left for start in starts)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the sampler if it has the method (DistributedSampler)."""
