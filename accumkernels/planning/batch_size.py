@@ -18,7 +18,7 @@ from ..ranks.base import is_distributed
 from ..ranks.choice import check_kind
 from ..ranks.group import Group
 from .training import DataEnd, positive_int, training_for
-from .trial import Trial, Trials, describe_peak
+from .trial import Outcome, Trial, Trials, describe_peak
 
 Mode = Literal["power", "binsearch"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -169,33 +169,30 @@ def find_batch_size(
         )
         start = _start(training.model, cap, step)
         trials = Trials(training, num_iterations, memory_limit, margin)
-        tried: list[Trial] = []
-        failures: list[str] = []
+        outcomes: list[Outcome] = []
         larger: list[tuple[int, str]] = []  # sizes that cannot be, and why
-        updates: list[float] = []  # seconds of an optimizer step, one measurement per size that fits
 
         def fits(size: int) -> bool:
             try:
-                trial, failure, parts = trials.try_size(size, training.accumulate)
+                outcome = trials.try_size(size, training.accumulate)
             except DataEnd:
-                if not updates:
+                if not any(before.trial.ok for before in outcomes):
                     raise
                 larger.append((size, "dataset"))
                 return False
-            tried.append(trial)
-            if trial.ok:
-                updates.append(parts[-1])
-            else:
-                failures.append(failure)
+            outcomes.append(outcome)
+            if not outcome.trial.ok:
                 larger.append((size, "oom"))
-            return trial.ok
+            return outcome.trial.ok
 
         with trials, trial_progress(progress) as trials.on_step:
             largest = largest_that_fits(fits, start, cap, step, mode)
+        tried = [outcome.trial for outcome in outcomes]
         if largest is None:
             sizes = "; ".join(f"batch size {t.size} ran out after {describe_peak(t.peak_bytes)}" for t in tried)
             raise RuntimeError(
-                f"find_batch_size: not even the smallest batch fits on {training.device}: {sizes}: {failures[0]}"
+                f"find_batch_size: not even the smallest batch fits on {training.device}: {sizes}: "
+                f"{outcomes[0].failure}"
             )
     except BaseException:
         gather(None)  # the other ranks wait for an answer
@@ -206,7 +203,8 @@ def find_batch_size(
             raise RuntimeError(f"find_batch_size: rank {rank} failed; its own error says why")
     largest, reason = min(everyones)
     # An optimizer step's time does not depend on the batch: the median of all sizes is less noisy than any one.
-    return BatchSize(largest, tried, reason, statistics.median(updates), training.accumulate)
+    update = statistics.median(outcome.parts[-1] for outcome in outcomes if outcome.trial.ok)
+    return BatchSize(largest, tried, reason, update, training.accumulate)
 
 
 def _gather_over(process_group: Any) -> Callable[[Any], list[Any]]:
@@ -224,12 +222,11 @@ def _gather_over(process_group: Any) -> Callable[[Any], list[Any]]:
 
 def _cap(dataset_size: Any, max_batch_size: Any) -> tuple[int, str]:
     """Return the largest size to try, and the argument that set it."""
-    if dataset_size is None:
-        return (LARGEST if max_batch_size is None else positive_int(max_batch_size, "max_batch_size")), "max"
-    cap, bound = positive_int(dataset_size, "dataset_size"), "dataset"
-    if max_batch_size is not None and positive_int(max_batch_size, "max_batch_size") <= cap:
-        return positive_int(max_batch_size, "max_batch_size"), "max"
-    return cap, bound
+    samples = None if dataset_size is None else positive_int(dataset_size, "dataset_size")
+    most = LARGEST if max_batch_size is None else positive_int(max_batch_size, "max_batch_size")
+    if samples is None or (max_batch_size is not None and most <= samples):
+        return most, "max"
+    return samples, "dataset"
 
 
 def _start(model: nn.Module, cap: int, step: int) -> int:
@@ -268,13 +265,9 @@ def largest_that_fits(fits: Callable[[int], bool], start: int, cap: int, step: i
             bad = size
             break
         good, size = size, 2 * size
-    if mode == "binsearch" and good < top < bad:  # nothing failed, so the cap may well fit
-        if fits(top):
-            good = top
-        else:
-            bad = top
     while mode == "binsearch" and good and bad - good > step:
-        middle = (good + bad) // (2 * step) * step
+        # While nothing has failed, the cap may well fit.
+        middle = top if bad > top else (good + bad) // (2 * step) * step
         if fits(middle):
             good = middle
         else:
