@@ -42,12 +42,13 @@ class UserError(Exception):
     """An error that the user can fix; the message is one line."""
 
 
-def parse_bytes(text: str) -> int:
-    """Parse what `as_bytes` takes, for argparse."""
+def nbytes(text: str) -> str:
+    """Check for argparse that `as_bytes` takes a text, and return it."""
     try:
-        return as_bytes(text, "--memory-limit", of_a_device=True)
+        as_bytes(text, "--memory-limit", of_a_device=True)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def add_fit(commands: Any) -> None:
@@ -71,7 +72,7 @@ def add_fit(commands: Any) -> None:
     parser.add_argument("--amp", choices=AMP, help="autocast to this dtype")
     parser.add_argument("--cpu-offload", action="store_true", default=None, help=_OFFLOAD)
     parser.add_argument("--margin", type=float, metavar="F", help="fraction of the memory to leave free (default: 0)")
-    parser.add_argument("--memory-limit", type=parse_bytes, metavar="BYTES", help="of a smaller device, as in 8GiB")
+    parser.add_argument("--memory-limit", type=nbytes, metavar="BYTES", help="of a smaller device, as in 8GiB")
     parser.add_argument("--target", type=int, metavar="N", help="plan how to reach this batch size with what was found")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks for the plan (default: 1)")
 
@@ -122,8 +123,6 @@ def arguments_for(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if name in known and value is not None}
     if arguments.amp is not None:
         given["amp_dtype"] = AMP[arguments.amp]
-    if "memory_limit" in given:
-        given["memory_limit"] = f"{given['memory_limit']} B"  # a bare number may be too small to be bytes
     return {**call, **given}
 
 
@@ -189,7 +188,7 @@ def add_compare(commands: Any) -> None:
     parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples (default: 8, or max_batch_size)")
     parser.add_argument("--accumulate", type=int, metavar="K", help="micro-batches a step (default: 8)")
     parser.add_argument("--amp", choices=AMP, help="autocast to this dtype; fp16 with a GradScaler")
-    parser.add_argument("--memory-limit", type=parse_bytes, metavar="BYTES", help="of a smaller device, as in 8GiB")
+    parser.add_argument("--memory-limit", type=nbytes, metavar="BYTES", help="of a smaller device, as in 8GiB")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="times to train each way (default: 5)")
     parser.add_argument("--no-cache-casts", action="store_true", help="for models that edit weights inside a window")
     parser.add_argument(

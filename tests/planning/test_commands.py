@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from accumkernels.__main__ import main
-from accumkernels.planning.commands import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -190,7 +189,8 @@ def test_fit_errors(factories, capsys):
 
 def test_memory_limit(factories, capsys):
     """The option takes what `memory_limit=` takes, and says what is wrong with the rest."""
-    assert parse_bytes("8GiB") == 8 * 2**30
+    assert main(["fit", "user_factories:fit", "--dataset-size", "4", "--memory-limit", "8GiB"]) == 0
+    assert "batch size 4: there are no more samples" in capsys.readouterr().out
     for text, message in (("8 gallons", "is not a number of bytes: '8 gallons'"), ("12", "add the unit that is meant")):
         with pytest.raises(SystemExit):
             main(["fit", "user_factories:fit", "--memory-limit", text])
