@@ -562,9 +562,8 @@ class FakeDevice:
     def copy(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Copy both with fake parameters, buffers and states. Ties are kept, and no value is read."""
         memo: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            memo[id(tensor)] = self._fake(tensor)
-        for tensor in tensors_of([list(optimizer.state.values()), optimizer.param_groups]):
+        held = tensors_of([list(optimizer.state.values()), optimizer.param_groups])
+        for tensor in (*model.parameters(), *model.buffers(), *held):
             if id(tensor) not in memo:
                 memo[id(tensor)] = self._fake(tensor)
         for module in model.modules():

@@ -224,19 +224,19 @@ class Trials:
             if acc is None and accumulate is not None:
                 acc = stack.enter_context(training.accumulator())
             parts = self.parts(optimizer, size, accumulate, acc, stack)
-            for index in range(first):
-                for part in parts:
-                    part()
-                self.on_step(size, index + 1, total)
+
+            def run(steps: range) -> None:
+                for index in steps:
+                    for part in parts:
+                        part()
+                    self.on_step(size, index + 1, total)
+                self._synchronize()
+
+            run(range(first))
             if memory.counts_ops:
                 measured.close()
-            self._synchronize()
             begin = time.perf_counter()
-            for index in range(first, total):
-                for part in parts:
-                    part()
-                self.on_step(size, index + 1, total)
-            self._synchronize()
+            run(range(first, total))
             seconds = time.perf_counter() - begin
 
             # Time parts in steps of their own, because a wait after each would slow down the steps above.
