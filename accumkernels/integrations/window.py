@@ -283,8 +283,6 @@ class TrainerWindow:
             **kwargs: Of `Tensor.backward`.
         """
         engine = self.engine
-        if self.sends:
-            self._mark_last()
         engine.misuse.inspect_loss(loss, self.divisions)
         engine.backward(loss / divide_by, self._next(weight, self.sends), **kwargs)
 
@@ -297,8 +295,6 @@ class TrainerWindow:
     ) -> None:
         """`backward` for a loss over chunks, which `loss_fn` has divided."""
         engine = self.engine
-        if self.sends:
-            self._mark_last()
         check_independent(engine.module)
         coupled, micro_batch = CoupledLoss(chunks, encode, loss_fn), self._next(weight, self.sends)
         engine.backward_coupled(coupled, micro_batch, self.divisions + 1)
@@ -316,8 +312,6 @@ class TrainerWindow:
         """
         if self.sums:
             options["weight"] = lambda part: 1.0
-        if self.sends:
-            self._mark_last()
         return self.engine.backward_batch(
             batch,
             loss_fn,
@@ -326,10 +320,6 @@ class TrainerWindow:
             last=self.sends,
             splits_together=together and self._current.of_one_module,
         )
-
-    def _mark_last(self) -> None:
-        """Say that the next micro-batch is the last, also where it fails, and is discarded."""
-        self.engine.ranks.sender.mark_last()
 
     def _next(self, weight: float | Tensor | None, last: bool) -> MicroBatch:
         if weight is None or self.sums:
