@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..errors import logger
 from ..hooks import eagerly
 from ..snapshots import Snapshot
+from ..splitting.batches import form
 
 DIVIDED, SUM, MEAN = "divided", "sum", "mean"
 IGNORED = -100  # label of positions that have no loss
@@ -47,9 +49,9 @@ class LossProbe:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._answers: dict[Any, str] = {}
-        self._shifts: dict[Any, bool] = {}
-        self._warned: set[tuple[Any, ...]] = set()
+        self._answers: dict[Any, str | None] = {}
+        self._shifts: dict[Any, bool | None] = {}
+        self._warn = functools.cache(_log.warning)  # each message once
         self.runs = False
 
     def normalization(self, inputs: Any) -> str | None:
@@ -71,21 +73,16 @@ class LossProbe:
         for inputs in window:
             if self.normalization(inputs) is None:
                 forms.setdefault(self._form(inputs), []).append(inputs)
-        for form, alike in forms.items():
-            answer = self._trainer.declared_normalization or self._find_out(alike, items)
-            if answer is not None:
-                self._answers[form] = answer
-            if answer == MEAN and (shifts := self._find_shift(alike, items)) is not None:
-                self._shifts[form] = shifts
-            if answer == MEAN and self._trainer.weighs_by_default:
-                self._report_mean(alike[0], items)
+        for kind, alike in forms.items():
+            self._answers[kind] = answer = self._trainer.declared_normalization or self._find_out(alike, items)
+            if answer == MEAN:
+                self._shifts[kind] = self._find_shift(alike, items)
+                if self._trainer.weighs_by_default:
+                    self._report_mean(alike[0], items)
 
     def _form(self, inputs: Any) -> Any:
-        """What inputs that a loss treats alike have in common: names, types and numbers of dimensions."""
-        if self._trainer.args.world_size > 1 or not isinstance(inputs, Mapping):
-            return None
-        kinds = {name: (v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for name, v in inputs.items()}
-        return tuple(sorted(kinds.items()))
+        """What inputs that a loss treats alike have in common."""
+        return form(inputs) if self._trainer.args.world_size == 1 and isinstance(inputs, Mapping) else None
 
     def _find_out(self, alike: list[Any], items: Tensor | int | None) -> str | None:
         if self._trainer.adds_up(items):
@@ -197,11 +194,6 @@ class LossProbe:
                 args.gradient_accumulation_steps = steps
 
     # ---- what is logged
-
-    def _warn(self, message: str, *values: Any) -> None:
-        if (message, *values) not in self._warned:
-            self._warned.add((message, *values))
-            _log.warning(message, *values)
 
     def _check_rest(self, rest: float) -> None:
         """Warn if a part of the loss is not divided; refuse to split its batches."""
