@@ -12,7 +12,6 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
@@ -152,25 +151,20 @@ def advice(cause: str) -> str:
     return next((text for words, text in _ADVICE if re.search(words, cause)), "report this output")
 
 
-def allocator_advice(environ: Mapping[str, str] | None = None, on_gpu: bool | None = None) -> list[str]:
+def allocator_advice() -> list[str]:
     """Lines of advice on the CUDA caching allocator's settings; none if there is nothing to advise or no NVIDIA GPU.
 
     The allocator carves tensors out of segments that it gets from the driver. Batches of varying size leave gaps
     between them that fit no other tensor, so that memory runs out though the gaps together would do. With expandable
     segments one segment grows instead of many being cut up. On AMD GPUs only newer torch has them, and they were
     reported to hang (pytorch issue 192259).
-
-    Args:
-        environ: Default: the process's.
-        on_gpu: Whether there is an NVIDIA GPU; default: whether torch finds one.
     """
-    environ = os.environ if environ is None else environ
-    if not (torch.version.hip is None and is_available(torch.device("cuda")) if on_gpu is None else on_gpu):
+    if torch.version.hip is not None or not is_available(torch.device("cuda")):
         return []
     advice = []
-    name = NEW if NEW in environ else OLD
-    settings = dict(part.strip().partition(":")[::2] for part in environ.get(name, "").split(",") if part.strip())
-    if name == OLD and OLD in environ:
+    name = NEW if NEW in os.environ else OLD
+    settings = dict(part.strip().partition(":")[::2] for part in os.environ.get(name, "").split(",") if part.strip())
+    if name == OLD and OLD in os.environ:
         advice.append(f"advice: {OLD} is the old name: set {NEW}")
     backend = settings.get("backend", "native").strip()
     if backend == "native" and settings.get("expandable_segments", "").strip().lower() != "true":

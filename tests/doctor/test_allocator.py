@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from accumkernels.doctor import allocator_advice
+from accumkernels.doctor import NEW, OLD, allocator_advice
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """What is advised in an environment, with an NVIDIA GPU or without."""
+
+    def advice(environ, on_gpu=True):
+        for name in (NEW, OLD):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("accumkernels.doctor.is_available", lambda device: on_gpu)
+        return allocator_advice()
+
+    return advice
 
 
 @pytest.mark.parametrize(
@@ -18,14 +33,14 @@ from accumkernels.doctor import allocator_advice
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, ["is the old name", "expandable_segments:True"]),
     ],
 )
-def test_allocator_advice(environ, expected):
+def test_allocator_advice(settings, environ, expected):
     """Expandable segments where they are not on, the new name where the old is used; nothing without a GPU."""
-    advice = allocator_advice(environ, on_gpu=True)
+    advice = settings(environ)
     assert len(advice) == len(expected)
     for line, part in zip(advice, expected, strict=True):
         assert line.startswith("advice: ")
         assert part in line
-    assert allocator_advice(environ, on_gpu=False) == []
+    assert settings(environ, on_gpu=False) == []
 
 
 @pytest.mark.native
@@ -40,7 +55,7 @@ def test_doctor_prints_the_advice(monkeypatch, capsys):
     assert lines[-1] == "no problems found"
 
 
-def test_the_new_name_counts_where_both_are_set():
+def test_the_new_name_counts_where_both_are_set(settings):
     """As in torch, which reads the old one where the new one is not there."""
     both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    assert allocator_advice(both, on_gpu=True) == []
+    assert settings(both) == []

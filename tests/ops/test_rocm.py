@@ -81,7 +81,7 @@ def test_doctor(rocm, monkeypatch, capsys):
     assert "cuda:0: AMD Instinct MI300X, gfx942\n  backend: triton" in out
     assert "advice: none needed" in out
     assert "\nNVIDIA driver" not in out
-    assert allocator_advice({}) == []  # expandable segments
+    assert allocator_advice() == []  # expandable segments
 
 
 def test_intel_gpus_get_plain_torch(monkeypatch):
