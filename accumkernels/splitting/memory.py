@@ -251,9 +251,7 @@ class CountedMemory(Memory):
 
     def alive(self) -> int:
         """See `Memory`."""
-        live = LiveBytes(device=self._device)
-        live.add(self._existing())
-        return live.live
+        return LiveBytes(device=self._device).add(self._existing())
 
     def _tensors(self) -> Iterator[Tensor]:
         for found in gc.get_objects():
