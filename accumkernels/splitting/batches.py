@@ -32,8 +32,6 @@ def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
     """
     if is_leaf(tree):
         return function(tree)
-    if type(tree) is dict:
-        return {key: tree_map(function, value, is_leaf) for key, value in tree.items()}
     if isinstance(tree, MutableMapping):
         mapped = copy.copy(tree)
         for key, value in tree.items():
