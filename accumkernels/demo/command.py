@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -177,12 +178,7 @@ def choose_amp(name: str | None, device: torch.device) -> torch.dtype | None:
 
 def _seconds_of_product(dtype: torch.dtype) -> float:
     a, b = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return min(timeit.repeat(lambda: torch.nn.functional.linear(a, b), number=1, repeat=20))
 
 
 def _measure(
