@@ -122,108 +122,29 @@ class _Peaks(NamedTuple):
         return max(self.training, self.update)
 
 
-class _Meter:
+class Meter(LiveBytes):
     """Counts tensors by kind, and takes peaks from the allocator where it knows them.
 
     Args:
-        live: Counts; entered.
         memory: Of the device.
-        snapshot: Puts back what the parts change.
-
-    Attributes:
-        moments: Bytes alive after each op of the parts.
-    """
-
-    def __init__(self, live: RecordedBytes, memory: Memory, snapshot: Snapshot) -> None:
-        self.live = live
-        self.snapshot = snapshot
-        self.moments: list[int] = []
-        self._memory = memory
-        self._foreign = 0  # bytes on the device that do not belong to the training
-
-    def add(self, training: Training, optimizer: Optimizer) -> int:
-        """Count what exists, everything else on the device being foreign; return the bytes of the model."""
-        parameters = self.live.add([*training.model.parameters(), *training.model.buffers()])
-        if not training.cpu_offload:
-            self.live.add(_state(optimizer))
-        self._foreign = (self._memory.alive() or 0) - self.live.live
-        return parameters
-
-    def peak(self, part: Callable[[], object]) -> int:
-        """Run a part of a step; return the most bytes alive meanwhile."""
-        self.live.reset_peak()
-        self.live.moments.clear()
-        with self._memory.measured():
-            part()
-        self.moments += self.live.moments
-        return self.live.peak if self._memory.peak is None else self._memory.peak - self._foreign
-
-
-def _train(training: Training, optimizer: Optimizer, size: int, meter: _Meter, predicts: bool) -> _Peaks:
-    """Train two steps and measure the second, on fake or on real tensors."""
-    parameters, live = meter.add(training, optimizer), meter.live
-    if training.cpu_offload:
-        return _train_offloaded(training, optimizer, size, meter, predicts)._replace(parameters=parameters)
-    if training.accumulate is None:
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        peaks = _steps(training, size, meter, Tensor.backward, update)
-        return peaks._replace(parameters=parameters, optimizer=live.nbytes(_state(optimizer)))
-    with training.accumulator(fuse_weight_gradients=False) as acc:  # gradients are counted in full
-        peaks = _steps(training, size, meter, Tensor.backward, lambda: acc.step(optimizer), acc.accumulate)
-        sums, state = live.nbytes(acc.flat_buffers), live.nbytes(_state(optimizer))
-        return peaks._replace(parameters=parameters, accumulators=sums, optimizer=state)
-
-
-def _steps(
-    training: Training,
-    size: int,
-    meter: _Meter,
-    backward: Callable[[Tensor], None],
-    update: Callable[[], object],
-    accumulate: Callable[[], None] = lambda: None,
-) -> _Peaks:
-    batches, live = training.source(size, training.device), meter.live
-    forward = gradients = peak = 0
-
-    def micro_batch() -> None:
-        nonlocal forward, gradients
-        before = live.live
-        batch = next(batches)
-        loss = training.loss(batch)
-        forward = live.live - before
-        meter.snapshot.include_leaves(loss)
-        backward(loss)
-        gradients = live.nbytes(p.grad for p in training.model.parameters() if p.grad is not None)
-
-    for step in range(2):
-        meter.moments.clear()
-        for _ in range(training.accumulate or 1):
-            found = meter.peak(micro_batch)
-            peak = max(peak, found) if step else 0
-            accumulate()
-        found = meter.peak(update)
-    return _Peaks(0, gradients, 0, 0, forward, peak, found, meter.moments)
-
-
-class RecordedBytes(LiveBytes):
-    """Records what is alive after each op, too, in bytes that are not rounded, which grow evenly with the batch.
-
-    Args:
+        snapshot: Puts back what the parts change; an attribute too.
         granularity: As for `LiveBytes`.
         device: As for `LiveBytes`.
 
     Attributes:
-        moments: Bytes alive after each op.
+        moments: Bytes alive after each op of the parts, not rounded, so that they grow evenly with the batch.
     """
 
-    def __init__(self, granularity: int = 1, device: torch.device | None = None) -> None:
+    def __init__(
+        self, memory: Memory, snapshot: Snapshot, granularity: int, device: torch.device | None = None
+    ) -> None:
         super().__init__(granularity=granularity, device=device)
+        self.snapshot = snapshot
         self.moments: list[int] = []
+        self._memory = memory
+        self._foreign = 0  # bytes on the device that do not belong to the training
         self._unrounded = LiveBytes(device=device)
+        self._records = False  # whether a part runs
 
     def add(self, tensors: Iterable[Tensor]) -> int:
         """See `LiveBytes`."""
@@ -235,14 +156,82 @@ class RecordedBytes(LiveBytes):
         """Run an op, and record."""
         result = super().call(func, args, kwargs)
         self._unrounded.add(tensors_of(result))
-        self.moments.append(self._unrounded.live)
+        if self._records:
+            self.moments.append(self._unrounded.live)
         return result
+
+    def begin(self, training: Training, optimizer: Optimizer) -> int:
+        """Count what exists, everything else on the device being foreign; return the bytes of the model."""
+        parameters = self.add([*training.model.parameters(), *training.model.buffers()])
+        if not training.cpu_offload:
+            self.add(_state(optimizer))
+        self._foreign = (self._memory.alive() or 0) - self.live
+        return parameters
+
+    def peak_of(self, part: Callable[[], object]) -> int:
+        """Run a part of a step; return the most bytes alive meanwhile."""
+        self.reset_peak()
+        self._records = True
+        with self._memory.measured():
+            part()
+        self._records = False
+        return self.peak if self._memory.peak is None else self._memory.peak - self._foreign
+
+
+def _train(training: Training, optimizer: Optimizer, size: int, meter: Meter, predicts: bool) -> _Peaks:
+    """Train two steps and measure the second, on fake or on real tensors."""
+    parameters = meter.begin(training, optimizer)
+    if training.cpu_offload:
+        return _train_offloaded(training, optimizer, size, meter, predicts)._replace(parameters=parameters)
+    if training.accumulate is None:
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        peaks = _steps(training, size, meter, Tensor.backward, update)
+        return peaks._replace(parameters=parameters, optimizer=meter.nbytes(_state(optimizer)))
+    with training.accumulator(fuse_weight_gradients=False) as acc:  # gradients are counted in full
+        peaks = _steps(training, size, meter, Tensor.backward, lambda: acc.step(optimizer), acc.accumulate)
+        sums, state = meter.nbytes(acc.flat_buffers), meter.nbytes(_state(optimizer))
+        return peaks._replace(parameters=parameters, accumulators=sums, optimizer=state)
+
+
+def _steps(
+    training: Training,
+    size: int,
+    meter: Meter,
+    backward: Callable[[Tensor], None],
+    update: Callable[[], object],
+    accumulate: Callable[[], None] = lambda: None,
+) -> _Peaks:
+    batches = training.source(size, training.device)
+    forward = gradients = peak = 0
+
+    def micro_batch() -> None:
+        nonlocal forward, gradients
+        before = meter.live
+        batch = next(batches)
+        loss = training.loss(batch)
+        forward = meter.live - before
+        meter.snapshot.include_leaves(loss)
+        backward(loss)
+        gradients = meter.nbytes(p.grad for p in training.model.parameters() if p.grad is not None)
+
+    for step in range(2):
+        meter.moments.clear()
+        for _ in range(training.accumulate or 1):
+            found = meter.peak_of(micro_batch)
+            peak = max(peak, found) if step else 0
+            accumulate()
+        found = meter.peak_of(update)
+    return _Peaks(0, gradients, 0, 0, forward, peak, found, meter.moments)
 
 
 # ---- with sums, masters and optimizer state in host memory
 
 
-def _train_offloaded(training: Training, optimizer: Optimizer, size: int, meter: _Meter, predicts: bool) -> _Peaks:
+def _train_offloaded(training: Training, optimizer: Optimizer, size: int, meter: Meter, predicts: bool) -> _Peaks:
     """Train with an accumulator that offloads, or predict what one does to the memory of the device."""
     trained = [p for p in training.model.parameters() if p.requires_grad]
     largest = max(p.nbytes for p in trained)
@@ -250,7 +239,7 @@ def _train_offloaded(training: Training, optimizer: Optimizer, size: int, meter:
     if predicts:
         with _Buckets(trained, bucket) as buckets:
             peaks = _steps(training, size, meter, Tensor.backward, buckets.clear)
-        state = _host_state(optimizer, trained)
+        state = _host_state(optimizer, trained, meter.snapshot)
     else:
         with training.accumulator() as acc:
             for group in optimizer.param_groups:
@@ -291,7 +280,7 @@ class _Buckets:
             handle.remove()
 
 
-def _host_state(optimizer: Optimizer, params: Sequence[Tensor]) -> int:
+def _host_state(optimizer: Optimizer, params: Sequence[Tensor], snapshot: Snapshot) -> int:
     """Bytes of the state that a fake optimizer makes for masters of fake parameters."""
     device = torch.device("cpu")
     masters = {p: nn.Parameter(torch.empty_like(p, dtype=buffer_dtype(p.dtype), device=device)) for p in params}
@@ -300,7 +289,7 @@ def _host_state(optimizer: Optimizer, params: Sequence[Tensor]) -> int:
         group["params"] = [masters[p] for p in group["params"] if p in masters]
     for master in masters.values():
         master.grad = torch.empty_like(master)
-    with LiveFakeBytes(device, 1):
+    with FakeMeter(device, snapshot, 1):
         optimizer.step()
     return _nbytes(_state(optimizer))
 
@@ -457,12 +446,12 @@ def _measure(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
     snapshot.include(optimizer)
     device, memory = training.device, memory_of(training.device, None)
     memory.let_go()
-    live = RecordedBytes(granularity=BLOCK if devices.counts_memory(device) else 1, device=device)
+    meter = Meter(memory, snapshot, BLOCK if devices.counts_memory(device) else 1, device)
     try:
         for param in training.model.parameters():
             param.grad = None
-        with torch.inference_mode(False), torch.enable_grad(), live:
-            return _train(training, optimizer, size, _Meter(live, memory, snapshot), predicts=False)
+        with torch.inference_mode(False), torch.enable_grad(), meter:
+            return _train(training, optimizer, size, meter, predicts=False)
     finally:
         snapshot.restore()
 
@@ -471,12 +460,12 @@ def _predict(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
     fakes = FakeDevice(training.device)
     model, optimizer = fakes.copy(training.model, optimizer)
     faked = dataclasses.replace(training, model=model, device=fakes.device)
-    live = LiveFakeBytes(fakes.device, BLOCK if devices.is_accelerator(training.device) else 1)
     # Batches may be made with real random generators, and a loss function have real parameters.
     snapshot = dataclasses.replace(training, model=nn.Module()).snapshot()
+    meter = FakeMeter(fakes.device, snapshot, BLOCK if devices.is_accelerator(training.device) else 1)
     try:
-        with _plain_layers(), fakes.mode, torch.inference_mode(False), torch.enable_grad(), live:
-            return _train(faked, optimizer, size, _Meter(live, Memory(), snapshot), predicts=True)
+        with _plain_layers(), fakes.mode, torch.inference_mode(False), torch.enable_grad(), meter:
+            return _train(faked, optimizer, size, meter, predicts=True)
     finally:
         snapshot.restore()
 
@@ -586,14 +575,14 @@ class FakeDevice:
             return fake
 
 
-class LiveFakeBytes(RecordedBytes):
+class FakeMeter(Meter):
     """Counts fake tensors, and supplies what only real tensors know.
 
     A number read from a fake tensor is 1; a missing device is replaced by the fakes'.
     """
 
-    def __init__(self, device: torch.device, granularity: int) -> None:
-        super().__init__(granularity=granularity)
+    def __init__(self, device: torch.device, snapshot: Snapshot, granularity: int) -> None:
+        super().__init__(Memory(), snapshot, granularity)
         self._device = device
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
