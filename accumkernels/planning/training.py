@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -140,31 +141,19 @@ def per_sample_shape(shape: Any, name: str) -> tuple[int, ...]:
     return tuple(positive_int(size, f"every size in {name}") for size in shape)
 
 
-def dummy_batches(input_shape: Any, output_shape: Any) -> Source:
-    """Make random fp32 inputs and targets of these shapes per sample, once per trial.
-
-    Raises:
-        TypeError, ValueError: a shape is wrong.
-    """
-    inputs = per_sample_shape(input_shape, "input_shape")
-    outputs = per_sample_shape(output_shape, "output_shape")
-
-    def batches(size: int, device: torch.device) -> Iterator[Any]:
-        batch = torch.randn(size, *inputs, device=device), torch.randn(size, *outputs, device=device)
-        while True:
-            yield batch
-
-    return batches
+def random_batches(
+    inputs: tuple[int, ...], targets: tuple[int, ...], size: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Make random fp32 inputs and targets of these shapes per sample, once per trial."""
+    batch = torch.randn(size, *inputs, device=device), torch.randn(size, *targets, device=device)
+    while True:
+        yield batch
 
 
-def made_batches(make_batch: Callable[[int], Any]) -> Source:
+def made_batches(make_batch: Callable[[int], Any], size: int, device: torch.device) -> Iterator[Any]:
     """Call `make_batch(size)` for every micro-batch, and move the result to the device."""
-
-    def batches(size: int, device: torch.device) -> Iterator[Any]:
-        while True:
-            yield to_device(_of_size(_checked(make_batch(size), "make_batch"), size), device)
-
-    return batches
+    while True:
+        yield to_device(_of_size(_checked(make_batch(size), "make_batch"), size), device)
 
 
 def _of_size(batch: Any, size: int) -> Any:
@@ -186,29 +175,25 @@ class DataEnd(ValueError):
     """A loader has fewer samples than one batch."""
 
 
-def loaded_batches(make_loader: Callable[[int], Iterable[Any]]) -> Source:
+def loaded_batches(make_loader: Callable[[int], Iterable[Any]], size: int, device: torch.device) -> Iterator[Any]:
     """Take full batches from the loader that `make_loader(size)` returns, and start over when it ends."""
-
-    def batches(size: int, device: torch.device) -> Iterator[Any]:
-        loader = make_loader(size)
-        while True:
-            full = count = 0
-            found = iter(loader)
-            for batch in found:
-                count = len(TreeSamples(_checked(batch, "make_loader")))
-                if count != size:
-                    break  # the last one
-                full += 1
-                yield to_device(batch, device)
-            if not full:
-                ends = count < size and next(found, None) is None
-                raise (DataEnd if ends else ValueError)(
-                    f"make_loader({size}): the loader's first batch does not have {size} samples"
-                )
-            if found is loader:  # a generator, which does not start over
-                loader = make_loader(size)
-
-    return batches
+    loader = make_loader(size)
+    while True:
+        full = count = 0
+        found = iter(loader)
+        for batch in found:
+            count = len(TreeSamples(_checked(batch, "make_loader")))
+            if count != size:
+                break  # the last one
+            full += 1
+            yield to_device(batch, device)
+        if not full:
+            ends = count < size and next(found, None) is None
+            raise (DataEnd if ends else ValueError)(
+                f"make_loader({size}): the loader's first batch does not have {size} samples"
+            )
+        if found is loader:  # a generator, which does not start over
+            loader = make_loader(size)
 
 
 def _checked(batch: Any, origin: str) -> Any:
@@ -347,17 +332,19 @@ def _check_trainable(model: nn.Module, fake: bool) -> None:
 def _source(input_shape: Any, output_shape: Any, make_batch: Any, make_loader: Any) -> Source:
     if make_batch is not None and make_loader is not None:
         raise ValueError("give make_batch or make_loader, not both")
-    for name, made, source in (("make_batch", make_batch, made_batches), ("make_loader", make_loader, loaded_batches)):
+    given = ("make_batch", make_batch, made_batches), ("make_loader", make_loader, loaded_batches)
+    for name, made, batches in given:
         if made is None:
             continue
         is_callable(made, name)
         for other, shape in (("input_shape", input_shape), ("output_shape", output_shape)):
             if shape is not None:
                 raise ValueError(f"give {name} or {other}, not both: got {other}={short(shape)}")
-        return source(made)
+        return functools.partial(batches, made)
     if input_shape is None and output_shape is None:
         raise ValueError("give make_batch, which makes a batch of n samples, or input_shape and output_shape")
-    return dummy_batches(input_shape, output_shape)
+    inputs, targets = per_sample_shape(input_shape, "input_shape"), per_sample_shape(output_shape, "output_shape")
+    return functools.partial(random_batches, inputs, targets)
 
 
 def _usable(device: torch.device) -> torch.device:
