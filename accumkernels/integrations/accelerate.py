@@ -151,7 +151,6 @@ class Accelerator(Stock):
         self.reads_gradients = True
         self.counts_micro_batches = False
         self.splits_together = False
-        self._split_differs = False  # whether a loss function runs whose ranks have split their batches differently
         self._accumulator_options = dict(options)
         self._preparing = False
         self._wrapped: list[nn.Module] = []  # as prepared; accelerate's `_models` has what was passed
@@ -463,13 +462,8 @@ class Accelerator(Stock):
                 "accelerator.backward(loss, weight) for each part"
             )
         self._begin(self._windows, None if self.counts_micro_batches else 1.0, steps=1)
-        window = self._windows[0]
-        self._split_differs = window.splits_differ(self.splits_together)
-        try:
-            report = window.backward_batch(batch, loss_fn, self.splits_together, **options)
-        finally:
-            self._split_differs = False
-        self._counted([window])
+        report = self._windows[0].backward_batch(batch, loss_fn, self.splits_together, **options)
+        self._counted(self._windows)
         return report
 
     def gather(self, tensor: Any) -> Any:
@@ -483,7 +477,7 @@ class Accelerator(Stock):
         return super().reduce(tensor, *args, **kwargs)
 
     def _check_together(self, name: str) -> None:
-        if self._split_differs:
+        if any(window.splits_differ for window in self._windows):
             raise RuntimeError(
                 f"accelerator.{name}() in the loss function of backward_batch: ranks may split their batches into "
                 "different numbers of parts, and would wait for each other. Call it after backward_batch (in a "

@@ -78,7 +78,6 @@ class FusedAccumulation(pl.Callback):
         self._strategy: Any = None  # whose training_step splits batches
         self._replaced: list[tuple[Any, str]] = []  # methods of Lightning's objects, by these
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
-        self._split_differs = False  # whether it runs, and ranks split their batches differently
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
         self._loss: Tensor | None = None  # of the last backward, not scaled
@@ -447,11 +446,9 @@ class FusedAccumulation(pl.Callback):
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             window.close()  # as Lightning's zero_grad, which comes after the parts' backwards
         self._begin(1, ends=not trainer.fit_loop._should_accumulate())
-        self._split_differs = window.splits_differ()
         try:
             report = window.backward_batch(batch, loss_fn, **(self._split or {}))
         finally:
-            self._split_differs = False
             results.update(batch=batch, batch_size=None)
         return report.loss.to(losses[0].dtype) if losses else None
 
@@ -459,7 +456,7 @@ class FusedAccumulation(pl.Callback):
         """A strategy's method that is an error while parts run; a function, since Lightning copies what it keeps."""
 
         def communicate(*args: Any, **kwargs: Any) -> Any:
-            if self._split_differs:
+            if any(window.splits_differ for window in self._windows):
                 raise RuntimeError(
                     "training_step communicates, while ranks may have split their batches into different numbers of "
                     "parts, and would wait for each other: log with on_step=False or without sync_dist=True, and "

@@ -60,6 +60,7 @@ class TrainerWindow:
         stepped: Whether the optimizer was stepped with it.
         dropped: Whether `zero_grad` came before.
         folds: Whether no code looks at `.grad` before the step or after it.
+        splits_differ: Whether a loss function runs that other ranks may call another number of times.
         running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
         number: The number of the window in which it began.
@@ -83,6 +84,7 @@ class TrainerWindow:
         self.divisions = 0
         self.ends = self.sends = False
         self.sums = False
+        self.splits_differ = False
         self.finalized = False
         self.stepped = self.dropped = False
         self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
@@ -132,11 +134,6 @@ class TrainerWindow:
     def several_ranks(self) -> bool:
         """Whether other ranks may have micro-batches in this window."""
         return self.engine.ranks.ends_together
-
-    def splits_differ(self, together: bool = False) -> bool:
-        """Whether ranks may split batches into different numbers of parts; `together`: as in `backward_batch`."""
-        alike = self.engine.store.sharded or (together and self._current.of_one_module)
-        return self.several_ranks and not alike
 
     @property
     def outgrown(self) -> bool:
@@ -312,14 +309,19 @@ class TrainerWindow:
         """
         if self.sums:
             options["weight"] = lambda part: 1.0
-        return self.engine.backward_batch(
-            batch,
-            loss_fn,
-            Split(**options),
-            divided_by=self.made_up_for,
-            last=self.sends,
-            splits_together=together and self._current.of_one_module,
-        )
+        together = together and self._current.of_one_module
+        self.splits_differ = self.several_ranks and not (self.engine.store.sharded or together)
+        try:
+            return self.engine.backward_batch(
+                batch,
+                loss_fn,
+                Split(**options),
+                divided_by=self.made_up_for,
+                last=self.sends,
+                splits_together=together,
+            )
+        finally:
+            self.splits_differ = False
 
     def _next(self, weight: float | Tensor | None, last: bool) -> MicroBatch:
         if weight is None or self.sums:
