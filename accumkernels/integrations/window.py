@@ -17,7 +17,6 @@ from ..arguments import Split, as_scalar
 from ..batch_statistics import check_independent
 from ..buffers.flat import FlatBuffer, Segment
 from ..buffers.parameters import local, shaped_like
-from ..buffers.store import Store
 from ..capture.inbox import MicroBatch
 from ..errors import logger, wrong_type
 from ..splitting.run import BatchReport
@@ -94,7 +93,8 @@ class TrainerWindow:
         self.micro_batch: int | None = None
         self.folds = False
         self._promised: tuple[float | Tensor, Tensor] | None = None
-        self._shown: list[_Shown] = []  # sums that are `.grad`s now
+        # Sums that are `.grad`s now: whose, and the `.grad` of which tensor, of which version.
+        self._shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
         self._idle = False
         self.number = 0
         self.expected_end: int | None = None
@@ -358,17 +358,34 @@ class TrainerWindow:
                 return True
         return self.engine.runner.captures.inbox.uncounted
 
-    # ---- `.grad` inside a window of sums, as autograd leaves it
+    # ---- sums shown as `.grad` inside a window, as autograd leaves gradients, and taken back with the loop's changes:
+    # ---- on one rank, and only if they are not divided, as in stock torch
 
     def show(self) -> None:
         """Let `.grad` be the sum so far."""
-        self._shown += _show(self.engine.store)
+        for buffer, segment in self.engine.store.touched():
+            view = buffer.expose().views[segment.index]
+            target = self.engine.store.target(segment.param)
+            grad = view if view.dtype == target.dtype else view.to(target.dtype)
+            target.grad = shaped_like(grad, target) if buffer.sharded else grad
+            self._shown.append((buffer, segment, target, grad, grad._version))
 
+    @torch.no_grad()
     def take_back(self) -> None:
-        """Take `.grad` back as the loop left it; if the loop dropped all of it, drop the window."""
+        """Take `.grad` back as the loop left it: changed, replaced, or None; if all are None, drop the window."""
         shown, self._shown = self._shown, []
-        if _take_back(shown):
+        if all(target.grad is None for _, _, target, _, _ in shown):
             self.close()
+            return
+        for buffer, segment, target, grad, version in shown:
+            if target.grad is None:
+                buffer.touch(segment.index, False)
+                continue
+            found, view = local(target.grad), buffer.views[segment.index]
+            replaced = found is not grad and found is not view
+            if replaced or (grad.dtype != view.dtype and grad._version != version):
+                view.copy_(found)
+            target.grad = None
 
     # ---- the end of a window
 
@@ -658,43 +675,6 @@ def separated(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterator[No
         yield
     finally:
         scaler._per_optimizer_states.update(others)
-
-
-# ---- Sums shown as `.grad` inside a window, as autograd leaves gradients, and taken back with the loop's changes: on
-# one rank, and only if they are not divided, as in stock torch
-
-_Shown = tuple[FlatBuffer, Segment, Tensor, Tensor, int]  # whose sum, and the `.grad` of which tensor, of which version
-
-
-def _show(store: Store) -> Iterator[_Shown]:
-    """Set `.grad` to the sum so far."""
-    for buffer, segment in store.touched():
-        view = buffer.expose().views[segment.index]
-        target = store.target(segment.param)
-        grad = view if view.dtype == target.dtype else view.to(target.dtype)
-        target.grad = shaped_like(grad, target) if buffer.sharded else grad
-        yield buffer, segment, target, grad, grad._version
-
-
-@torch.no_grad()
-def _take_back(shown: Sequence[_Shown]) -> bool:
-    """Take `.grad` back as the loop left it: changed, replaced, or None.
-
-    Returns:
-        Whether all are None, which means that the window was dropped.
-    """
-    if shown and all(target.grad is None for _, _, target, _, _ in shown):
-        return True
-    for buffer, segment, target, grad, version in shown:
-        if target.grad is None:
-            buffer.touch(segment.index, False)
-            continue
-        found, view = local(target.grad), buffer.views[segment.index]
-        replaced = found is not grad and found is not view
-        if replaced or (grad.dtype != view.dtype and grad._version != version):
-            view.copy_(found)
-        target.grad = None
-    return False
 
 
 # ---- The argument `split` of the adapters
