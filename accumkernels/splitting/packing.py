@@ -12,43 +12,10 @@ from typing import Any
 _TIGHT = 0.01  # of the dearest micro-batch: how near to the evenest packing the search goes
 
 
-class _Sorted:
-    """Samples by their costs, the dearest first; micro-batches are runs of them, given by their bounds."""
-
-    def __init__(self, indices: Sequence[int], costs: Sequence[float], padded: bool) -> None:
-        self.indices = sorted(indices, key=lambda index: -costs[index])
-        self.costs = [costs[index] for index in self.indices]
-        self._padded = padded
-        self._sums = [0.0, *itertools.accumulate(self.costs)]
-
-    def cost(self, start: int, stop: int) -> float:
-        """What a run costs as one micro-batch."""
-        if self._padded:
-            return self.costs[start] * (stop - start)
-        return math.fsum(self.costs[start:stop])
-
-    def max_cost(self, bounds: Sequence[int]) -> float:
-        """What the dearest of all runs costs."""
-        return max(itertools.starmap(self.cost, itertools.pairwise(bounds)))
-
-    def reach(self, start: int, budget: float) -> int:
-        """Where the longest run from `start` ends that costs no more than `budget`, or is a single sample."""
-        stop = len(self.costs)
-        if self._padded and self.costs[start] * (stop - start) > budget:
-            stop = start + int(budget / self.costs[start])
-        elif not self._padded:
-            stop = bisect.bisect_right(self._sums, self._sums[start] + budget, start) - 1
-        while stop > start + 1 and self.cost(start, stop) > budget:  # the sums are rounded
-            stop -= 1
-        return max(stop, start + 1)
-
-    def runs(self, bounds: Sequence[int]) -> list[list[int]]:
-        """The samples of each run."""
-        return [self.indices[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
 class Packer:
     """Packs the samples of one batch. The same costs and limits make the same micro-batches, on every machine.
+
+    Micro-batches are runs of samples that are sorted by their costs, the dearest first; runs are given by their bounds.
 
     Args:
         costs: Of each sample; an attribute too.
@@ -65,6 +32,9 @@ class Packer:
         self._padded = padded
         self._most = most
         self._multiple_of = multiple_of
+        self._order = sorted(range(len(costs)), key=lambda index: -costs[index])
+        self._sorted = [costs[index] for index in self._order]
+        self._sums = [0.0, *itertools.accumulate(self._sorted)]
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -83,11 +53,10 @@ class Packer:
         """
         if not self.costs:
             return []
-        order = _Sorted(range(len(self)), self.costs, self._padded)
-        bounds = self._cut(order, budget)
-        if self._multiple_of == 1 and order.costs[0] <= budget:  # else it would give free samples to one that is alone
-            bounds = self._even(order, bounds)
-        parts = order.runs(bounds)
+        bounds = self._cut(budget)
+        if self._multiple_of == 1 and self._sorted[0] <= budget:  # else it would give free samples to one that is alone
+            bounds = self._even(bounds)
+        parts = [self._order[start:stop] for start, stop in itertools.pairwise(bounds)]
         while len(parts) < min(at_least, len(self)):
             max_cost = max(range(len(parts)), key=lambda number: (len(parts[number]) > 1, self.cost(parts[number])))
             parts[max_cost : max_cost + 1] = self.split(parts[max_cost])
@@ -103,11 +72,31 @@ class Packer:
             cut -= cut % self._multiple_of
         return [order[:cut], order[cut:]]
 
-    def _cut(self, order: _Sorted, budget: float) -> list[int]:
+    def _cost_of_run(self, start: int, stop: int) -> float:
+        if self._padded:
+            return self._sorted[start] * (stop - start)
+        return math.fsum(self._sorted[start:stop])
+
+    def _max_cost(self, bounds: Sequence[int]) -> float:
+        """What the dearest of all runs costs."""
+        return max(itertools.starmap(self._cost_of_run, itertools.pairwise(bounds)))
+
+    def _reach(self, start: int, budget: float) -> int:
+        """Where the longest run from `start` ends that costs no more than `budget`, or is a single sample."""
+        stop = len(self)
+        if self._padded and self._cost_of_run(start, stop) > budget:
+            stop = start + int(budget / self._sorted[start])
+        elif not self._padded:
+            stop = bisect.bisect_right(self._sums, self._sums[start] + budget, start) - 1
+        while stop > start + 1 and self._cost_of_run(start, stop) > budget:  # the sums are rounded
+            stop -= 1
+        return max(stop, start + 1)
+
+    def _cut(self, budget: float) -> list[int]:
         """Fill one micro-batch after another, up to the budget."""
         bounds, count = [0], len(self)
         while (start := bounds[-1]) < count:
-            stop = order.reach(start, budget)
+            stop = self._reach(start, budget)
             if self._most is not None:
                 stop = min(stop, start + self._most)
             if stop < count and stop - start > self._multiple_of:
@@ -115,21 +104,21 @@ class Packer:
             bounds.append(stop)
         return bounds
 
-    def _even(self, order: _Sorted, bounds: list[int]) -> list[int]:
+    def _even(self, bounds: list[int]) -> list[int]:
         """As many micro-batches as these, about as dear as each other."""
         # The smallest budget that needs no more of them.
-        low, high = order.costs[0], order.max_cost(bounds)
+        low, high = self._sorted[0], self._max_cost(bounds)
         while high - low > _TIGHT * high:
             middle = (low + high) / 2
-            tighter = self._cut(order, middle)
+            tighter = self._cut(middle)
             if len(tighter) > len(bounds):
                 low = middle
             else:
-                bounds, high = tighter, min(middle, order.max_cost(tighter))
+                bounds, high = tighter, min(middle, self._max_cost(tighter))
         # Samples that cost the same: 4, 3 and 3 rather than 4, 4 and 2.
         size, larger = divmod(len(self), len(bounds) - 1)
         even = [size * number + min(number, larger) for number in range(len(bounds))]
-        return even if order.max_cost(even) <= order.max_cost(bounds) else bounds
+        return even if self._max_cost(even) <= self._max_cost(bounds) else bounds
 
 
 # ---- What a device's memory has shown to hold: costs that ran, costs that did not, and the line through measured peaks

@@ -101,12 +101,10 @@ def test_many_samples_take_few_steps(monkeypatch):
     """The search cuts a batch a few times, by sums: not sample by sample."""
     calls = []
     cut = Packer._cut
-    monkeypatch.setattr(Packer, "_cut", lambda self, order, budget: calls.append(1) or cut(self, order, budget))
-    from accumkernels.splitting import packing
-
+    monkeypatch.setattr(Packer, "_cut", lambda self, budget: calls.append(1) or cut(self, budget))
     reached = []
-    reach = packing._Sorted.reach
-    monkeypatch.setattr(packing._Sorted, "reach", lambda self, *args: reached.append(1) or reach(self, *args))
+    reach = Packer._reach
+    monkeypatch.setattr(Packer, "_reach", lambda self, *args: reached.append(1) or reach(self, *args))
     costs = [1 + i * 7919 % 2000 for i in range(100_000)]
     for padded in (False, True):
         calls.clear(), reached.clear()
