@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import inspect
 import math
 import tempfile
@@ -24,7 +25,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import devices
-from ..accumulator import FusedAccumulator
 from ..arguments import as_bytes
 from ..batch_statistics import uses_batch_statistics
 from ..errors import is_oom_error
@@ -36,7 +36,7 @@ from ..splitting.memory import format_bytes, let_go
 from . import report
 from .command import Display, in_short, run_command, versions_and_device
 from .data import Window
-from .methods import METHODS, BigBatch, Gradient, Method, StockAccumulation, distance, gradient
+from .methods import METHODS, Gradient, Method, StockAccumulation, distance, gradient
 
 MICRO_BATCH_SIZE = 8
 ACCUMULATION_STEPS = 8
@@ -173,6 +173,12 @@ class Comparison:
             cache_casts=self._cache_casts,
         )
 
+    def parts(self, cls: type[Method], optimizer: Optimizer, stack: contextlib.ExitStack) -> list[Callable[[], object]]:
+        """The parts of training the full window; see `Trials`."""
+        method = self.method(cls, optimizer)
+        stack.callback(method.close)
+        return [functools.partial(method.backward, self.full), method.step]
+
     # ---- Gradients, and how far they are from the exact one
 
     def gradient(self, cls: type[Method], window: Window, steps: int | None = None) -> Gradient | None:
@@ -260,28 +266,6 @@ def does_not_fit(size: int, cause: str) -> str:
 # ---- Speed and memory
 
 
-class Windows(Trials):
-    """Trains whole windows on trial, in the way of `cls`."""
-
-    def __init__(self, comparison: Comparison, memory_limit: int | str | None) -> None:
-        super().__init__(comparison.training, ITERATIONS, memory_limit)
-        self._comparison = comparison
-        self.cls: type[Method] = BigBatch
-
-    def parts(
-        self,
-        optimizer: Optimizer,
-        size: int,
-        accumulate: int | None,
-        acc: FusedAccumulator | None,
-        stack: contextlib.ExitStack,
-    ) -> list[Callable[[], object]]:
-        """See `Trials`."""
-        method = self._comparison.method(self.cls, optimizer)
-        stack.callback(method.close)
-        return [lambda: method.backward(self._comparison.full), method.step]
-
-
 def train(comparison: Comparison, rounds: int, memory_limit: int | str | None, display: Display) -> list[report.Run]:
     """Train the full window in all three ways, `rounds` times in turn.
 
@@ -294,14 +278,14 @@ def train(comparison: Comparison, rounds: int, memory_limit: int | str | None, d
     window = comparison.full
     size = len(TreeSamples(window.big_batch.batch))
     micro_batch = len(TreeSamples(window.micro_batches[0].batch))
-    trials = Windows(comparison, memory_limit)
-    with trials:
+    ways = [functools.partial(comparison.parts, cls) for cls in METHODS]
+    with Trials(comparison.training, ITERATIONS, memory_limit) as trials:
         for number in range(rounds):
             for turn in range(len(runs)):
                 index = (number + turn) % len(runs)  # no method always goes first
-                run, trials.cls = runs[index], METHODS[index]
+                run = runs[index]
                 if run.fits:
-                    outcome = trials.try_size(size, None)
+                    outcome = trials.try_size(size, None, ways[index])
                     run.fits = outcome.trial.ok
                     run.peak_bytes = max(run.peak_bytes, outcome.trial.peak_bytes)
                     if run.fits:
@@ -311,9 +295,8 @@ def train(comparison: Comparison, rounds: int, memory_limit: int | str | None, d
                         raise UserError(does_not_fit(micro_batch, f"{run.name}: {outcome.failure}"))
                 display.measured(f"round {number + 1}, {run.name}" + ("" if run.fits else ": does not fit"))
     if not runs[0].fits and memory_limit is not None:
-        trials = Windows(comparison, None)
-        with trials:
-            runs[0].peak_bytes = max(runs[0].peak_bytes, trials.try_size(size, None).trial.peak_bytes)
+        with Trials(comparison.training, ITERATIONS) as trials:
+            runs[0].peak_bytes = max(runs[0].peak_bytes, trials.try_size(size, None, ways[0]).trial.peak_bytes)
     return runs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -66,6 +67,7 @@ def describe_peak(nbytes: int) -> str:
 # ---- Trains a few steps at one batch size to see whether it fits
 
 _log = logger(__name__)
+PartsOf = Callable[[Optimizer, contextlib.ExitStack], list[Callable[[], object]]]
 
 
 class Trial(NamedTuple):
@@ -152,12 +154,13 @@ class Trials:
             gc.freeze()
             self._cleanup.callback(gc.unfreeze)
 
-    def try_size(self, size: int, accumulate: int | None) -> Outcome:
+    def try_size(self, size: int, accumulate: int | None, parts_of: PartsOf | None = None) -> Outcome:
         """Train, and restore everything that training changes.
 
         Args:
             size: Samples of a micro-batch.
             accumulate: See `Training`.
+            parts_of: Makes the parts of a training step instead; what is entered into the stack ends with the trial.
 
         Raises:
             Exception: whatever training raises, unchanged, unless it means out of memory.
@@ -166,7 +169,7 @@ class Trials:
         parts: tuple[float, ...] = ()
         with self._clean():
             try:
-                rate, parts = self._train(size, accumulate)
+                rate, parts = self._train(size, accumulate, parts_of)
             except BaseException as error:
                 if not is_oom_error(error):
                     raise
@@ -204,7 +207,7 @@ class Trials:
         if devices.counts_memory(self._training.device):
             torch.accelerator.empty_cache()
 
-    def _train(self, size: int, accumulate: int | None) -> tuple[float, tuple[float, ...]]:
+    def _train(self, size: int, accumulate: int | None, parts_of: PartsOf | None) -> tuple[float, tuple[float, ...]]:
         """Train; return samples per second, and the seconds of a step's parts."""
         training, memory = self._training, self._memory
         training.place()
@@ -223,7 +226,7 @@ class Trials:
             self._snapshot.include(optimizer)  # it may have existed before
             if acc is None and accumulate is not None:
                 acc = stack.enter_context(training.accumulator())
-            parts = self.parts(optimizer, size, accumulate, acc, stack)
+            parts = parts_of(optimizer, stack) if parts_of else self._parts(optimizer, size, accumulate, acc)
 
             def run(steps: range) -> None:
                 for index in steps:
@@ -256,18 +259,10 @@ class Trials:
         self._synchronize()
         return time.perf_counter() - begin
 
-    def parts(
-        self,
-        optimizer: Optimizer,
-        size: int,
-        accumulate: int | None,
-        acc: FusedAccumulator | None,
-        stack: contextlib.ExitStack,
+    def _parts(
+        self, optimizer: Optimizer, size: int, accumulate: int | None, acc: FusedAccumulator | None
     ) -> list[Callable[[], object]]:
-        """Return the parts of a training step, to be called in order: its micro-batches, and the update.
-
-        Subclasses may train otherwise; what is entered into `stack` ends with the trial.
-        """
+        """Return the parts of a training step, to be called in order: its micro-batches, and the update."""
         batches = self._training.source(size, self._training.device)
         walked = False
 
@@ -292,10 +287,7 @@ class Trials:
         def micro_batch() -> None:
             acc.backward(loss(), weight=size)
 
-        def end() -> None:
-            acc.step(optimizer)
-
-        return [*[micro_batch] * (accumulate or 1), end]
+        return [*[micro_batch] * (accumulate or 1), functools.partial(acc.step, optimizer)]
 
 
 def _first_line(error: BaseException) -> str:
