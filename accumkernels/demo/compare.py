@@ -29,7 +29,7 @@ from ..arguments import as_bytes
 from ..batch_statistics import uses_batch_statistics
 from ..errors import is_oom_error
 from ..planning.commands import UserError, arguments_for
-from ..planning.training import Training, positive_int, training_for
+from ..planning.training import Training, positive_int, source_of, training_for
 from ..planning.trial import Trials
 from ..splitting.batches import TreeSamples, tree_map
 from ..splitting.memory import format_bytes, let_go
@@ -310,7 +310,6 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
         UserError, TypeError, ValueError: an argument or what the factory returns is wrong, or cannot be compared.
     """
     call = arguments_for(arguments)
-    taken = inspect.signature(training_for).parameters
     if call.pop("cpu_offload", False):
         raise UserError("cpu_offload: compare trains with sums on the device: leave it out")
     asked = call.pop("accumulate", None)
@@ -322,7 +321,11 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
     )
     if steps < 2:
         raise UserError("--accumulate 1 accumulates nothing: pass at least 2")
-    training = training_for("compare", **{name: value for name, value in call.items() if name in taken})
+    batches, others = (
+        {name: call[name] for name in inspect.signature(taker).parameters if name in call}
+        for taker in (source_of, training_for)
+    )
+    training = training_for("compare", source=source_of(**batches), **others)
     budget = call.get("memory_limit")
     limit = None if budget is None else as_bytes(budget, "memory_limit", of_a_device=True)
     dtypes = {p.dtype for p in training.model.parameters() if p.is_floating_point()}

@@ -17,7 +17,7 @@ from ..errors import one_of
 from ..ranks.base import is_distributed
 from ..ranks.choice import check_kind
 from ..ranks.group import Group
-from .training import DataEnd, positive_int, training_for
+from .training import DataEnd, positive_int, source_of, training_for
 from .trial import Outcome, Trial, Trials, describe_peak
 
 Mode = Literal["power", "binsearch"]
@@ -157,10 +157,7 @@ def find_batch_size(
             "find_batch_size",
             model,
             device,
-            input_shape=input_shape,
-            output_shape=output_shape,
-            make_batch=make_batch,
-            make_loader=make_loader,
+            source_of(input_shape, output_shape, make_batch, make_loader),
             loss_fn=loss_fn,
             optimizer_fn=optimizer_fn,
             amp_dtype=amp_dtype,

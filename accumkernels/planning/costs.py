@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .training import positive_float, positive_int, training_for
+from .training import positive_float, positive_int, source_of, training_for
 from .trial import Trials
 
 _WINDOW = 4  # micro-batches: the first is written to the buffers, the others are added
@@ -118,10 +118,7 @@ def measure_step_costs(
         "measure_step_costs",
         model,
         device,
-        input_shape=input_shape,
-        output_shape=output_shape,
-        make_batch=make_batch,
-        make_loader=make_loader,
+        source_of(input_shape, output_shape, make_batch, make_loader),
         loss_fn=loss_fn,
         optimizer_fn=optimizer_fn,
         amp_dtype=amp_dtype,

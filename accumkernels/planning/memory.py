@@ -25,7 +25,7 @@ from ..errors import expect_iterable, is_oom_error, wrong_type
 from ..offload.checks import host_bytes
 from ..snapshots import Snapshot
 from ..splitting.memory import BLOCK, LiveBytes, Memory, format_bytes, let_go, memory_of, tensors_of
-from .training import Training, as_device, is_callable, is_module, positive_int, training_for
+from .training import Training, as_device, is_callable, is_module, positive_int, source_of, training_for
 
 PARTS = ("parameters", "gradients", "accumulators", "optimizer", "activations", "workspace")
 
@@ -361,7 +361,7 @@ def memory_report(
         "memory_report",
         model,
         target,
-        make_batch=is_callable(make_batch, "make_batch"),
+        source_of(make_batch=is_callable(make_batch, "make_batch")),
         loss_fn=loss_fn,
         amp_dtype=amp_dtype,
         accumulate=accumulate,

@@ -274,11 +274,8 @@ def training_for(
     caller: str,
     model: Any,
     device: Any,
+    source: Source,
     *,
-    input_shape: Any = None,
-    output_shape: Any = None,
-    make_batch: Any = None,
-    make_loader: Any = None,
     loss_fn: Any = None,
     optimizer_fn: Any = None,
     amp_dtype: Any = None,
@@ -286,7 +283,7 @@ def training_for(
     cpu_offload: Any = False,
     fake: bool = False,
 ) -> Training:
-    """Check the arguments that all functions share which train on trial; see `find_batch_size`.
+    """Check the other arguments that all functions share which train on trial; see `find_batch_size`.
 
     With `fake`, only copies made of fake tensors are trained, which need neither memory nor the device.
 
@@ -302,7 +299,7 @@ def training_for(
     return Training(
         model=model,
         device=as_device(device) if fake else _usable(as_device(device)),
-        source=_source(input_shape, output_shape, make_batch, make_loader),
+        source=source,
         loss_fn=None if loss_fn is None else is_callable(loss_fn, "loss_fn"),
         optimizer_fn=torch.optim.Adam if optimizer_fn is None else is_callable(optimizer_fn, "optimizer_fn"),
         amp_dtype=expect(amp_dtype, torch.dtype | None, "amp_dtype", "a torch.dtype or None"),
@@ -329,7 +326,14 @@ def _check_trainable(model: nn.Module, fake: bool) -> None:
         raise ValueError("model has no trainable parameter")
 
 
-def _source(input_shape: Any, output_shape: Any, make_batch: Any, make_loader: Any) -> Source:
+def source_of(
+    input_shape: Any = None, output_shape: Any = None, make_batch: Any = None, make_loader: Any = None
+) -> Source:
+    """Check the arguments that say what batches are; see `find_batch_size`.
+
+    Raises:
+        TypeError, ValueError: names the wrong argument, and its value.
+    """
     if make_batch is not None and make_loader is not None:
         raise ValueError("give make_batch or make_loader, not both")
     given = ("make_batch", make_batch, made_batches), ("make_loader", make_loader, loaded_batches)
