@@ -75,7 +75,6 @@ class FusedAccumulation(pl.Callback):
         self.metrics = metrics
         self._options = options
         self._split = split_options(split)
-        self._strategy: Any = None  # whose training_step splits batches
         self._replaced: list[tuple[Any, str]] = []  # methods of Lightning's objects, by these
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
         self._batch_weight: float | Tensor = 1.0
@@ -179,8 +178,7 @@ class FusedAccumulation(pl.Callback):
                     "for each part of a batch. In manual optimization, leave it out and call "
                     "FusedAccumulation.of(self.trainer).backward_batch(batch, loss_fn) in training_step"
                 )
-            self._strategy = strategy
-            self._set(strategy, "training_step", self._training_step)
+            self._set(strategy, "training_step", functools.partial(self._training_step, strategy))
             for name in _COMMUNICATE:
                 self._set(strategy, name, self._communicating(getattr(strategy, name)))
         else:
@@ -262,7 +260,7 @@ class FusedAccumulation(pl.Callback):
         self._saved = None
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
-        self._replaced, self._precision, self._strategy = [], None, None
+        self._replaced, self._precision = [], None
         self._read_elsewhere = False
         if self._windows:
             open_ = max(0 if window.finalized else window.accumulator.micro_batches for window in self._windows)
@@ -299,15 +297,16 @@ class FusedAccumulation(pl.Callback):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Open the next window after a step, which manual optimization may take inside a batch."""
-        if self._begins and self._strategy is None:
+        if self._split is not None:  # `_training_step` has run it
+            return
+        if self._begins:
             self._say_not_cleared(pl_module)
-        if self._strategy is None:
-            scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-            if pl_module.automatic_optimization:  # where Lightning divides, even by 1
-                ends = not trainer.fit_loop._should_accumulate()
-                self._begin(trainer.accumulate_grad_batches, 1 + scaled, ends)
-            else:  # we cannot know which backward is the last
-                self._begin(1, int(scaled))
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if pl_module.automatic_optimization:  # where Lightning divides, even by 1
+            ends = not trainer.fit_loop._should_accumulate()
+            self._begin(trainer.accumulate_grad_batches, 1 + scaled, ends)
+        else:  # we cannot know which backward is the last
+            self._begin(1, int(scaled))
 
     def _say_not_cleared(self, pl_module: pl.LightningModule) -> None:
         """Say once that the module's `optimizer_zero_grad` has left gradients, if there are any."""
@@ -333,7 +332,7 @@ class FusedAccumulation(pl.Callback):
 
     def _backward(self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Run the precision plugin's backward, and take its gradients while it runs or after it."""
-        if self._strategy is not None:  # `_training_step` has run it
+        if self._split is not None:  # `_training_step` has run it
             return
         own = functools.partial(type(self._precision).backward, self._precision)
         run = lambda loss: own(loss, model, *args, **kwargs)  # noqa: E731
@@ -426,9 +425,9 @@ class FusedAccumulation(pl.Callback):
         self._begin(1)
         return self._windows[0].backward_batch(batch, loss_fn, **{"weight": self.weight, **options})
 
-    def _training_step(self, batch: Any, *args: Any) -> Tensor | None:
+    def _training_step(self, strategy: Any, batch: Any, *args: Any) -> Tensor | None:
         """Run the strategy's training step and backward for each part of the batch; returns the loss of all parts."""
-        strategy, window = self._strategy, self._windows[0]
+        window = self._windows[0]
         trainer = strategy.lightning_module.trainer
         results = vars(trainer._results)
         losses: list[Tensor] = []
