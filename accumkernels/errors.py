@@ -46,13 +46,13 @@ def short(value: object) -> str:
     return " ".join(_SHORT.repr(value).split())
 
 
-def expect(value: Any, kind: Any, name: str, expected: str) -> Any:
-    """Check that `value` is an instance of `kind`, and return it.
+def expect(value: Any, kind: Any, name: str, expected: str, but: Any = ()) -> Any:
+    """Check that `value` is an instance of `kind`, but not of `but`, and return it.
 
     Raises:
         TypeError: names the argument and its value.
     """
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or isinstance(value, but):
         raise wrong_type(name, expected, value)
     return value
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..accumulator import FusedAccumulator
 from ..arguments import Split
-from ..errors import expect, needs, wrong_type
+from ..errors import expect, needs
 from ..ranks.base import is_distributed, store
 from ..window.checkpoint import without_window
 from .loss_probe import DIVIDED, IGNORED, MEAN, SUM, LossProbe, may_shift, rows
@@ -84,9 +84,8 @@ class FusedAccumulationMixin(Base):
         self._split = split_options(split)
         if isinstance(loss_is, str) and loss_is not in _LOSS_IS:
             raise ValueError(f"loss_is must be one of {', '.join(map(repr, _LOSS_IS))} or a function, got {loss_is!r}")
-        if not (loss_is is None or isinstance(loss_is, str) or callable(loss_is)):
-            raise wrong_type("loss_is", f"one of {', '.join(map(repr, _LOSS_IS))}, a function, or None", loss_is)
-        self._loss_is = loss_is
+        accepted = f"one of {', '.join(map(repr, _LOSS_IS))}, a function, or None"
+        self._loss_is = expect(loss_is, str | Callable | None, "loss_is", accepted)
         self._probe = LossProbe(self)
         self._endings: Endings  # of the current `train`
         self._calls = 0  # of `training_step`, for the micro-batches that the Trainer has taken at once

@@ -18,7 +18,7 @@ from ..batch_statistics import check_independent
 from ..buffers.flat import FlatBuffer, Segment
 from ..buffers.parameters import local, shaped_like
 from ..capture.inbox import MicroBatch
-from ..errors import logger, wrong_type
+from ..errors import expect, logger
 from ..splitting.run import BatchReport
 from ..window.coupled import CoupledLoss
 from ..window.misuse import division
@@ -699,8 +699,7 @@ def split_options(split: Any) -> dict[str, Any] | None:
         return dict(split)
     if split == "auto":
         return {}
-    if isinstance(split, bool) or not isinstance(split, Real):
-        raise wrong_type("split", "'auto', the most that a part may cost, a dict of options, or None", split)
+    expect(split, Real, "split", "'auto', the most that a part may cost, a dict of options, or None", but=bool)
     if not float(split) > 0:
         raise ValueError(f"split must be positive, got {split}")
     return {"budget": split}

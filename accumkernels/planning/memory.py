@@ -21,7 +21,7 @@ from .. import devices
 from ..arguments import as_bytes
 from ..buffers.flat import buffer_dtype
 from ..capture.inbox import default_bucket_bytes
-from ..errors import expect_iterable, is_oom_error, wrong_type
+from ..errors import expect, expect_iterable, is_oom_error, wrong_type
 from ..offload.checks import host_bytes
 from ..snapshots import Snapshot
 from ..splitting.memory import BLOCK, LiveBytes, Memory, format_bytes, let_go, memory_of, tensors_of
@@ -348,8 +348,7 @@ def memory_report(
         torch.OutOfMemoryError: the run does not fit.
     """
     size = positive_int(batch_size, "batch_size")
-    if not isinstance(optimizer, Optimizer):
-        raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
+    expect(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
     params = [p for p in is_module(model).parameters() if p.requires_grad]
     own = params[0].device if params else torch.device("cpu")
     target = own if device is None else as_device(device)

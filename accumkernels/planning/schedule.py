@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from ..arguments import as_int
-from ..errors import one_of, wrong_type
+from ..errors import expect, one_of
 from .training import fraction, positive_float, positive_int
 
 
@@ -29,8 +29,7 @@ class Milestones:
     """
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
-        if not isinstance(sizes, Mapping):
-            raise wrong_type("sizes", "a mapping from steps to batch sizes", sizes)
+        expect(sizes, Mapping, "sizes", "a mapping from steps to batch sizes")
         for step in sizes:
             if as_int(step, "every step in sizes") < 0:
                 raise ValueError(f"sizes: steps must not be negative, got {step}")
@@ -55,8 +54,7 @@ class Milestones:
             TypeError, ValueError: names the wrong argument, and its value; `maximum` is less than `batch_size`.
         """
         size = positive_int(batch_size, "batch_size")
-        if isinstance(milestones, str) or not isinstance(milestones, Iterable):
-            raise wrong_type("milestones", "steps", milestones)
+        expect(milestones, Iterable, "milestones", "steps", but=str)
         gamma = fraction(gamma, "gamma", zero=False)
         limit = None if maximum is None else positive_int(maximum, "maximum")
         if limit is not None and limit < size:

@@ -47,9 +47,7 @@ def as_float(
     Raises:
         TypeError, ValueError: names the argument and its value.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise wrong_type(name, expected, value)
-    number = float(value)
+    number = float(expect(value, Real, name, expected, but=bool))
     if not fits(number):
         raise ValueError(f"{name} must be {range_}, got {value!r}")
     return number
@@ -95,8 +93,7 @@ def as_device(value: Any) -> torch.device:
     Raises:
         TypeError, ValueError: names the argument and its value.
     """
-    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
-        raise wrong_type("device", "a torch.device or its name", value)
+    expect(value, str | int | torch.device, "device", "a torch.device or its name", but=bool)
     try:
         return torch.device(value)
     except RuntimeError as error:
@@ -136,8 +133,7 @@ def per_sample_shape(shape: Any, name: str) -> tuple[int, ...]:
     """
     if isinstance(shape, int) and not isinstance(shape, bool):
         shape = (shape,)
-    if isinstance(shape, str) or not isinstance(shape, Sequence):
-        raise wrong_type(name, "a tuple of ints, the shape of one sample", shape)
+    expect(shape, Sequence, name, "a tuple of ints, the shape of one sample", but=str)
     return tuple(positive_int(size, f"every size in {name}") for size in shape)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import wrong_type
+from ..errors import expect, wrong_type
 
 # ---- Handles batches as trees: tensors in containers of any kind, with samples along the first dimension
 
@@ -336,11 +336,8 @@ def samples_of(batch: Any, collate: Callable[[list[Any]], Any] | None) -> Sample
     """
     if collate is None:
         return TreeSamples(batch)
-    if not callable(collate):
-        raise wrong_type("collate", "a function of a list of samples", collate)
-    if not isinstance(batch, Sequence) or isinstance(batch, str):
-        raise wrong_type("batch", "a list of samples, with collate", batch)
-    return ListSamples(batch, collate)
+    expect(collate, Callable, "collate", "a function of a list of samples")
+    return ListSamples(expect(batch, Sequence, "batch", "a list of samples, with collate", but=str), collate)
 
 
 def costs_of(samples: Samples, cost: Cost) -> list[float]:

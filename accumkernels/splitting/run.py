@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import is_oom_error, logger, wrong_type
+from ..errors import expect, is_oom_error, logger
 from ..hooks import graph_nodes
 from ..snapshots import RandomState
 from .batches import Samples
@@ -316,12 +316,8 @@ class LossAndWeight:
         check: Callable[[Any], float | Tensor],
         all_run: bool,
     ) -> None:
-        if not callable(loss_fn):
-            raise wrong_type("loss_fn", "a function of a part of the batch", loss_fn)
-        if weight is not None and not callable(weight):
-            raise wrong_type("weight", "a function of a part of the batch, or None", weight)
-        self._loss_fn = loss_fn
-        self._weight = weight
+        self._loss_fn = expect(loss_fn, Callable, "loss_fn", "a function of a part of the batch")
+        self._weight = expect(weight, Callable | None, "weight", "a function of a part of the batch, or None")
         self._check = check
         self._all_run = all_run
 
@@ -364,8 +360,7 @@ def returned_by(returned: Any) -> tuple[Tensor, Any, Any]:
                 "into one object, the third: (loss, weight, extra)"
             )
         loss, weight, extra = (*returned, None)[:3]
-    if not isinstance(loss, Tensor):
-        raise wrong_type("what loss_fn returns", "a tensor, or a tensor and a weight", loss)
+    expect(loss, Tensor, "what loss_fn returns", "a tensor, or a tensor and a weight")
     if loss.numel() != 1:
         raise ValueError(f"loss_fn must return a loss of one element, got a tensor of shape {tuple(loss.shape)}")
     return loss, weight, extra
