@@ -98,7 +98,6 @@ class TrainerWindow:
         self._idle = False
         self.number = 0
         self.expected_end: int | None = None
-        self._warned = False  # of a window whose end was left out
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self.running: MicroBatch | None = None
         self._accumulate = functools.partial(
@@ -197,8 +196,8 @@ class TrainerWindow:
         They may wait at its end, and would take the end of the next window for it.
         """
         self.engine.window.miss_end()
-        if self.accumulator.micro_batches and self.several_ranks and not self._warned:
-            self._warned = True
+        if self.accumulator.micro_batches and self.several_ranks and "missed end" not in self.engine.misuse.once:
+            self.engine.misuse.once.add("missed end")
             _log.warning(
                 "the last micro-batch of a window came without optimizer.step() on this rank, so its micro-batches go "
                 "to the next window. If other ranks have stepped, all stop there with an error: a rank that leaves a "
