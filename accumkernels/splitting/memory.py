@@ -73,11 +73,16 @@ class LiveBytes(TorchDispatchMode):
     @property
     def live(self) -> int:
         """Bytes alive now."""
-        return self._sweep()
+        while self._dead:
+            reference = self._dead.popleft()
+            if self._storages.get(reference.key) is reference:
+                del self._storages[reference.key]
+                self._live -= reference.nbytes
+        return self._live
 
     def add(self, tensors: Iterable[Tensor]) -> int:
         """Count existing tensors; return the bytes that were not counted yet."""
-        before = self._sweep()
+        before = self.live
         for tensor in tensors:
             self._add(tensor)
         self._check()
@@ -92,18 +97,10 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Forget the peak."""
-        self.peak = self._sweep()
+        self.peak = self.live
 
     def _rounded(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._granularity) * self._granularity
-
-    def _sweep(self) -> int:
-        while self._dead:
-            reference = self._dead.popleft()
-            if self._storages.get(reference.key) is reference:
-                del self._storages[reference.key]
-                self._live -= reference.nbytes
-        return self._live
 
     def _add(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)
@@ -117,8 +114,9 @@ class LiveBytes(TorchDispatchMode):
         self._live += reference.nbytes
 
     def _check(self, more: int = 0) -> None:
-        live = self._live + more
-        self.peak = max(self.peak, self._live)
+        live = self.live
+        self.peak = max(self.peak, live)
+        live += more
         if self._limit is not None and live > self._limit:
             self.peak = max(self.peak, live)
             raise torch.OutOfMemoryError(
@@ -137,10 +135,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._limit is not None:
-            self._sweep()
             self._check(returned_bytes(func, args, kwargs or {}))
         result = self.call(func, args, kwargs or {})
-        before = self._sweep()
+        before = self.live
         for tensor in tensors_of(result):
             self._add(tensor)
         if self._live > before:  # an op in place has done its work, and must not seem to have failed
