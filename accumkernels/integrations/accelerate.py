@@ -240,18 +240,15 @@ class Accelerator(Stock):
             others = set().union(*(other for other in steps if other is not stepped))
             exclusive = not any(id(p) in others for model in models for p in model.parameters())
             window = optimizer.window
-            if window is None and not models:
-                continue
-            if window is not None and len(window.modules) == len(models) and window.exclusive == exclusive:
-                continue
             if window is not None:
+                if len(window.modules) == len(models) and window.exclusive == exclusive:
+                    continue
                 window.release()
                 optimizer.window = None
             if models:
-                window = TrainerWindow(
+                optimizer.window = TrainerWindow(
                     models, optimizer.optimizer, self.scaler, exclusive=exclusive, **self._accumulator_options
                 )
-                optimizer.window = window
 
     def free_memory(self, *objects: Any) -> Any:
         """As in accelerate; accumulators release their models too."""
