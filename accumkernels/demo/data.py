@@ -72,21 +72,18 @@ class Window(NamedTuple):
     micro_batches: Sequence[Any]
 
 
-def read_samples(
-    files: Sequence[str], root: Path | None = None, longest: int = CONTEXT, separator: bytes = b"\n\n"
-) -> list[bytes]:
+def read_samples(files: Sequence[str], longest: int = CONTEXT, separator: bytes = b"\n\n") -> list[bytes]:
     """Cut source files into samples, long ones into pieces.
 
     Args:
-        files: Paths relative to `root`; paths that do not exist are left out.
-        root: Default: the directory of Python's standard library.
+        files: Paths relative to the directory of Python's standard library; those that do not exist are left out.
         longest: Bytes of a piece.
         separator: What samples end with. Default: paragraphs, which are the text between blank lines.
 
     Raises:
         FileNotFoundError: None of `files` exists.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    root = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_bytes() for path in (root / name for name in files) if path.is_file()]
     if not texts:
         raise FileNotFoundError(f"no source of Python's standard library in {root}")

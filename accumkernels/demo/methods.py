@@ -155,9 +155,9 @@ METHODS: tuple[type[Method], ...] = (BigBatch, StockAccumulation, Fused)
 Gradient = list[Tensor | None]  # by parameter, in float64 on the CPU
 
 
-def gradient(model: nn.Module, scale: float = 1.0) -> Gradient:
-    """Copy the `.grad` of all parameters, times `scale`."""
-    return [None if p.grad is None else p.grad.double().cpu() * scale for p in model.parameters()]
+def gradient(model: nn.Module) -> Gradient:
+    """Copy the `.grad` of all parameters."""
+    return [None if p.grad is None else p.grad.to("cpu", torch.float64, copy=True) for p in model.parameters()]
 
 
 def distance(found: Gradient, exact: Gradient) -> float:

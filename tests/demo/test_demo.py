@@ -254,15 +254,16 @@ class TestData:
 
         assert not set(TRAINING_FILES) & set(VALIDATION_FILES)
 
-    def test_missing_files(self, tmp_path):
+    def test_missing_files(self, tmp_path, monkeypatch):
         """Files that are not there are left out; none at all is an error that names the directory."""
         (tmp_path / "a.py").write_bytes(
             b"import os\nimport sys\n\n\nx = 1\n\n" + b"y" * (2 * CONTEXT + SHORTEST) + b"\n"
         )
-        samples = read_samples(["missing.py", "a.py"], tmp_path)
+        monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+        samples = read_samples(["missing.py", "a.py"])
         assert samples == [b"import os\nimport sys", b"y" * CONTEXT, b"y" * CONTEXT, b"y" * SHORTEST]
         with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-            read_samples(["missing.py"], tmp_path)
+            read_samples(["missing.py"])
 
 
 @torch.no_grad()
