@@ -15,9 +15,9 @@ import inspect
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -49,8 +49,7 @@ WRONG = 0.01  # relative error in fp32 of a gradient that is not only rounded
 # ---- What is trained: the samples of one optimizer step, with their weights
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Samples in one forward pass; `tokens` is what their mean loss averages over."""
 
     batch: Any

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..arguments import as_int
 from ..errors import expect, expect_iterable
@@ -30,8 +30,7 @@ from .training import as_float, is_callable, positive_float, positive_int, secon
 WORTH_IT = 0.05  # a smaller gain in time is not worth more micro-batches, and measurements are no more precise
 
 
-@dataclass(frozen=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     """How many micro-batches to accumulate.
 
     Attributes:
