@@ -132,8 +132,8 @@ def is_available(device: torch.device) -> bool:
     """Whether torch can use an accelerator, apart from its index."""
     if is_current(device.type):
         return torch.accelerator.is_available()
-    is_usable = getattr(getattr(torch, device.type, None), "is_available", None)  # torch has no module of some kinds
-    return is_usable is not None and is_usable()
+    # Torch has no module of some kinds.
+    return getattr(getattr(torch, device.type, None), "is_available", lambda: False)()
 
 
 def default() -> torch.device:
