@@ -352,9 +352,8 @@ def _usable(device: torch.device) -> torch.device:
         return device
     if not devices.is_available(device):
         raise ValueError(f"device: {str(device)!r}, but torch finds no usable GPU")
-    init = getattr(devices.module(device), "init", None)
-    if init is not None:
-        init()  # creates the random generators, which must be remembered
+    # Creates the random generators, which must be remembered.
+    getattr(devices.module(device), "init", lambda: None)()
     return devices.with_index(device)
 
 

@@ -38,17 +38,16 @@ def memory_for(
         margin: Fraction of its memory that must stay free.
         tensors: What is alive before a trial, where tensors are counted.
     """
-    limit = None if memory_limit is None else int(memory_limit * (1 - margin))
-    if limit is None and margin > 0:
+    whole, held = memory_limit, 0
+    if whole is None and margin > 0:
         if devices.counts_memory(device):  # the allocator cannot free what others and this process's context hold
-            free, total = torch.accelerator.get_memory_info(device)
-            limit = int((1 - margin) * total - (total - free - torch.accelerator.memory_reserved(device)))
-        else:
-            whole = _host_memory() if device.type == "cpu" else None
-            if whole is None:
-                raise ValueError(f"margin on {device} needs memory_limit: the device's memory is not known")
-            limit = int((1 - margin) * whole)
-    return memory_of(device, limit, tensors)
+            free, whole = torch.accelerator.get_memory_info(device)
+            held = whole - free - torch.accelerator.memory_reserved(device)
+        elif device.type == "cpu":
+            whole = _host_memory()
+        if whole is None:
+            raise ValueError(f"margin on {device} needs memory_limit: the device's memory is not known")
+    return memory_of(device, None if whole is None else int((1 - margin) * whole - held), tensors)
 
 
 def _host_memory() -> int | None:
