@@ -36,9 +36,6 @@ class Packer:
         self._sorted = [costs[index] for index in self._order]
         self._sums = [0.0, *itertools.accumulate(self._sorted)]
 
-    def __len__(self) -> int:
-        return len(self.costs)
-
     def cost(self, indices: Sequence[int]) -> float:
         """What these samples cost as one micro-batch."""
         costs = [self.costs[index] for index in indices]
@@ -57,7 +54,7 @@ class Packer:
         if self._multiple_of == 1 and self._sorted[0] <= budget:  # else it would give free samples to one that is alone
             bounds = self._even(bounds)
         parts = [self._order[start:stop] for start, stop in itertools.pairwise(bounds)]
-        while len(parts) < min(at_least, len(self)):
+        while len(parts) < min(at_least, len(self.costs)):
             max_cost = max(range(len(parts)), key=lambda number: (len(parts[number]) > 1, self.cost(parts[number])))
             parts[max_cost : max_cost + 1] = self.split(parts[max_cost])
         return parts
@@ -83,7 +80,7 @@ class Packer:
 
     def _reach(self, start: int, budget: float) -> int:
         """Where the longest run from `start` ends that costs no more than `budget`, or is a single sample."""
-        stop = len(self)
+        stop = len(self.costs)
         if self._padded and self._cost_of_run(start, stop) > budget:
             stop = start + int(budget / self._sorted[start])
         elif not self._padded:
@@ -94,7 +91,7 @@ class Packer:
 
     def _cut(self, budget: float) -> list[int]:
         """Fill one micro-batch after another, up to the budget."""
-        bounds, count = [0], len(self)
+        bounds, count = [0], len(self.costs)
         while (start := bounds[-1]) < count:
             stop = self._reach(start, budget)
             if self._most is not None:
@@ -116,7 +113,7 @@ class Packer:
             else:
                 bounds, high = tighter, min(middle, self._max_cost(tighter))
         # Samples that cost the same: 4, 3 and 3 rather than 4, 4 and 2.
-        size, larger = divmod(len(self), len(bounds) - 1)
+        size, larger = divmod(len(self.costs), len(bounds) - 1)
         even = [size * number + min(number, larger) for number in range(len(bounds))]
         return even if self._max_cost(even) <= self._max_cost(bounds) else bounds
 
