@@ -231,7 +231,7 @@ class Accelerator(Stock):
             self._windows = [optimizer.window for optimizer in self._optimizers if optimizer.window is not None]
 
     def _give_windows(self) -> None:
-        params = [owned((o,)) if o.window is None else o.window.steps() for o in self._optimizers]
+        params = [owned((o,)) if o.window is None else o.window.current.stepped() for o in self._optimizers]
         alike = driven([optimizer.optimizer for optimizer in self._optimizers], params)
         steps = [set(map(id, mine)) for mine in params]
         for optimizer, stepped in zip(self._optimizers, steps, strict=True):
@@ -602,7 +602,7 @@ def _ready(windows: list[TrainerWindow]) -> list[TrainerWindow]:
 def _targets(windows: list[TrainerWindow], params: list[Tensor]) -> list[Tensor]:
     """The tensors that optimizers step for these parameters of the model."""
     for window in windows:
-        params = window.targets(params)
+        params = window.accumulator.param_groups([{"params": params}])[0]["params"]
     return params
 
 

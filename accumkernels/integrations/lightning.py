@@ -277,7 +277,7 @@ class FusedAccumulation(pl.Callback):
     ) -> None:
         """Open the next window after a step, unless hooks may look at its gradients, and ask for the batch's weight."""
         for window in self._windows:
-            if self._manual or window.folds or window.outgrown:
+            if self._manual or window.folds or window.current.outgrown:
                 window.open()
         self._stepped, self._begins = [], False
         self._before = [window.accumulator.micro_batches for window in self._windows]

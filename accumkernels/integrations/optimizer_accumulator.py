@@ -111,11 +111,6 @@ class OptimizerAccumulator:
             group["params"] = new
 
     @property
-    def of_one_module(self) -> bool:
-        """Whether the accumulator has the module itself, and no list of its parameters."""
-        return self.engine.module is not None
-
-    @property
     def outgrown(self) -> bool:
         """Whether the optimizer has got other parameters since then, or modules have other names for the same."""
         as_built = self.engine.store.layout.as_built
@@ -137,7 +132,7 @@ class OptimizerAccumulator:
         return lambda tensor: params.get(id(tensor), tensor)
 
     def stepped(self) -> list[Tensor]:
-        """The model's parameters that the optimizer steps."""
+        """The model's parameters that the optimizer steps, itself or by their masters."""
         return list(map(self._param(), owned((self._optimizer,))))
 
     def remove(self) -> dict[int, Tensor]:

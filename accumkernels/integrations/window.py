@@ -53,7 +53,8 @@ class TrainerWindow:
         ends: Whether it is the window's last on this rank; other ranks may end theirs differently.
         sends: Whether sums can be sent to other ranks while its backward runs.
         sums: Whether losses are added up as they are; the same for all micro-batches of a window.
-        accumulator: Replaced when the optimizer gets other parameters.
+        current: Has the accumulator; another, before a forward, when the optimizer has got other parameters.
+        accumulator: The current one.
         engine: The accumulator's.
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
@@ -103,15 +104,15 @@ class TrainerWindow:
         self._accumulate = functools.partial(
             OptimizerAccumulator, self.modules, optimizer, self._scaler, exclusive=exclusive, **options
         )
-        self._current = self._accumulate(masters={})
-        self.accumulator, self.engine = self._current.accumulator, self._current.engine
+        self.current = self._accumulate(masters={})
+        self.accumulator, self.engine = self.current.accumulator, self.current.engine
 
     # ---- the accumulator
 
     def release(self) -> None:
         """Restore the model and the optimizer, keeping what was trained."""
         self._drop()
-        self._current.remove()
+        self.current.remove()
 
     def _drop(self) -> None:
         if self.engine.ranks.sender.begun and not self.finalized:  # after an exception: no rank sums the rest
@@ -124,7 +125,7 @@ class TrainerWindow:
     @property
     def inside_no_sync(self) -> bool:
         """Whether the loop is inside `no_sync` of a DistributedDataParallel module."""
-        for no_sync in self._current.no_syncs:
+        for no_sync in self.current.no_syncs:
             if no_sync.depth > 0:
                 return True
         return False
@@ -133,11 +134,6 @@ class TrainerWindow:
     def several_ranks(self) -> bool:
         """Whether other ranks may have micro-batches in this window."""
         return self.engine.ranks.ends_together
-
-    @property
-    def outgrown(self) -> bool:
-        """Whether `open` makes a new accumulator, which belongs before the next forward."""
-        return self._current.outgrown
 
     @property
     def evaluates(self) -> bool:
@@ -152,14 +148,6 @@ class TrainerWindow:
         if not self.finalized or self.stepped or self.dropped:
             return self.finalized
         return all(p.grad is None for p in self.accumulator.parameters())  # by way of the model
-
-    def steps(self) -> list[Tensor]:
-        """The model's parameters that the optimizer steps, itself or by their masters."""
-        return self._current.stepped()
-
-    def targets(self, params: list[Tensor]) -> list[Tensor]:
-        """The tensors that the optimizer steps for these parameters of the model."""
-        return self.accumulator.param_groups([{"params": params}])[0]["params"]
 
     def share(self, given: Set[int]) -> tuple[bool, bool]:
         """Whether any parameter is among those of these ids, and whether all are but frozen ones."""
@@ -237,10 +225,10 @@ class TrainerWindow:
                     "the last backward of a window)"
                 )
             self.close()
-        if self.engine.window.micro_batches == 0 and not self._shown and self._current.outgrown:
+        if self.engine.window.micro_batches == 0 and not self._shown and self.current.outgrown:
             self._drop()
-            self._current = self._accumulate(masters=self._current.remove())
-            self.accumulator, self.engine = self._current.accumulator, self._current.engine
+            self.current = self._accumulate(masters=self.current.remove())
+            self.accumulator, self.engine = self.current.accumulator, self.current.engine
 
     def begin(self, divided_by: float | Tensor, divisions: int, *, sums: bool = False, ends: bool = False) -> None:
         """Before a backward, set the factor of its gradients.
@@ -267,7 +255,7 @@ class TrainerWindow:
         self.running = None
         plain = sums or (not isinstance(divided_by, Tensor) and divided_by == 1)
         self.made_up_for, self.divisions, self.ends = None if plain else divided_by, divisions, ends
-        self.sends = ends and self._current.sends_in_backward
+        self.sends = ends and self.current.sends_in_backward
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, divide_by: float, **kwargs: Any) -> None:
         """Run and count a micro-batch, after `open` and `begin`.
@@ -308,7 +296,7 @@ class TrainerWindow:
         """
         if self.sums:
             options["weight"] = lambda part: 1.0
-        together = together and self._current.of_one_module
+        together = together and self.engine.module is not None
         self.splits_differ = self.several_ranks and not (self.engine.store.sharded or together)
         try:
             return self.engine.backward_batch(
@@ -427,7 +415,7 @@ class TrainerWindow:
                 )
             with torch.no_grad():
                 self.engine.accumulate(self.engine.micro_batch(1.0))
-        if self._current.sends_in_backward and self.accumulator.micro_batches:
+        if self.current.sends_in_backward and self.accumulator.micro_batches:
             self.engine.ranks.sender.end_last()
 
     def _divisor(self) -> float | None:
