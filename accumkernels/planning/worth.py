@@ -44,116 +44,115 @@ class Recommendation(NamedTuple):
     why: str
 
 
-class Comparison:
-    """Numbers of micro-batches up to a plan's, compared by their known costs."""
+def _size(plan: AccumulationPlan) -> float:
+    """Samples of a micro-batch, or their mean if they differ."""
+    return plan.target_batch_size / plan.world_size / plan.accumulation_steps
 
-    def __init__(self, plan: AccumulationPlan) -> None:
-        self.target, self.steps = plan.target_batch_size, plan.accumulation_steps
-        self.most, self.world_size = plan.max_micro_batch_size, plan.world_size
-        self.costs, self.missing = plan.costs, plan._missing
-        self.noise_scale, self.limit = plan.noise_scale, plan._limit
 
-    @property
-    def size(self) -> float:
-        """Samples of a micro-batch, or their mean if they differ."""
-        return self.target / self.world_size / self.steps
+def _batch(plan: AccumulationPlan, steps: int) -> float:
+    """Samples over all ranks in so many of the plan's micro-batches."""
+    return plan.target_batch_size * steps / plan.accumulation_steps
 
-    def batch(self, steps: int) -> float:
-        """Samples over all ranks in so many of the plan's micro-batches."""
-        return self.target * steps / self.steps
 
-    def seconds_per_sample(self, steps: int) -> float:
-        """Seconds of a window over its samples on all ranks."""
-        assert self.costs is not None
-        return self.costs.window_seconds(steps, self.size) / self.batch(steps)
+def _seconds_per_sample(plan: AccumulationPlan, steps: int) -> float:
+    """Seconds of a window over its samples on all ranks."""
+    assert plan.costs is not None
+    return plan.costs.window_seconds(steps, _size(plan)) / _batch(plan, steps)
 
-    def samples_needed(self, steps: int) -> float:
-        """Samples to a given loss, relative to the fewest possible; 1 if the noise scale is not known."""
-        return 1.0 if self.noise_scale is None else 1 + self.batch(steps) / self.noise_scale
 
-    def seconds_to_loss(self, steps: int) -> float:
-        """Seconds of a sample, times the samples needed if their number is known; smaller is better."""
-        return self.seconds_per_sample(steps) * self.samples_needed(steps)
+def _samples_needed(plan: AccumulationPlan, steps: int) -> float:
+    """Samples to a given loss, relative to the fewest possible; 1 if the noise scale is not known."""
+    return 1.0 if plan.noise_scale is None else 1 + _batch(plan, steps) / plan.noise_scale
 
-    def recommendation(self) -> Recommendation:
-        """Recommend a number of micro-batches."""
-        if self.steps == 1:
-            ranks = " on each rank" if self.world_size > 1 else ""
-            why = f"the batch of {self.target} is one micro-batch{ranks}: there is nothing to accumulate"
-            return Recommendation(1, "K = 1", why + self._faster_size())
-        if self.costs is None:
-            why = (
-                f"a micro-batch has at most {self.most} samples{self.limit}; whether a smaller batch trains as fast is "
-                f"not known without {', '.join(self.missing)}"
+
+def _seconds_to_loss(plan: AccumulationPlan, steps: int) -> float:
+    """Seconds of a sample, times the samples needed if their number is known; smaller is better."""
+    return _seconds_per_sample(plan, steps) * _samples_needed(plan, steps)
+
+
+def recommend(plan: AccumulationPlan) -> Recommendation:
+    """Recommend a number of micro-batches, by comparing all up to the plan's by their known costs."""
+    steps, target = plan.accumulation_steps, plan.target_batch_size
+    if steps == 1:
+        ranks = " on each rank" if plan.world_size > 1 else ""
+        why = f"the batch of {target} is one micro-batch{ranks}: there is nothing to accumulate"
+        return Recommendation(1, "K = 1", why + _faster_size(plan))
+    if plan.costs is None:
+        why = (
+            f"a micro-batch has at most {plan.max_micro_batch_size} samples{plan._limit}; whether a smaller batch "
+            f"trains as fast is not known without {', '.join(plan._missing)}"
+        )
+        if plan.noise_scale is not None:
+            needed = _samples_needed(plan, steps) / _samples_needed(plan, 1)
+            why += (
+                f". At a noise scale of {plan.noise_scale:.4g} it takes {needed:.3g} times the samples to a loss that "
+                "K = 1 takes"
             )
-            if self.noise_scale is not None:
-                needed = self.samples_needed(self.steps) / self.samples_needed(1)
-                why += (
-                    f". At a noise scale of {self.noise_scale:.4g} it takes {needed:.3g} times the samples to a loss "
-                    "that K = 1 takes"
-                )
-            return Recommendation(self.steps, f"K = {self.steps} for the batch {self.target}", why)
-        times = [self.seconds_to_loss(steps) for steps in range(1, self.steps + 1)]
-        enough = (1 + WORTH_IT) * min(times)
-        best = next(steps for steps, seconds in enumerate(times, 1) if seconds <= enough)
+        return Recommendation(steps, f"K = {steps} for the batch {target}", why)
+    times = [_seconds_to_loss(plan, number) for number in range(1, steps + 1)]
+    enough = (1 + WORTH_IT) * min(times)
+    best = next(number for number, seconds in enumerate(times, 1) if seconds <= enough)
+    if best == 1:
+        text, why = "K = 1", _why(plan, best)
+    elif best < steps:
+        text, why = f"K up to {best}", _why(plan, best)
+    else:
+        text, why = f"K = {best} for the batch {target}", _why(plan, best) + plan._limit
+    return Recommendation(best, text, why + _faster_size(plan))
+
+
+def _why(plan: AccumulationPlan, best: int) -> str:
+    """Compare with not accumulating, and with accumulating up to the target."""
+    steps = plan.accumulation_steps
+    compared = steps if best == 1 else best
+    samples = _change(_seconds_per_sample(plan, compared) / _seconds_per_sample(plan, 1))
+    why = f"with K = {compared} a sample takes {samples} time than with K = 1"
+    costs = _costs(plan)
+    if plan.noise_scale is None:
         if best == 1:
-            text, why = "K = 1", self._why(best)
-        elif best < self.steps:
-            text, why = f"K up to {best}", self._why(best)
-        else:
-            text, why = f"K = {best} for the batch {self.target}", self._why(best) + self.limit
-        return Recommendation(best, text, why + self._faster_size())
+            slower = _seconds_per_sample(plan, compared) > _seconds_per_sample(plan, 1)
+            return f"{why}{'' if slower else f', too little for {compared} times fewer steps'}; {costs}"
+        if best == steps:
+            return f"{why}: {costs}"
+        rest = _change(_seconds_per_sample(plan, steps) / _seconds_per_sample(plan, best))
+        return f"{why}: {costs}; from there to K = {steps} it takes only {rest}"
+    needed = _samples_needed(plan, compared) / _samples_needed(plan, 1)
+    total = _change(_seconds_to_loss(plan, compared) / _seconds_to_loss(plan, 1))
+    why += (
+        f" ({costs}) and, at a noise scale of {plan.noise_scale:.4g}, a loss takes {needed:.3g} times the samples: "
+        f"{total} time in all"
+    )
+    if best in (1, steps):
+        return why
+    rest = _change(_seconds_to_loss(plan, steps) / _seconds_to_loss(plan, best))
+    return f"{why}; K = {steps} takes {rest} than that"
 
-    def _why(self, best: int) -> str:
-        """Compare with not accumulating, and with accumulating up to the target."""
-        compared = self.steps if best == 1 else best
-        samples = _change(self.seconds_per_sample(compared) / self.seconds_per_sample(1))
-        why = f"with K = {compared} a sample takes {samples} time than with K = 1"
-        costs = self._costs()
-        if self.noise_scale is None:
-            if best == 1:
-                slower = self.seconds_per_sample(compared) > self.seconds_per_sample(1)
-                return f"{why}{'' if slower else f', too little for {compared} times fewer steps'}; {costs}"
-            if best == self.steps:
-                return f"{why}: {costs}"
-            rest = _change(self.seconds_per_sample(self.steps) / self.seconds_per_sample(best))
-            return f"{why}: {costs}; from there to K = {self.steps} it takes only {rest}"
-        needed = self.samples_needed(compared) / self.samples_needed(1)
-        total = _change(self.seconds_to_loss(compared) / self.seconds_to_loss(1))
-        why += (
-            f" ({costs}) and, at a noise scale of {self.noise_scale:.4g}, a loss takes {needed:.3g} times the "
-            f"samples: {total} time in all"
-        )
-        if best in (1, self.steps):
-            return why
-        rest = _change(self.seconds_to_loss(self.steps) / self.seconds_to_loss(best))
-        return f"{why}; K = {self.steps} takes {rest} than that"
 
-    def _costs(self) -> str:
-        """Say what a window pays for once, and what it pays for in each micro-batch."""
-        assert self.costs is not None
-        once = self.costs.optimizer_seconds + self.costs.reduction_seconds
-        what = "optimizer step and reduction take" if self.costs.reduction_seconds else "the optimizer step takes"
-        return f"{what} {_time(once)}, a micro-batch {_time(self.costs.micro_batch_seconds(self.size))}"
+def _costs(plan: AccumulationPlan) -> str:
+    """Say what a window pays for once, and what it pays for in each micro-batch."""
+    assert plan.costs is not None
+    once = plan.costs.optimizer_seconds + plan.costs.reduction_seconds
+    what = "optimizer step and reduction take" if plan.costs.reduction_seconds else "the optimizer step takes"
+    return f"{what} {_time(once)}, a micro-batch {_time(plan.costs.micro_batch_seconds(_size(plan)))}"
 
-    def _faster_size(self) -> str:
-        """Point to a smaller micro-batch size that computes samples faster."""
-        costs = self.costs
-        if costs is None:
-            return ""
 
-        def rate(size: float) -> float:
-            return size / max(costs.micro_batch_seconds(size), 1e-12)
+def _faster_size(plan: AccumulationPlan) -> str:
+    """Point to a smaller micro-batch size that computes samples faster."""
+    costs, own = plan.costs, _size(plan)
+    if costs is None:
+        return ""
 
-        smaller = [size for size in costs.samples_per_second if size < self.size]
-        fastest = max(smaller, key=rate, default=None)
-        if fastest is None or rate(fastest) <= (1 + WORTH_IT) * rate(self.size):
-            return ""
-        gain = rate(fastest) / rate(self.size)
-        return (
-            f". Micro-batches of {fastest} compute {gain:.2g} times as many samples per second: try "
-            f"max_micro_batch_size={fastest}"
-        )
+    def rate(size: float) -> float:
+        return size / max(costs.micro_batch_seconds(size), 1e-12)
+
+    smaller = [size for size in costs.samples_per_second if size < own]
+    fastest = max(smaller, key=rate, default=None)
+    if fastest is None or rate(fastest) <= (1 + WORTH_IT) * rate(own):
+        return ""
+    return (
+        f". Micro-batches of {fastest} compute {rate(fastest) / rate(own):.2g} times as many samples per second: try "
+        f"max_micro_batch_size={fastest}"
+    )
 
 
 def _time(seconds: float) -> str:
@@ -218,17 +217,17 @@ class AccumulationPlan:
         If samples take hardly longer with a smaller K (5 % at most), the smaller K wins; with a noise scale, the same
         rule applies to training to a given loss.
         """
-        return Comparison(self).recommendation().text
+        return recommend(self).text
 
     @property
     def why(self) -> str:
         """The reason for the verdict, with its numbers; it says so if costs are unknown."""
-        return Comparison(self).recommendation().why
+        return recommend(self).why
 
     @property
     def best_steps(self) -> int:
         """The verdict's K: the number of micro-batches to accumulate, at most `accumulation_steps`."""
-        return Comparison(self).recommendation().accumulation_steps
+        return recommend(self).accumulation_steps
 
     def seconds_per_sample(self, accumulation_steps: int) -> float:
         """Predict the time of a window of so many micro-batches, divided by its samples on all ranks.
@@ -240,7 +239,7 @@ class AccumulationPlan:
         steps = positive_int(accumulation_steps, "accumulation_steps")
         if self.costs is None:
             raise RuntimeError(f"nothing to predict a time from: give plan() {', '.join(self._missing)}")
-        return Comparison(self).seconds_per_sample(steps)
+        return _seconds_per_sample(self, steps)
 
     def split(self, batch: T) -> list[T]:
         """Cut one rank's batch into the plan's micro-batches, without copying.
@@ -332,19 +331,19 @@ class AccumulationPlan:
         lines = [f"{name:<20} {value:>{width}}  {note}".rstrip() for name, value, note in rows]
         total = f"({sizes}) x {self.world_size} ranks" if self.world_size > 1 else sizes
         lines += [f"{total} = {self.target_batch_size}", *self._times()]
-        advice = Comparison(self).recommendation()
+        advice = recommend(self)
         return "\n".join([*lines, f"verdict: {advice.text}, since {advice.why}"])
 
     def _times(self) -> list[str]:
         """Format the predicted times, for powers of two and for the K that matter."""
         if self.costs is None:
             return []
-        comparison, noise = Comparison(self), self.noise_scale is not None
+        noise = self.noise_scale is not None
         powers = {2**power for power in range(self.accumulation_steps.bit_length())}
         lines = ["", f"{'K':>6}  {'batch':>8}  {'ms per sample':>13}" + ("  time to a loss" if noise else "")]
         for steps in sorted(powers | {self.best_steps, self.accumulation_steps}):
-            row = f"{steps:>6}  {comparison.batch(steps):>8.0f}  {1e3 * comparison.seconds_per_sample(steps):>13.4g}"
-            relative = comparison.seconds_to_loss(steps) / comparison.seconds_to_loss(1)
+            row = f"{steps:>6}  {_batch(self, steps):>8.0f}  {1e3 * _seconds_per_sample(self, steps):>13.4g}"
+            relative = _seconds_to_loss(self, steps) / _seconds_to_loss(self, 1)
             lines.append(row + (f"  {relative:>14.0%}" if noise else "").replace("%", " %"))
         return lines
 
@@ -371,9 +370,7 @@ class BatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the sampler if it has the method (DistributedSampler)."""
-        set_epoch: Any = getattr(self.sampler, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        getattr(self.sampler, "set_epoch", lambda epoch: None)(epoch)
 
 
 def plan(
