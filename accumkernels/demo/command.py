@@ -7,7 +7,6 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -68,9 +67,7 @@ class Display:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._bars.stop()
 
     def begin_training(self, names: Sequence[str], steps: int) -> None:
