@@ -29,10 +29,11 @@ from .loss_probe import DIVIDED, IGNORED, MEAN, SUM, LossProbe, may_shift, rows
 from .window import split_options
 
 with needs("transformers", oldest="5.19"):
+    import accelerate  # noqa: F401  (the extra brings it; whether it is too old says the adapter of its own)
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from .accelerate import fuse  # which needs accelerate
+from .accelerate import fuse
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base

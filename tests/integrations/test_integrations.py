@@ -46,6 +46,17 @@ def test_a_package_that_an_adapter_needs_besides_is_named(monkeypatch):
         importlib.import_module("accumkernels.integrations.transformers")
 
 
+def test_a_package_that_is_too_old_is_not_said_to_be_missing(monkeypatch):
+    """The Trainer's adapter says which release of accelerate is installed, as accelerate's own does."""
+    pytest.importorskip("transformers")
+    accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setattr(accelerate, "__version__", "1.0.0")
+    for name in TRAINERS:
+        monkeypatch.delitem(sys.modules, f"accumkernels.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=r"needs accelerate >= [\d.]+, and 1\.0\.0 is installed"):
+        importlib.import_module("accumkernels.integrations.transformers")
+
+
 @pytest.mark.parametrize(
     ("module", "adapter"),
     [
