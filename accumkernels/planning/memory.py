@@ -471,7 +471,10 @@ def _predict(training: Training, optimizer: Optimizer, size: int) -> _Peaks:
 
 @contextmanager
 def _plain_layers() -> Iterator[None]:
-    """Run recurrent layers op by op: fake kernels of oneDNN and cuDNN say that they keep nothing for backward."""
+    """Run recurrent layers op by op: fake kernels of oneDNN and cuDNN say that they keep nothing for backward.
+
+    Torch's own contexts set precisions, too, which warns where there is nothing to set.
+    """
     mkldnn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     try:
         torch._C._set_mkldnn_enabled(False)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # The profiler sees every allocation, the reports see tensors: what an op allocates inside (a convolution on the CPU may
 # copy its operands) is the difference. 15 % is what the reports are to be good for.
 TOLERANCE = 0.15
+OF_LSTMS = 0.2 if torch.__version__ < (2, 11) else TOLERANCE  # torch 2.10's workspace is 0.16 off the line
 
 
 def conv():
@@ -241,8 +242,8 @@ def test_predictions_from_every_size(name, fake):
         for other, found in at.items():
             if fake or name != "lstm":
                 assert found.total <= report.predict(other) <= 1.01 * found.total, (size, other)
-            elif size > 1:  # the CPU's kernel returns a workspace that grows unevenly: 16 % off with torch 2.10
-                assert report.predict(other) == pytest.approx(found.total, rel=0.2), (size, other)
+            elif size > 1:  # the CPU's kernel returns a workspace that grows unevenly
+                assert report.predict(other) == pytest.approx(found.total, rel=OF_LSTMS), (size, other)
 
 
 @pytest.mark.parametrize("fake", [False, True])
