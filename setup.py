@@ -43,6 +43,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BUILD = "build/native"  # relative, as all our paths are: ninja runs in ROOT, and no build path gets into the library
 CXX = os.environ.get("CXX") or "c++"
+COMPILER = [CXX] if shutil.which(CXX) else shlex.split(CXX)  # "ccache g++", as make takes it, or a path with spaces
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]  # torch 2.10's stable ABI
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c", "-mfma"]
@@ -104,8 +105,8 @@ def why_pure() -> str | None:
         return "as asked"
     if sys.platform != "linux":
         cause = f"the library is for Linux, and this is {platform.system()}"
-    elif not shutil.which(CXX):
-        cause = f"no C++ compiler: {CXX} is not on PATH"
+    elif not shutil.which(COMPILER[0]):
+        cause = f"no C++ compiler: {COMPILER[0]} is not on PATH"
     else:
         return None
     if wanted == "1" or knob("ACCUMKERNELS_BUILD_CUDA") == "1" or os.environ.get("CXX"):
@@ -192,7 +193,7 @@ def write_build_info(version: str, cuda: Cuda | None) -> None:
         "cuda": cuda.version if cuda else None,
         "nvcc": cuda.build if cuda else None,
         "archs": list(itertools.chain.from_iterable(cuda.targets.values())) if cuda else [],
-        "compiler": ask(CXX, "--version").splitlines()[0],
+        "compiler": ask(*COMPILER, "--version").splitlines()[0],
         "commit": commit or None,
     }
     literal = json.dumps(json.dumps(info))
@@ -210,7 +211,7 @@ def write_ninja(cuda: Cuda | None) -> None:
 
     # Torch's folder stands in the bindings' commands alone: under build isolation it is another one each time, and the
     # kernels need not be compiled again for that. Of several maps that match the last wins, and torch may lie in ROOT.
-    cxx = [CXX, *CXX_FLAGS, *maps, "-Icsrc"]
+    cxx = [*COMPILER, *CXX_FLAGS, *maps, "-Icsrc"]
     with_torch = [f"-ffile-prefix-map={torch}=torch", f"-I{BUILD}", f"-isystem{torch}/include"]
     bindings = map(str, sorted(Path("csrc/bindings").glob("*.cpp")))
     compile = [(path, [*cxx, *with_torch, *(["-DACCUMKERNELS_WITH_CUDA"] if cuda else [])]) for path in bindings]
@@ -225,7 +226,7 @@ def write_ninja(cuda: Cuda | None) -> None:
     # Linked by c++, since `nvcc -shared` writes its -L paths into the cubins' notes. Of torch only libtorch.so, which
     # pulls in what its build consists of. The version script keeps the static CUDA runtime and C++ templates private.
     write_if_changed(f"{BUILD}/exports.map", "{ global: accumkernels_*; local: *; };\n")
-    link = [CXX, "-shared", "-s", f"-Wl,--version-script={BUILD}/exports.map", "-Wl,--exclude-libs,ALL"]
+    link = [*COMPILER, "-shared", "-s", f"-Wl,--version-script={BUILD}/exports.map", "-Wl,--exclude-libs,ALL"]
     libraries = [f"-L{cuda.library_dir}", "-lcudart_static", "-ldl", "-lrt"] if cuda else []
     libraries += ["-lpthread", "-Wl,--no-as-needed", f"-L{torch}/lib", "-ltorch"]
 

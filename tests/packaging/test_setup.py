@@ -156,6 +156,7 @@ def required_to_build(project: Project, **knobs: str) -> list[str]:
         ({"ACCUMKERNELS_BUILD": "1", "CXX": ""}, "no C++ compiler: c++ is not on PATH; ACCUMKERNELS_BUILD=0 installs"),
         ({"ACCUMKERNELS_BUILD_CUDA": "1", "CXX": ""}, "no C++ compiler: c++ is not on PATH"),
         ({"CXX": "no-such-c++"}, "no C++ compiler: no-such-c++ is not on PATH"),
+        ({"CXX": "no-such-cache c++"}, "no C++ compiler: no-such-cache is not on PATH"),
         ({"ACCUMKERNELS_BUILD": "no"}, "ACCUMKERNELS_BUILD=no: expected auto, 0 or 1"),
     ],
 )
@@ -171,6 +172,15 @@ def test_a_library_that_does_not_build_is_an_error(project: Project) -> None:
     assert done.returncode != 0
     assert "did not build" in done.stderr
     assert "ACCUMKERNELS_BUILD=0 installs without compiled kernels" in done.stderr
+
+
+def test_a_compiler_may_have_a_launcher_and_flags(project: Project) -> None:
+    """CXX is a command, as make and setuptools take it."""
+    project.script("ccache", 'exec "$@"')
+    for cxx in (f"ccache {project.compiler} -m64", project.compiler):
+        ninja = project.build(CXX=cxx, **NO_CUDA)
+        assert ninja.count(f"line = {cxx} -O3") == ninja.count(" compile csrc/") > 10
+        assert f"line = {cxx} -shared" in ninja
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
