@@ -62,9 +62,6 @@ def backward_of_all(
 
     Returns:
         The windows that the backward reached.
-
-    Raises:
-        RuntimeError: The loss reaches parameters of a window that has ended and was not stepped.
     """
 
     def run(is_open: list[TrainerWindow]) -> Tensor:
@@ -98,7 +95,7 @@ def backward_coupled_of_all(
 
     Raises:
         TypeError, ValueError: As `FusedAccumulator.backward_coupled`.
-        RuntimeError: As `FusedAccumulator.backward_coupled` and `backward_of_all`.
+        RuntimeError: As `FusedAccumulator.backward_coupled`.
     """
     expect(loss_fn, Callable, "loss_fn", "callable")
     plain: list[Tensor] = []
@@ -176,6 +173,9 @@ def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Te
 def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]], Tensor]) -> list[TrainerWindow]:
     """Run a micro-batch, and count it in the windows that it reaches.
 
+    What it leaves in one that has ended is dropped, and to step that one is an error. Loops may clear it before: so do
+    those of discriminators, in which several windows of the generator's losses may have left gradients.
+
     Args:
         windows: All of them.
         run: Runs its backward, for the windows that are open, and returns its plain loss.
@@ -187,14 +187,11 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
         p.grad = None
     try:
         loss = run(is_open)
-        reached = [window for window in windows if window.reached]
-        if any(window in ended for window in reached):
-            raise RuntimeError(
-                "this loss reaches parameters of an optimizer whose window has ended: step that optimizer before, or "
-                "keep its parameters out of this loss (requires_grad_(False), detach(), Lightning's toggle_optimizer). "
-                "Losses of one step, such as a discriminator's two, are added up for one backward (or accelerate's "
-                "no_sync is put around all but the last)"
-            )
+        reached = [window for window in is_open if window.reached]
+        for window in ended:
+            window.overrun |= window.reached
+            for entry in window.engine.store.named:
+                entry.param.grad = None
     except BaseException:
         for window in is_open:
             window.engine.discard()

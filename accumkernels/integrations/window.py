@@ -59,6 +59,7 @@ class TrainerWindow:
         finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
         dropped: Whether `zero_grad` came before.
+        overrun: Whether a backward has reached its parameters since it ended.
         folds: Whether no code looks at `.grad` before the step or after it.
         splits_differ: Whether a loss function runs that other ranks may call another number of times.
         running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
@@ -86,7 +87,7 @@ class TrainerWindow:
         self.sums = False
         self.splits_differ = False
         self.finalized = False
-        self.stepped = self.dropped = False
+        self.stepped = self.dropped = self.overrun = False
         self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._needs_closure = needs_closure(optimizer) or (closures and may_call_closure(optimizer))
@@ -377,9 +378,21 @@ class TrainerWindow:
     # ---- the end of a window
 
     def finalize(self) -> None:
-        """Average and set `.grad`, unless that is done or nothing was accumulated."""
+        """Average and set `.grad`, unless that is done or nothing was accumulated.
+
+        Raises:
+            RuntimeError: It has ended, and a backward has reached its parameters since.
+        """
         if self.stepped:
             self._open_for_own()
+        if self.overrun and not self.spent:
+            raise RuntimeError(
+                "a loss has reached parameters of an optimizer whose window had ended, and neither was stepped or "
+                "cleared: call optimizer.zero_grad() before its own losses, or keep its parameters out of others' "
+                "(requires_grad_(False), detach(), Lightning's toggle_optimizer). Losses of one step, such as a "
+                "discriminator's two, are added up for one backward (or accelerate's no_sync is put around all but the "
+                "last)"
+            )
         if self.finalized:
             return
         self._take_uncounted()
@@ -426,7 +439,7 @@ class TrainerWindow:
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; returns its norm before clipping."""
-        if self.stepped or not self.finalized:
+        if self.stepped or self.overrun or not self.finalized:
             self.finalize()
         if not self.finalized:
             return torch.zeros(())
@@ -475,6 +488,7 @@ class TrainerWindow:
                     self._reset()
                     self._idle = not ran and not self.engine.ending.last.reached
                     return norm
+            if self.overrun or not self.finalized:
                 self.finalize()
             # After `finalize`, which has asked the other ranks, sums are those of all.
             self._idle = self.engine.window.micro_batches == 0 and 1 not in self.engine.store.touched_bytes()
@@ -583,7 +597,7 @@ class TrainerWindow:
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
 
     def _reset(self) -> None:
-        self.finalized = self.stepped = self.dropped = False
+        self.finalized = self.stepped = self.dropped = self.overrun = False
         self.running = None
         self.micro_batch = None if self.micro_batch is None else 0
 

@@ -475,16 +475,48 @@ def test_beside_an_optimizer_that_is_left_to_accelerate():
     assert relative_error(found[1], found[0]) < 1e-3  # of products in fp16
 
 
-def test_a_refused_loss_leaves_the_gradients_of_a_window_that_has_ended():
-    """They are there for the step that the error asks for."""
+def test_a_step_with_what_only_some_losses_have_left_is_refused():
+    """A window that has ended keeps its gradients when another loss reaches it; who steps them is told why not to."""
     accelerator = make(Accelerator, steps=1)
     one, two = mlp(seed=1), mlp(seed=2)
     sgds = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (one, two)]
-    accelerator.prepare(one, two, *sgds)
+    first, second = accelerator.prepare(one, two, *sgds)[2:]
     x, y = batch(4)
     with accelerator.accumulate(one, two):
         accelerator.backward(mse_loss(one(x), y))
         grads = [p.grad.clone() for p in one.parameters()]
-        with pytest.raises(RuntimeError, match="(?s)whose window has ended.*no_sync"):
-            accelerator.backward(mse_loss(one(x) + two(x), y))
-    assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(one.parameters(), grads, strict=True))
+        accelerator.backward(mse_loss(one(x) + two(x), y))
+        assert all(torch.equal(p.grad, g) for p, g in zip(one.parameters(), grads, strict=True))
+        for ends in (first.step, lambda: accelerator.clip_grad_norm_(one.parameters(), 1.0)):
+            with pytest.raises(RuntimeError, match=r"(?s)whose window had ended.*zero_grad\(\).*no_sync"):
+                ends()
+        second.step()
+
+
+@pytest.mark.parametrize("reads_gradients", [True, False])
+@pytest.mark.parametrize("turns", ["gd", "ggd", "gdgg", "gggdd"])
+def test_a_discriminator_that_generator_losses_reach_is_cleared_before_its_own(turns, reads_gradients):
+    """As in diffusers' VQGAN: what the generator's windows leave in it counts nothing, as in accelerate."""
+    found = []
+    for cls in (STOCK, Accelerator):
+        accelerator = make(cls, steps=2)
+        if cls is Accelerator:
+            accelerator.reads_gradients = reads_gradients
+        generator, discriminator = mlp(seed=1), torch.nn.Linear(3, 1)
+        torch.nn.init.constant_(discriminator.weight, 0.5)
+        torch.nn.init.zeros_(discriminator.bias)
+        sgds = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)]
+        optimizers = dict(zip("gd", accelerator.prepare(generator, discriminator, *sgds)[2:], strict=True))
+        for index, turn in enumerate(t for t in turns * 2 for _ in range(2)):
+            x, y = batch(4, seed=index)
+            optimizers[turn].zero_grad()
+            made = generator(x)
+            with accelerator.accumulate(generator if turn == "g" else discriminator):
+                if turn == "g":
+                    loss = mse_loss(made, y) - discriminator(made).mean()
+                else:
+                    loss = (discriminator(made.detach()) - discriminator(y)).mean().square()
+                accelerator.backward(loss)
+                optimizers[turn].step()
+        found.append([p.detach().clone() for model in (generator, discriminator) for p in model.parameters()])
+    assert relative_error(found[1], found[0]) < 1e-6  # g / 2 + g / 2 against (g + g) / 2
