@@ -63,7 +63,6 @@ class Masters(Follower):
     """
 
     def __init__(self, named: Sequence[NamedParameter], slots: Slots | None) -> None:
-        self.flat: list[Tensor] = []
         self._slots = slots
         self._masters: dict[int, nn.Parameter] = {}  # by id of the parameter
         self._pairs: dict[int, _Pair] = {}  # by id of the master, once it has memory
@@ -107,7 +106,6 @@ class Masters(Follower):
             segments = [s for s in with_master if id(self._masters[id(s.param)]) not in self._pairs]
             sizes = [aligned(s.numel, buffer.dtype) for s in segments]
             flat = zeros(sum(sizes), buffer.dtype, buffer.device)
-            self.flat.append(flat)
             offset = 0
             for segment, size in zip(segments, sizes, strict=True):
                 master = self._masters[id(segment.param)]
