@@ -148,8 +148,7 @@ class Masters(Follower):
         for pair in pairs:
             # Cast where the master is: a cast on the parameter's device would take memory there.
             local(pair.master).copy_(local(pair.param).to(local(pair.master).device))
-            self._watch(pair)
-        self._stamp(pairs)
+        self._watch(pairs)
 
     def _edited(self) -> list[_Pair]:
         """Pairs whose parameter may have been written to since it had its master's value, and by somebody else."""
@@ -173,20 +172,21 @@ class Masters(Follower):
             if pair.segment.drift() is None:
                 master = local(pair.master).detach()
                 _take_edited(pair.param, master, out=master)
-            self._watch(pair)
-        self._stamp(edited)
+        self._watch(edited)
 
-    def _watch(self, pair: _Pair) -> None:
-        """Let no other storage get the address of the parameter's, as long as this is compared."""
-        part = local(pair.param)
-        if type(part) in _PLAIN:
-            self._storages[id(pair.master)] = StorageWeakRef(part.untyped_storage())
+    def _watch(self, pairs: Sequence[_Pair]) -> None:
+        """Note that parameters have their masters' values, and where."""
+        keys, params = [id(pair.master) for pair in pairs], list(map(_param, pairs))
+        self._memory.update(zip(keys, _memory(params), strict=True))
+        # No other storage is to get a parameter's address, as long as this is compared.
+        parts = [(key, part) for key, part in zip(keys, map(local, params), strict=True) if type(part) in _PLAIN]
+        self._storages.update((key, StorageWeakRef(part.untyped_storage())) for key, part in parts)
+        self._stamp(pairs)
 
     def _stamp(self, pairs: Sequence[_Pair]) -> None:
         """Note that parameters have their masters' values."""
-        keys, params = [id(pair.master) for pair in pairs], list(map(_param, pairs))
-        self._versions.update(zip(keys, _versions(params), strict=True))
-        self._memory.update(zip(keys, _memory(params), strict=True))
+        keys = [id(pair.master) for pair in pairs]
+        self._versions.update(zip(keys, _versions(list(map(_param, pairs))), strict=True))
         self._rounded.update(zip(keys, _versions(list(map(_master, pairs))), strict=True))
 
     def round(self) -> None:
@@ -212,11 +212,8 @@ class Masters(Follower):
         for of_device, outputs, inputs in parts.values():
             of_device.scaled_copy_(outputs, inputs)
         # Our ops do not bump version counters by themselves, and a backward through old values must fail.
-        params = list(map(_param, pairs))
-        torch.autograd.graph.increment_version(params)
-        keys = [id(pair.master) for pair in pairs]
-        self._versions.update(zip(keys, _versions(params), strict=True))
-        self._rounded.update(zip(keys, _versions(list(map(_master, pairs))), strict=True))
+        torch.autograd.graph.increment_version(list(map(_param, pairs)))
+        self._stamp(pairs)
 
     def round_late(self, unseen: bool) -> None:
         """Round the masters that were written to since they were rounded, where no hook has seen the end of a step.
