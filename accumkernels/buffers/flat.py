@@ -8,10 +8,8 @@ that keeps some of its segments is laid out anew.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import mmap
-import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from operator import is_
@@ -44,16 +42,11 @@ def setting() -> str | None:
     return text.partition("[")[2].partition("]")[0] or None
 
 
-@functools.cache
-def _asked() -> bool:
-    return sys.platform == "linux" and setting() == "madvise"
-
-
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.zeros`, 1-d; on the CPU on huge pages, if it has at least two."""
     tensor = torch.empty(numel, dtype=dtype, device=device)
     # This comes before the first write, which allocates the pages. A fake tensor has none.
-    if device.type == "cpu" and type(tensor) is Tensor and tensor.nbytes >= 2 * _HUGE and _asked():
+    if device.type == "cpu" and type(tensor) is Tensor and tensor.nbytes >= 2 * _HUGE and setting() == "madvise":
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         # If madvise returns an error, the pages stay as they were.

@@ -25,7 +25,7 @@ def asked(monkeypatch):
             calls.append((start.value, nbytes.value, advice))
             return 0
 
-    monkeypatch.setattr(flat, "_asked", lambda: True)
+    monkeypatch.setattr(flat, "setting", lambda: "madvise")
     monkeypatch.setattr(flat.ctypes, "CDLL", Libc)
     return calls
 
@@ -48,7 +48,7 @@ def test_not_asked(asked, monkeypatch):
     flat.zeros(2**24, torch.float32, torch.device("meta"))
     with FakeTensorMode():
         flat.zeros(2**24, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(flat, "_asked", lambda: False)
+    monkeypatch.setattr(flat, "setting", lambda: "never")
     assert not flat.zeros(2**21, torch.float32, torch.device("cpu")).any()
     assert asked == []
 
