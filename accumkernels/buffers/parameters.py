@@ -102,7 +102,8 @@ class NamedParameter:
             return f"{self.name!r} has layout {p.layout}; only dense parameters can be accumulated"
         if p.dtype not in FLOAT_DTYPES:
             real = "; keep a real parameter and call torch.view_as_complex on it in forward" if p.is_complex() else ""
-            return f"{self.name!r} is {p.dtype}; gradients are accumulated for {_list(FLOAT_DTYPES)} only{real}"
+            accepted = "float16, bfloat16, float32, float64"
+            return f"{self.name!r} is {p.dtype}; gradients are accumulated for {accepted} only{real}"
         if p.is_meta:
             return f"{self.name!r} is on the meta device; materialize the model first"
         cause = devices.obstacle(p.device)
@@ -228,8 +229,7 @@ def named_parameters(params: Any) -> list[NamedParameter]:
         if nn.parameter.is_lazy(p):
             raise ValueError(f"params: {name!r} is lazy and has no shape yet; run the model once first")
         if p.requires_grad and (obstacle := entry.obstacle()) is not None:
-            message = f"params: {obstacle}"
-            raise ValueError(message)
+            raise ValueError(f"params: {obstacle}")
         if not p.is_leaf:
             raise ValueError(f"params: {name!r} is not a leaf tensor; only leaves receive a .grad")
     return named
@@ -240,7 +240,3 @@ def devices_of(named: Sequence[NamedParameter]) -> list[torch.device]:
     trainable = dict.fromkeys(entry.param.device for entry in named if entry.param.requires_grad)
     with_memory = (entry.param.device for entry in named if not entry.param.is_meta)
     return list(trainable) or [next(with_memory, torch.device("cpu"))]
-
-
-def _list(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
