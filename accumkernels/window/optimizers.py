@@ -165,28 +165,6 @@ def _is_patched(optimizer: Optimizer) -> bool:
     return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
-def is_fused_sgd(optimizer: Optimizer) -> bool:
-    """Whether this is torch's SGD in one kernel."""
-    return isinstance(optimizer, torch.optim.SGD) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def lacks_momentum(optimizer: Optimizer, touched: Set[int]) -> bool:
-    """Whether a fused SGD is about to create a parameter's momentum.
-
-    Torch allocates the buffers uninitialised on the first step, and leaves them so if found_inf is set.
-
-    Args:
-        optimizer: A fused SGD.
-        touched: `id`s of the parameters that will have a gradient.
-    """
-    return any(
-        group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if id(p) in touched
-    )
-
-
 # ---- The optimizers of a window: the checks before it ends, the plan made from them alone, and their steps
 
 _params_of = itemgetter("params")
@@ -210,7 +188,7 @@ class StepPlan:
             which do not call `Optimizer.__init__`.
         foreign_params: Tensors of the optimizers that this accumulator does not accumulate.
         fused: torch's own fused optimizers, which scale gradients and skip steps themselves.
-        fused_sgd: The SGDs among `fused`.
+        fused_sgd: torch's own SGDs in one kernel, also with a `step` that was patched.
 
     Raises:
         RuntimeError: names the first accumulated parameter that none of them, or more than one, owns.
@@ -231,7 +209,9 @@ class StepPlan:
         self.foreign_params = [p for p in self._owned if store.segment_of(p) is None]
         self.is_seen = bool(optimizers) and all(getattr(type(o).step, "hooked", False) for o in optimizers)
         self.fused = [o for o in optimizers if steps_scaled_gradients(o)]
-        self.fused_sgd = [o for o in optimizers if is_fused_sgd(o)]
+        self.fused_sgd = [
+            o for o in optimizers if isinstance(o, torch.optim.SGD) and getattr(o, "_step_supports_amp_scaling", False)
+        ]
         self._fp32 = [  # optimizers with only fp32 sums, and the tensors whose `.grad` must be None for that
             (o, [p for p in owned((o,)) if store.segment_of(p) is None])
             for o in self.fused
@@ -272,9 +252,18 @@ class StepPlan:
         return folding
 
     def lack_momentum(self) -> bool:
-        """Whether a fused SGD is about to create a parameter's momentum, which stays undefined if it skips."""
+        """Whether a fused SGD is about to create a parameter's momentum.
+
+        Torch allocates the buffers uninitialised on the first step, and leaves them so if found_inf is set.
+        """
         touched = {id(self._store.target(segment.param)) for _, segment in self._store.touched()}
-        return any(lacks_momentum(o, touched) for o in self.fused_sgd)
+        return any(
+            group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
+            for optimizer in self.fused_sgd
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) in touched
+        )
 
 
 class OptimizerSteps:
