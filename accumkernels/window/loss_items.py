@@ -380,12 +380,7 @@ def _known(number: Tensor) -> float | Tensor | None:
     if type(number) is not Tensor or number.dim() != 0 or number.is_complex():  # such as a FakeTensor
         return None
     # not item(): tolist() is no op that a dispatch mode would see
-    return float(number.tolist()) if is_on_host(number) else number  # type: ignore[arg-type]
-
-
-def is_on_host(number: Tensor) -> bool:
-    """Whether reading it waits for no device."""
-    return number.device.type == "cpu"
+    return float(number.tolist()) if number.is_cpu else number  # type: ignore[arg-type]
 
 
 def items_at(loss: Tensor, caller: Any) -> Items | None:

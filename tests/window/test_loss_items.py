@@ -250,7 +250,7 @@ def test_numbers_on_a_device_are_read_once(sizes, counts, loop, monkeypatch):
     """At the end of the first window, and of the first whose shapes differ; in others nobody waits for the device."""
     reads = []
     stack = torch.stack
-    monkeypatch.setattr(loss_items, "is_on_host", lambda number: False)
+    monkeypatch.setattr(loss_items, "_known", lambda number: number)
     monkeypatch.setattr(loss_items.torch, "stack", lambda found: reads.append(len(found)) or stack(found))
     for _ in range(3):
         loop.window(lambda n: plain(loop, n), (8, 8, 8))
@@ -263,7 +263,7 @@ def test_numbers_on_a_device_are_read_once(sizes, counts, loop, monkeypatch):
 
 def test_numbers_on_a_device_that_are_no_counts(loop, monkeypatch):
     """Sums of weights."""
-    monkeypatch.setattr(loss_items, "is_on_host", lambda number: False)
+    monkeypatch.setattr(loss_items, "_known", lambda number: number)
     loop.window(lambda n: SILENT["normalized by weights"](loop, n), (8, 8, 3))
     assert loop.said() == []
 
