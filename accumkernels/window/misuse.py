@@ -532,7 +532,6 @@ class Patience:
         self._once: set[str] = set()  # what was said, or need not be
         self.limit = FEW
         self.longest = 0
-        self._dropped = 0  # micro-batches of dropped windows, before the first that ended
         self._process = os.getpid()
 
     def record(self, count: int) -> None:
@@ -560,11 +559,10 @@ class Patience:
             _never_ended.discard(self)
             _never_ended.difference_update([other for other in _never_ended if other.is_freed()])
             self.longest = count
-        elif self.longest == 0:
-            self._dropped += count
-            if self._dropped >= FEW and "never ended" not in self._once:
-                _never_ended.add(self)
-        self.limit = max(MANY, LONGER * self.longest) if self.longest or self in _never_ended else FEW
+        if self.longest or self in _never_ended:
+            self.limit = max(MANY, LONGER * self.longest)
+        else:
+            self.limit -= count  # before the first window that ends, those that were dropped count together
 
     def silence(self) -> None:
         """Say nothing when the process ends: the sums were read, saved or loaded, or are not wanted any more."""
