@@ -509,7 +509,9 @@ FEW = 10  # micro-batches of a loop that was meant to train
 MANY = 1000  # micro-batches of a window that few mean; and LONGER times those of the longest window before
 LONGER = 10
 
-_never_ended: set[Patience] = set()  # of this process: accumulators with at least FEW micro-batches and no end
+_never_ended: set[Patience] = set()  # accumulators with at least FEW micro-batches and no end
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_never_ended.clear)  # a fork has copies, whose windows its parent may end
 
 
 class Patience:
@@ -532,7 +534,6 @@ class Patience:
         self._once: set[str] = set()  # what was said, or need not be
         self.limit = FEW
         self.longest = 0
-        self._process = os.getpid()
 
     def record(self, count: int) -> None:
         """Look at an open window that has reached the limit with `count` micro-batches."""
@@ -573,15 +574,11 @@ class Patience:
         """Whether its accumulator is."""
         return self._owner() is None
 
-    def is_of_this_process(self) -> bool:
-        """Whether this process made it; a fork has copies."""
-        return self._process == os.getpid()
-
 
 @atexit.register
 def _warn_at_exit() -> None:
     failed = getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
-    if not failed and any(map(Patience.is_of_this_process, _never_ended)):
+    if not failed and _never_ended:
         _log.warning(
             "the process ends, and no window of a FusedAccumulator with %d micro-batches or more has ever ended: what "
             "it accumulated has trained nothing. End each window by acc.step(optimizer), or acc.finalize(optimizer), "

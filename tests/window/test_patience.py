@@ -177,13 +177,16 @@ for _ in range(12):
     Stock().step()
 if sys.argv[1] == "raises":
     raise ValueError("something else")
+if sys.argv[1] == "forks" and os.fork():
+    os.wait()
+    acc.step(torch.optim.SGD(model.parameters(), lr=0.1))
 """
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize("how", ["ends", "raises"])
+@pytest.mark.parametrize("how", ["ends", "raises", "forks"])
 def test_a_process_that_ends(how):
-    """The warning is the last line; after an exception there is none."""
+    """The warning is the last line; after an exception there is none, nor in a fork whose parent ends the window."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=False)
     assert ("no window of a FusedAccumulator" in done.stderr) == (how == "ends")
     assert done.returncode == (how == "raises")
