@@ -406,11 +406,6 @@ class FlatBuffer:
         """Gradients, each in its segment's memory order; raises as `Segment.in_memory_order`."""
         return [self.segments[index].in_memory_order(grad) for index, grad in zip(segments, grads, strict=True)]
 
-    def open_window(self) -> None:
-        """Mark all segments as holding no sum."""
-        self.touched = bytearray(len(self.segments))
-        self.unchecked.clear()
-
     def set_touched(self, touched: Sequence[int]) -> None:
         """Set, for every segment, whether it holds a sum."""
         self.touched = bytearray(touched)

@@ -407,4 +407,5 @@ class Store:
         for state in self.states.values():
             state.zero_()
         for buffer in self.buffers:
-            buffer.open_window()
+            buffer.set_touched(bytes(len(buffer.segments)))
+            buffer.unchecked.clear()
