@@ -54,24 +54,20 @@ class _Alive(NamedTuple):
     copied: torch.Event
 
 
-class _Addition:
+class _Addition(NamedTuple):
     """The worker's job: to add one micro-batch."""
 
-    def __init__(self, buckets: list[HostBucket], add: Callable[[Sequence[HostBucket]], None]) -> None:
-        self._buckets = buckets
-        self._add: Callable[[Sequence[HostBucket]], None] | None = add
+    buckets: list[HostBucket]
+    add: Callable[[Sequence[HostBucket]], None]
 
     def run(self) -> None:
-        assert self._add is not None
         with torch.no_grad():
-            self._add(self._buckets)
+            self.add(self.buckets)
 
     def drop(self) -> None:
-        """Let go of everything, without having run or after a failure."""
-        self._add = None
-        for bucket in self._buckets:
+        """Let go of all gradients: they were added, or are not wanted any more."""
+        for bucket in self.buckets:
             bucket.free()
-        self._buckets = []
 
 
 class Offload(Sink):
