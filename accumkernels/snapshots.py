@@ -85,6 +85,22 @@ def _refill(container: Any, content: Any) -> None:
         container.extend(content)
 
 
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Hold SIGINT back and handle it at the end. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *received: pending.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
+        if pending:
+            signal.raise_signal(signal.SIGINT)
+
+
 # ---- Restores a model, its optimizer's state and every random generator, bit for bit
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -167,7 +183,7 @@ class Snapshot:
             return
         self._seen[id(tensor)] = tensor
         if tensor.is_leaf:
-            hooks = [(name, _contents(getattr(tensor, name, None))) for name in _HOOKS]
+            hooks = [(name, dict(getattr(tensor, name, None) or {})) for name in _HOOKS]
             data = tensor.detach()  # shares the storage, but not a later `tensor.data = other`
             self._params.append((tensor, data, tensor.grad, tensor.requires_grad, hooks))
             if tensor.grad is not None:
@@ -181,13 +197,10 @@ class Snapshot:
         if storage._cdata not in self._storages and storage.device.type != "meta":  # a fake tensor's is meta, too
             self._storages[storage._cdata] = storage, storage.cpu() if storage.device.type != "cpu" else storage.clone()
 
+    @_interrupts_later()
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything; a Ctrl-C meanwhile waits until it is done."""
-        with interrupts_later():
-            self._restore()
-
-    def _restore(self) -> None:
         for container, content in self._containers:  # in place, because others hold them too
             _refill(container, content)
         for put_back in self._put_back:
@@ -205,23 +218,3 @@ class Snapshot:
                     _refill(current, content)
         for storage, content in self._storages.values():
             storage.copy_(content)
-
-
-def _contents(hooks: Any) -> Any:
-    return {} if hooks is None else dict(hooks)
-
-
-@contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Hold SIGINT back and handle it at the end. Does nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[Any] = []
-    handler = signal.signal(signal.SIGINT, lambda *received: pending.append(received))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
-        if pending:
-            signal.raise_signal(signal.SIGINT)

@@ -20,7 +20,6 @@ from .. import devices
 from ..accumulator import FusedAccumulator
 from ..arguments import as_bytes
 from ..errors import is_oom_error, logger
-from ..snapshots import interrupts_later
 from ..splitting.memory import Memory, format_bytes, let_go, memory_of
 from .training import Training, fraction, positive_int
 
@@ -175,8 +174,7 @@ class Trials:
                 failure = _first_line(error)
                 let_go(error, outer)  # frames hold the activations
             finally:
-                with interrupts_later():
-                    self._snapshot.restore()
+                self._snapshot.restore()
         if failure or self._training.device.type != "cpu":
             self._collect()  # objects in cycles must not count in the next trial
         if not failure and self._memory.over_limit:

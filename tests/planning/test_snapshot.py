@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import accumkernels as ak
+from accumkernels import snapshots
 from accumkernels.snapshots import Snapshot
 from tests.support.frozen import KINDS, Adapted, trainable
 from tests.support.models import batch
@@ -232,13 +233,13 @@ def test_an_interrupt_while_restoring(monkeypatch):
     """A Ctrl-C that comes while things are put back waits until they are, and comes out then."""
     model, optimizer = build()
     before = state(model, optimizer)
-    original, handler = Snapshot._restore, signal.getsignal(signal.SIGINT)
+    restore, handler = snapshots.RandomState.restore, signal.getsignal(signal.SIGINT)
 
     def interrupted(self):
         os.kill(os.getpid(), signal.SIGINT)
-        original(self)
+        restore(self)
 
-    monkeypatch.setattr(Snapshot, "_restore", interrupted)
+    monkeypatch.setattr(snapshots.RandomState, "restore", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(model)
     assert state(model, optimizer) == before
