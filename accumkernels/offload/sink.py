@@ -16,7 +16,8 @@ from torch import Tensor
 from ..buffers.flat import FlatBuffer, Segment
 from ..capture.inbox import Bucket, Captured, MicroBatch, Sink
 from ..devices import captures, current_stream
-from .slots import Slot, Slots, event, flat
+from ..ops.reference import flat
+from .slots import Slot, Slots, event
 
 
 class HostBucket:

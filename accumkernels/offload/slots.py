@@ -12,17 +12,13 @@ from torch import Tensor
 
 from ..devices import current_stream, module
 from ..errors import logger
+from ..ops.reference import flat
 from .checks import check_memory
 
 _log = logger(__name__)
 _ALIGNMENT = 512  # bytes; what torch's host allocator aligns to, too
 _LARGEST = 2**30  # bytes of a piece of pinned memory
 _ROUNDED = 32 * 2**20  # bytes of weights that are rounded before their copy begins
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in memory order, as a 1-d view."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def event(device: torch.device) -> torch.Event:

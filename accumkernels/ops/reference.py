@@ -15,7 +15,7 @@ from torch import Tensor
 from .schema import LIBRARY, SCHEMAS, State, VerdictField
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, as a 1-d view."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -76,7 +76,7 @@ def accumulate_(
     for grad, segment, first in zip(grads, segments, overwrite, strict=True):
         offset, numel = layout_host[segment].tolist()
         main_grad = buffer[offset : offset + numel]
-        value = _flat(grad).to(buffer.dtype)
+        value = flat(grad).to(buffer.dtype)
         product = value * multiplier
         kept = torch.zeros_like(main_grad) if first else main_grad
         total = product if first else main_grad + product
@@ -86,7 +86,7 @@ def accumulate_(
             _raise_flag(state[State.FOUND_INF], overflow)
             _raise_flag(state[State.POISONED], overflow)
         if sq_norm is not None:
-            squares += _flat(grad).double().square().sum()
+            squares += flat(grad).double().square().sum()
             growth += (total.double().square() - (0 if first else main_grad.double().square())).sum()
         main_grad.copy_(torch.where(dropped, kept, total))
     if sq_norm is not None:
@@ -136,10 +136,10 @@ def scaled_copy_(
         if output.is_meta:
             continue
         wide = torch.float64 if torch.float64 in (output.dtype, input.dtype) else torch.float32
-        value = _flat(input).to(wide)
+        value = flat(input).to(wide)
         if divisor is not None:
             value = value / divisor.reshape(()).to(wide)
-        _flat(output).copy_(value)
+        flat(output).copy_(value)
         if found_inf is not None:
             _raise_flag(found_inf, ~_all_finite(output))
 
