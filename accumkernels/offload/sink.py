@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -278,7 +277,6 @@ class Worker:
         self._waiting: deque[_Addition] = deque()
         self._running = self._stopped = False
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
         weakref.finalize(owner, self.stop)
 
     def put(self, job: _Addition) -> None:
@@ -286,8 +284,7 @@ class Worker:
         with self._changed:
             self._waiting.append(job)
             self._changed.notify_all()
-        if self._thread is None or self._process != os.getpid():  # a fork has no threads
-            self._process = os.getpid()
+        if self._thread is None or not self._thread.is_alive():  # a fork has no threads
             self._thread = threading.Thread(target=self._run, name="accumkernels-offload", daemon=True)
             self._thread.start()
 
@@ -310,7 +307,7 @@ class Worker:
             self._drop()
             self._changed.notify_all()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and self._process == os.getpid():
+        if thread is not None and thread is not threading.current_thread():
             thread.join()  # or the end of the process would interrupt it inside an op
 
     def _drop(self) -> None:
