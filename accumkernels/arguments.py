@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .buffers.parameters import move
-from .errors import one_of, short, wrong_type
+from .errors import expect, one_of, short, wrong_type
 
 Overflow = Literal["window", "microbatch", "raise"]
 Release = Literal["auto", "microbatch", "backward"]
@@ -92,9 +92,8 @@ class Options:
     in_trainer: bool = False
 
     def __post_init__(self) -> None:
-        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
-            raise wrong_type("scaler", "a torch.amp.GradScaler or None", self.scaler)
-        if self.scaler is not None and not self.scaler.is_enabled():
+        scaler = expect(self.scaler, torch.amp.GradScaler | None, "scaler", "a torch.amp.GradScaler or None")
+        if scaler is not None and not scaler.is_enabled():
             object.__setattr__(self, "scaler", None)
         one_of(self.overflow, "overflow", OVERFLOW)
         one_of(self.release, "release", RELEASE)
@@ -103,13 +102,9 @@ class Options:
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", as_bytes(self.memory_limit, "memory_limit", of_a_device=True))
 
-        if isinstance(self.noise_scale, Real):
-            if not (isinstance(self.noise_scale, bool) or 0 < self.noise_scale < math.inf):
-                raise ValueError(
-                    f"noise_scale must be True, False or a positive half-life in windows, got {self.noise_scale!r}"
-                )
-        else:
-            raise wrong_type("noise_scale", "a bool or a number of windows", self.noise_scale)
+        noise_scale = expect(self.noise_scale, Real, "noise_scale", "a bool or a number of windows")
+        if not (isinstance(noise_scale, bool) or 0 < noise_scale < math.inf):
+            raise ValueError(f"noise_scale must be True, False or a positive half-life in windows, got {noise_scale!r}")
 
         if self.release == "backward" and self.overflow in ("microbatch", "raise"):
             raise ValueError(
@@ -117,9 +112,7 @@ class Options:
                 "known only when all of its gradients are there"
             )
         for name in ("master_weights", "cache_casts", "cpu_offload"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise wrong_type(name, "a bool", value)
+            expect(getattr(self, name), bool, name, "a bool")
         if self.fuse_weight_gradients not in ("auto", "deferred") and not isinstance(self.fuse_weight_gradients, bool):
             raise ValueError(
                 f"fuse_weight_gradients must be 'auto', 'deferred', True or False, got {self.fuse_weight_gradients!r}"
@@ -158,15 +151,13 @@ class Split:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        budget = self.budget
         for name, expected in (("micro_batch", "'auto' or a number of samples"), ("multiple_of", "an int")):
             value = getattr(self, name)
             if name == "multiple_of" or value != "auto":
                 object.__setattr__(self, name, number := as_int(value, name, expected))
                 if number < 1:
                     raise ValueError(f"{name} must be positive, got {number}")
-        if isinstance(budget, bool) or not isinstance(budget, Real | None):
-            raise wrong_type("budget", "a number or None", budget)
+        budget = expect(self.budget, Real | None, "budget", "a number or None", but=bool)
         if budget is not None and not 0 < budget < math.inf:
             raise ValueError(f"budget must be positive and finite, got {budget}")
 

@@ -7,7 +7,7 @@ import weakref
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .errors import logger, wrong_type
+from .errors import expect, logger
 
 _log = logger(__name__)
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -19,9 +19,8 @@ def batchnorms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
     Raises:
         TypeError: `model` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise wrong_type("model", "a torch.nn.Module", model)
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    modules = expect(model, nn.Module, "model", "a torch.nn.Module").named_modules()
+    return [(name, module) for name, module in modules if isinstance(module, _BatchNorm)]
 
 
 def uses_batch_statistics(model: nn.Module) -> list[str]:

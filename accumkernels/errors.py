@@ -151,10 +151,8 @@ def is_oom_error(exception: BaseException) -> bool:
     Raises:
         TypeError: `exception` is not an exception.
     """
-    if not isinstance(exception, BaseException):
-        raise wrong_type("exception", "an exception", exception)
     seen: set[int] = set()
-    link: BaseException | None = exception
+    link: BaseException | None = expect(exception, BaseException, "exception", "an exception")
     while link is not None and id(link) not in seen:
         if _is_oom(link):
             return True

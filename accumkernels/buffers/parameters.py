@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import devices
-from ..errors import wrong_type
+from ..errors import expect, wrong_type
 
 # ---- Device scalars on several devices: moving them, and the worst of them
 
@@ -162,9 +162,7 @@ def check_group(group: Any, index: int) -> None:
     Raises:
         TypeError, ValueError: Says which group it is.
     """
-    if not isinstance(group, dict):
-        raise wrong_type(f"params: group {index}", "a dict", group)
-    if "params" not in group:
+    if "params" not in expect(group, dict, f"params: group {index}", "a dict"):
         raise ValueError(f"params: group {index} has no 'params' key")
 
 
