@@ -218,7 +218,7 @@ class StepPlan:
             if all(p.dtype == torch.float32 for p in owned((o,)) if store.segment_of(p))
         ]
 
-    def fits(self, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> bool:
+    def fits(self, optimizers: Sequence[Optimizer], ignored: Set[int]) -> bool:
         """Whether the same optimizers own the same tensors, and the same segments hold sums."""
         if len(optimizers) != len(self._named) or not all(map(is_, optimizers, self._named)):
             return False
@@ -277,15 +277,13 @@ class OptimizerSteps:
         plan: The plan for the optimizers that were checked last.
     """
 
-    plan: StepPlan
-
     def __init__(self, store: Store, scaler: LossScaler | None) -> None:
         self._store = store
         self._scaler = scaler
         self._checked: tuple[object, ...] = ()  # the calling method, and the optimizers that it can drive
         self.plan = StepPlan(store, ())
 
-    def check(self, caller: str, optimizers: Sequence[Optimizer], ignored: Set[int] = frozenset()) -> None:
+    def check(self, caller: str, optimizers: Sequence[Optimizer], ignored: Set[int]) -> None:
         """Refuse to end a window whose gradients would be wrong or lost, or which no optimizer would step.
 
         Args:
