@@ -240,7 +240,8 @@ class End:
 
         asks = self._scaler is None and len(self.steps.plan.fused) < len(optimizers)
         try:
-            may_skip = asks and (self._overflow is not None or window.may_be_empty)
+            # A window that was loaded may have overflowed where overflows are checked.
+            may_skip = asks and (self._overflow is not None or window.may_be_empty or window.resumed)
             self.steps.run(optimizers, folding, verdict, may_skip and self.was_skipped())
         except BaseException:
             if folding:  # code that goes on by hand finds the averaged gradients that finalize() promises

@@ -263,6 +263,26 @@ def test_gradients_under_way():
         run.acc.state_dict()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("overflow", [None, "window", "microbatch", "raise"])
+def test_an_overflow_that_was_saved(overflow, fused):
+    """Its sums are not finite, and no optimizer gets them, also where overflows are not checked."""
+    model = mlp()
+    with ak.FusedAccumulator(model) as acc:
+        acc.backward(model(batch(3)[0]).square().mean() * float("inf"))
+        state = through_a_file(acc.state_dict())
+    acc = ak.FusedAccumulator(model, overflow=overflow)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1, fused=fused)
+    acc.load_state_dict(state)
+    before = [p.detach().clone() for p in model.parameters()]
+    acc.step(optimizer)
+    assert acc.step_was_skipped
+    assert all(map(torch.equal, model.parameters(), before))
+    acc.backward(model(batch(3)[0]).square().mean())
+    acc.step(optimizer)
+    assert not acc.step_was_skipped
+
+
 def test_a_dropped_window_stays_dropped():
     """Saved after discard(window=True), it ends without a step where it is loaded."""
     run, resumed = Run(), Run()
