@@ -117,6 +117,7 @@ class Masters(Follower):
                 if id(segment.param) in self._waiting:
                     self._waiting.remove(id(segment.param))
                     _take_edited(segment.param, loaded, out=local(master).detach())
+                    self._stamp([pair])
                 offset += size
 
     def refresh(self) -> None:
@@ -165,14 +166,32 @@ class Masters(Follower):
 
         Elements that the edit has left as they were keep their master, which is more precise. Nothing is read from the
         device, and no value of a parameter that nobody has edited is read at all.
+
+        Raises:
+            RuntimeError: A master was written to as well, so that it no longer tells which elements the edit has left.
         """
         edited = self._edited()
+        for pair in self._written(edited):
+            if pair.segment.drift() is None and not _is_rounded(pair):
+                raise RuntimeError(
+                    f"{pair.segment.name!r} and its fp32 master were both edited since the last step, and one of the "
+                    "edits would be lost: acc.refresh_masters() keeps the weight's. Edit weights alone, or call "
+                    "acc.load_state_dict(acc.state_dict()) after an edit of masters, which rounds them into the model"
+                )
+        self._take_over(edited)
+
+    def _take_over(self, edited: Sequence[_Pair]) -> None:
         for pair in edited:
             # A changed dtype or shape is refused with the parameter's name when a window begins or ends.
             if pair.segment.drift() is None:
                 master = local(pair.master).detach()
                 _take_edited(pair.param, master, out=master)
         self._watch(edited)
+
+    def _written(self, pairs: Sequence[_Pair]) -> list[_Pair]:
+        """Those of the pairs whose masters were written to since they were rounded."""
+        versions = _versions(list(map(_master, pairs)))
+        return [p for p, version in zip(pairs, versions, strict=True) if version != self._rounded[id(p.master)]]
 
     def _watch(self, pairs: Sequence[_Pair]) -> None:
         """Note that parameters have their masters' values, and where."""
@@ -234,8 +253,7 @@ class Masters(Follower):
         written = {key for key, version in versions.items() if version != self._rounded[key]}
         self._round([pair for key, pair in self._pairs.items() if (unseen or key in written) and key not in edited])
         for pair in (self._pairs[key] for key in self._pairs if key in written & edited):
-            master, param = local(pair.master).detach(), local(pair.param).detach()
-            if not torch.equal(master.to(param.device, param.dtype), param):  # the loop has rounded others itself
+            if not _is_rounded(pair):  # the loop has rounded others itself
                 self._round([pair])
                 raise RuntimeError(
                     f"{pair.segment.name!r} was edited before its master, which was updated too, was rounded into it, "
@@ -243,8 +261,7 @@ class Masters(Follower):
                 )
 
     def begin_steps(self) -> None:
-        """Take over edits before a window steps its optimizers, so that none of these steps has to look for them."""
-        self.take_over()
+        """A window, which has taken over edits, steps its optimizers: none of these steps has to look for them."""
         self._window_steps = True
 
     def end_steps(self) -> None:
@@ -303,11 +320,17 @@ class Masters(Follower):
 
     def remove(self) -> None:
         """Take over the last edits, and stop following optimizers."""
-        self.take_over()
+        self._take_over(self._edited())
         unfollow(self)
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
+
+
+def _is_rounded(pair: _Pair) -> bool:
+    """Whether the parameter has its master's value; reads it from the device."""
+    param = local(pair.param).detach()
+    return torch.equal(local(pair.master).detach().to(param.device, param.dtype), param)
 
 
 def _take_edited(param: Tensor, master: Tensor, out: Tensor) -> None:

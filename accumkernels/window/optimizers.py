@@ -298,7 +298,7 @@ class OptimizerSteps:
         if (caller, *optimizers) != self._checked:
             self._check_kinds(caller, optimizers)
         self._store.check_drift()
-        if self._store.masters is not None and caller != "step()":
+        if self._store.masters is not None:
             self._store.masters.take_over()  # hooks on the step do so too, but before a closure, and not if compiled
         if self._scaler is not None:
             self._scaler.check_not_unscaled(lambda o: any(o is named for named in optimizers))

@@ -336,6 +336,73 @@ def test_an_edit_of_masters_stays():
     assert all(torch.equal(p, torch.full_like(p, 0.1)) for p in model.parameters())
 
 
+@torch.no_grad()
+def halve(acc):
+    """An edit of masters that no step makes, as weight decay by hand."""
+    for master in acc.parameters():
+        master.mul_(0.5)
+
+
+@pytest.mark.parametrize("form", ["step", "long", "optimizer"])
+def test_edits_of_a_weight_and_its_master(form):
+    """The master's was lost where noise was put on a weight and taken off again: an error, and nothing has changed."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    train(acc, model, optimizer)
+    halve(acc)
+    window(acc, model)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+        model[0].weight.sub_(1)
+    before = values([*acc.parameters(), *model.parameters()])
+    with pytest.raises(RuntimeError, match=r"'0.weight' and its fp32 master were both edited.*acc.refresh_masters\(\)"):
+        {
+            "step": lambda: acc.step(optimizer),
+            "long": lambda: acc.finalize(optimizer),
+            "optimizer": lambda: (acc.zero_(), optimizer.step()),
+        }[form]()
+    assert all(map(torch.equal, [*acc.parameters(), *model.parameters()], before))
+    acc.refresh_masters()
+    assert all(torch.equal(m, p.float()) for m, p in zip(acc.parameters(), model.parameters(), strict=True))
+    if form != "optimizer":
+        acc.step(optimizer, max_norm=1.0)
+        assert not acc.step_was_skipped
+
+
+def test_equal_edits_of_a_weight_and_its_master():
+    """As of a checkpoint in fp32 that is loaded into both: neither is lost, and masters keep their bits."""
+    model, truth = mlp(torch.bfloat16), mlp(seed=9)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    with torch.no_grad():
+        for master, value in zip(acc.parameters(), truth.parameters(), strict=True):
+            master.copy_(value)
+    model.load_state_dict(truth.state_dict())
+    window(acc, model)
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.0))
+    assert all(map(torch.equal, acc.parameters(), truth.parameters()))
+
+
+def test_an_edit_of_a_weight_whose_master_was_loaded():
+    """While it was frozen, which is no edit of the master's."""
+    trained = mlp(torch.bfloat16)
+    with ak.FusedAccumulator(trained, master_weights=True) as acc:
+        train(acc, trained, torch.optim.SGD(acc.parameters(), lr=0.1))
+        state = acc.state_dict()
+    model = mlp(torch.bfloat16)
+    model[0].requires_grad_(False)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    model.load_state_dict(trained.state_dict())
+    acc.load_state_dict(state)
+    model[0].requires_grad_(True)
+    window(acc, model)
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.0))
+    assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 0.25))
+    assert torch.equal(next(acc.parameters()), torch.full_like(state["masters"]["0.weight"], 0.25))
+
+
 def test_an_edit_of_masters_is_rounded_by_loading():
     """As of schedule-free optimizers, which evaluate at other weights (docs/optimizers.md), inside a window too."""
     model = mlp(torch.bfloat16)
