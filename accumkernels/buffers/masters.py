@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from ..errors import logger
 from ..hooks import Follower, Hook, follow, unfollow
 from .flat import FlatBuffer, Segment, aligned, buffer_dtype, zeros
 from .parameters import FLOAT_DTYPES, NamedParameter, local, shaped_like
 
+_log = logger(__name__)
 _param = attrgetter("param")
 _master = attrgetter("master")
 _version = attrgetter("_version")
@@ -72,6 +74,7 @@ class Masters(Follower):
         self._memory: dict[int, Any] = {}
         self._rounded: dict[int, Any] = {}  # versions of the masters then
         self._window_steps = False
+        self._warned = False  # of masters that were written to without a step
         self._hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # with hooks' handles
         self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
         at: dict[Any, str] = {}  # names by memory
@@ -192,6 +195,21 @@ class Masters(Follower):
         """Those of the pairs whose masters were written to since they were rounded."""
         versions = _versions(list(map(_master, pairs)))
         return [p for p, version in zip(pairs, versions, strict=True) if version != self._rounded[id(p.master)]]
+
+    def warn_of_edits(self) -> None:
+        """Warn once if a master was written to without a step, so that the model, which has run, has another value."""
+        if self._warned:
+            return
+        for pair in self._written(list(self._pairs.values())):
+            if pair.segment.drift() is None and not _is_rounded(pair):
+                self._warned = True
+                _log.warning(
+                    "the fp32 master of %r was edited without a step, and this window's forward used the old value, "
+                    "which the model keeps until the next step: edit the model's weights, or call "
+                    "acc.load_state_dict(acc.state_dict()) after the edit, which rounds masters into the model",
+                    pair.segment.name,
+                )
+                return
 
     def _watch(self, pairs: Sequence[_Pair]) -> None:
         """Note that parameters have their masters' values, and where."""

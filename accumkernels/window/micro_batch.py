@@ -273,6 +273,8 @@ class MicroBatchRunner:
         inbox = self.captures.inbox
         if window.micro_batches == 0:
             self.prepare_window()
+            if self._store.masters is not None:
+                self._store.masters.warn_of_edits()
         if not self._store.buffers and not self._is_frozen_stage():
             raise RuntimeError("accumulate(): no parameter requires a gradient")
         if self._scaler is not None:

@@ -403,6 +403,32 @@ def test_an_edit_of_a_weight_whose_master_was_loaded():
     assert torch.equal(next(acc.parameters()), torch.full_like(state["masters"]["0.weight"], 0.25))
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_an_edit_of_masters_without_a_step_is_named(rounds, caplog):
+    """Once: a forward on other weights than their masters' was wrong in silence, as of a critic that is clipped."""
+    model, twin = mlp(torch.bfloat16), mlp(torch.float64)
+    twin.load_state_dict(model.state_dict())
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    optimizer, stock = (torch.optim.SGD(p, lr=0.3) for p in (acc.parameters(), twin.parameters()))
+    for seed in range(3):
+        x, y = batch(8, torch.bfloat16, seed)
+        acc.backward(mse_loss(model(x), y))
+        acc.step(optimizer)
+        stock.zero_grad()
+        mse_loss(twin(x.double()), y.double()).backward()
+        stock.step()
+        with torch.no_grad():
+            for p in (*acc.parameters(), *twin.parameters()):
+                p.clamp_(-0.1, 0.1)
+        if rounds:
+            acc.load_state_dict(acc.state_dict())
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (not rounds)
+    assert all(".load_state_dict(acc.state_dict()) after the edit" in text for text in said)
+    if rounds:
+        assert relative_error(acc.parameters(), twin.parameters()) < 0.01
+
+
 def test_an_edit_of_masters_is_rounded_by_loading():
     """As of schedule-free optimizers, which evaluate at other weights (docs/optimizers.md), inside a window too."""
     model = mlp(torch.bfloat16)
