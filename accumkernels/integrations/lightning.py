@@ -22,7 +22,7 @@ from ..accumulator import FusedAccumulator
 from ..errors import expect, logger, needs
 from ..splitting.run import BatchReport
 from .lightning_readers import is_users, reader_of_grad, reads_grad
-from .several import backward_coupled_of_all, driven, run_for_all
+from .several import backward_coupled_of_all, driven, run_for_all, take_all
 from .window import NOT_RUN, TrainerWindow, split_options
 
 with needs("lightning", oldest="2.4"):
@@ -472,9 +472,8 @@ class FusedAccumulation(pl.Callback):
 
     def _take(self) -> None:
         """Take the gradients of the last backward, each for the optimizer that steps its parameter."""
-        for window in self._windows:
-            if window.running is not None and (window.exclusive or window.reached):
-                window.take(self._loss)
+        waiting = [one for one in self._windows if one.running is not None and (one.exclusive or one.reached)]
+        take_all(waiting, self._loss)
 
     # ---- the end of a window, in place of the precision plugin's
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -201,6 +202,15 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
     finally:
         for p, grad in kept:
             p.grad = grad
-    for window in reached:
-        window.take(loss)
+    take_all(reached, loss)
     return reached
+
+
+def take_all(windows: Sequence[TrainerWindow], loss: Tensor | None) -> None:
+    """Count a micro-batch in each of its windows, also after one has dropped it by an error, which comes out then.
+
+    What a window did not take, its next micro-batch would.
+    """
+    with contextlib.ExitStack() as takes:
+        for window in reversed(windows):
+            takes.callback(window.take, loss)
