@@ -124,9 +124,6 @@ class Accelerator(Stock):
     Attributes:
         micro_batch_weight: The weight of micro-batches whose `backward` gets none; None unless set.
         loss_divided_by: What the caller of `backward` has divided its losses by; 1 unless set.
-        reads_gradients: Whether the loop looks at `.grad` between backward and step. If it is set to False,
-            `optimizer.step()` averages and clips, in the pass of a fused optimizer: `.grad` stays None, and the norm
-            that `clip_grad_norm_` returned gets its value in the step.
         counts_micro_batches: Whether the caller of `backward` outside of `accumulate()` sets `sync_gradients`.
         splits_together: Whether ranks split batches into equally many parts, so that losses may communicate.
 
@@ -148,7 +145,7 @@ class Accelerator(Stock):
             raise ValueError(f"accelerate runs with {name}, which reduces gradients on terms of its own: {instead}")
         self.micro_batch_weight: float | Tensor | None = None
         self.loss_divided_by: float | Tensor = 1
-        self.reads_gradients = True
+        self._reads_gradients = True
         self.counts_micro_batches = False
         self.splits_together = False
         self._accumulator_options = dict(options)
@@ -176,6 +173,21 @@ class Accelerator(Stock):
                 else "no accumulator yet: pass the model and its optimizer to accelerator.prepare(...) first"
             )
         return self._windows[0].accumulator
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether the loop looks at `.grad` between backward and step; the same on all ranks.
+
+        If it is set to False, `optimizer.step()` averages and clips, in the pass of a fused optimizer: `.grad` stays
+        None, and the norm that `clip_grad_norm_` returned gets its value in the step.
+        """
+        return self._reads_gradients
+
+    @reads_gradients.setter
+    def reads_gradients(self, reads: bool) -> None:
+        self._reads_gradients = reads
+        for window in self._windows:
+            window.folds = not reads
 
     # ---- preparing
 
@@ -229,6 +241,8 @@ class Accelerator(Stock):
             self._give_windows()
         finally:
             self._windows = [optimizer.window for optimizer in self._optimizers if optimizer.window is not None]
+            for window in self._windows:
+                window.all_windows, window.folds = self._windows, not self.reads_gradients
 
     def _give_windows(self) -> None:
         params = [owned((o,)) if o.window is None else o.window.current.stepped() for o in self._optimizers]
@@ -311,14 +325,13 @@ class Accelerator(Stock):
         """
         for window in _ready(self._windows):
             window.open()
-            window.folds = not self.reads_gradients  # also where no backward follows on this rank
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As in accelerate."""
         windows = self._windows
         for window in windows:
-            window.enter(waits=len(windows) > 1, folds=not self.reads_gradients)
+            window.enter(waits=len(windows) > 1)
         try:
             with super().accumulate(*models):
                 yield
@@ -505,11 +518,10 @@ class Accelerator(Stock):
         if len(self._windows) > 1:
             self._check_first(reached)
         for window in reached:
-            window.folds = not self.reads_gradients  # also where no `accumulate` has said so
             inside = window.micro_batch is not None
             if window.micro_batch is not None:
                 window.micro_batch += 1
-            if not self.reads_gradients:
+            if not self._reads_gradients:
                 continue
             if window.ends:
                 window.finalize()
@@ -544,7 +556,7 @@ class Accelerator(Stock):
         if not windows:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         if whole and self.sync_gradients and not windows[0].inside_no_sync:
-            if not self.reads_gradients and norm_type == 2:
+            if not self._reads_gradients and norm_type == 2:
                 return windows[0].clip_in_step(max_norm)
             return windows[0].clip_grad_norm_(max_norm, norm_type)
         self._finalize(windows)

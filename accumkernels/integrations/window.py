@@ -66,6 +66,7 @@ class TrainerWindow:
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
         number: The number of the window in which it began.
         expected_end: The number of the window that the trainer's last micro-batch was to end; None inside a window.
+        all_windows: Those of all optimizers, in one order on all ranks, if a backward may end it.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class TrainerWindow:
         self._idle = False
         self.number = 0
         self.expected_end: int | None = None
+        self.all_windows: Sequence[TrainerWindow] = ()
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self.running: MicroBatch | None = None
         self._accumulate = functools.partial(
@@ -160,12 +162,11 @@ class TrainerWindow:
                 whole = False
         return some, whole
 
-    def enter(self, waits: bool, folds: bool) -> None:
+    def enter(self, waits: bool) -> None:
         """Before the trainer's next micro-batch begins, open the next window if the last one has ended.
 
         Args:
             waits: Whether a window that has ended and was not stepped is left as it is.
-            folds: See the attribute.
 
         Raises:
             RuntimeError: As `open` and `check_not_local`.
@@ -176,7 +177,6 @@ class TrainerWindow:
             self.check_not_local()
         if not (waits and self.finalized and not self.spent):
             self.open()
-            self.folds = folds
         self.micro_batch, self.number = 0, self.engine.window.number
 
     def _miss_end(self) -> None:
@@ -377,8 +377,11 @@ class TrainerWindow:
 
     # ---- the end of a window
 
-    def finalize(self) -> None:
+    def finalize(self, *, together: bool = True) -> None:
         """Average and set `.grad`, unless that is done or nothing was accumulated.
+
+        Args:
+            together: Whether to ask first which windows other ranks end now.
 
         Raises:
             RuntimeError: It has ended, and a backward has reached its parameters since.
@@ -395,11 +398,26 @@ class TrainerWindow:
             )
         if self.finalized:
             return
+        if together and len(self.all_windows) > 1 and self.several_ranks:
+            for window in self._ended_now():
+                window.finalize(together=False)
+            return
         self._take_uncounted()
         if self.engine.window.micro_batches == 0 and not self.several_ranks:
             return
         self.accumulator.finalize(self.optimizer, divisor=self._divisor() if self.sums else None)
         self.finalized = True
+
+    def _ended_now(self) -> list[TrainerWindow]:
+        """This window, and those of `all_windows` that other ranks end now; collective.
+
+        A last backward may reach other optimizers on other ranks: each rank would wait in another window's end, or take
+        its sums for those of another.
+        """
+        mine = [int(window is self) for window in self.all_windows]
+        first = self.all_windows[0].engine
+        found = first.ranks.largest(mine, first.store.layout.device)
+        return [window for window, ends in zip(self.all_windows, found, strict=True) if ends and not window.finalized]
 
     def _open_for_own(self) -> None:
         """Open the next window if a backward of the loop's own, which opens none, has left gradients since the step."""
@@ -481,13 +499,14 @@ class TrainerWindow:
         self._idle = False
         with contextlib.nullcontext() if self._scaler is None else separated(self._scaler, self.optimizer):
             if not self.finalized:
-                self._take_uncounted()
-                ran = self.accumulator.micro_batches > 0
-                if self.folds and (ran or self.several_ranks) and not kwargs and not self._needs_closure:
-                    norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
-                    self._reset()
-                    self._idle = not ran and not self.engine.ending.last.reached
-                    return norm
+                if self.folds and not kwargs and not self._needs_closure:
+                    self._take_uncounted()
+                    ran = self.accumulator.micro_batches > 0
+                    if ran or self.several_ranks:
+                        norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
+                        self._reset()
+                        self._idle = not ran and not self.engine.ending.last.reached
+                        return norm
             if self.overrun or not self.finalized:
                 self.finalize()
             # After `finalize`, which has asked the other ranks, sums are those of all.

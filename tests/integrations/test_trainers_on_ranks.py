@@ -49,6 +49,7 @@ BY_TWO = [
     trainer_scenarios.accelerate_failed_backward,
     trainer_scenarios.accelerate_own_backward,
     trainer_scenarios.accelerate_recipe,
+    trainer_scenarios.accelerate_ends_apart,
     trainer_scenarios.accelerate_refuses,
     trainer_scenarios.lightning_resumed,
     trainer_scenarios.lightning_inside_a_window,
@@ -226,6 +227,29 @@ def test_refused_on_several_ranks(found):
         ):
             assert result[key][0] == kind
             assert text in result[key][1]
+
+
+@pytest.mark.parametrize("release", ["auto", "microbatch"])
+def test_last_micro_batches_that_reach_other_optimizers(found, release):
+    """Each optimizer has the mean over what reaches it on any rank, whichever window a rank could end first."""
+    check(found, "accelerate_ends_apart")
+    nets = [mlp(torch.float64), mlp(torch.float64, seed=1)]
+    for window in (0, 2, 4):
+        micro_batches = [
+            (item(2 * i + rank), trainer_scenarios.REACHED[rank][i]) for i in (window, window + 1) for rank in range(2)
+        ]
+        grads = []
+        for place, net in enumerate(nets):
+            own = [(x.double(), y.double(), places) for (x, y), places in micro_batches if place in places]
+            losses = [mse_loss(sum(nets[p](x) for p in places), y) * len(x) for x, y, places in own]
+            grads.append(torch.autograd.grad(sum(losses) / sum(len(x) for x, _, _ in own), list(net.parameters())))
+        for net, of_net in zip(nets, grads, strict=True):
+            for p, grad in zip(net.parameters(), of_net, strict=True):
+                p.data -= LR * grad
+    for result in found["accelerate_ends_apart"]:
+        for values, net in zip(result[release], nets, strict=True):
+            for name, p in net.named_parameters():
+                torch.testing.assert_close(values[name].double(), p.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", ["found", "three"])

@@ -77,6 +77,9 @@ def overflows(rank, size):
     }
 
 
+# By rank: which of two networks each of its micro-batches reaches; the last of one rank is left out.
+REACHED = [[(0, 1), (0,), (0, 1), (1,), (0, 1), (0, 1)], [(0, 1), (1,), (1,), (0,), (0, 1), ()]]
+
 # ---- accelerate alone
 
 
@@ -209,6 +212,30 @@ def accelerate_several(rank, size):
     one.free_memory()
     of_two_models = run._replace(values=dict(zip(run.values, values, strict=True)), norms=norms)
     return {"two optimizers": run, "two models": of_two_models}
+
+
+def accelerate_ends_apart(rank, size):
+    """Two networks with an optimizer each; the last micro-batch of a window reaches another on each rank.
+
+    By release; parameters of both, by network.
+    """
+    environment(rank, size)
+    found = {}
+    for release in ("auto", "microbatch"):
+        one = accelerator(steps=2, options={"release": release})
+        nets = [mlp(), mlp(seed=1)]
+        *nets, first, second = one.prepare(*nets, *(sgd(net.parameters()) for net in nets))
+        for i, places in enumerate(REACHED[rank]):
+            x, y = item(2 * i + rank)
+            with one.accumulate(*nets):
+                if places:
+                    one.backward(mse_loss(sum(nets[place](x) for place in places), y), weight=len(x))
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found[release] = [parameters(net) for net in nets]
+        one.free_memory()
+    return found
 
 
 def accelerate_refuses(rank, size):
