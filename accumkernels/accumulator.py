@@ -852,7 +852,7 @@ class FusedAccumulator:
                 accumulator runs.
         """
         self.engine.check_idle("zero_()")
-        if self._ranks.sender.begun and self.engine.window.phase not in (Phase.REDUCING, Phase.FINALIZED):
+        if self._ranks.sender.begun and self.engine.window.phase not in (Phase.ENDING, Phase.FINALIZED):
             raise RuntimeError(
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
@@ -902,7 +902,7 @@ class FusedAccumulator:
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )
         if (
-            self.engine.window.phase is Phase.BROKEN
+            self.engine.window.phase in (Phase.BROKEN, Phase.ENDING)
             or self.engine.runner.runs
             or self.engine.runner.captures.inbox.running
             or self.engine.runner.is_uncounted()

@@ -149,9 +149,10 @@ class Engine:
             raise RuntimeError(
                 f"{caller}: the window was loaded as finalized; call acc.finalize(optimizer) or acc.zero_()"
             )
-        if phase is Phase.REDUCING:
+        if phase is Phase.ENDING:
             raise RuntimeError(
-                f"{caller}: adding up this window over ranks failed, and its sums are lost; drop it with acc.zero_()"
+                f"{caller}: adding up this window over ranks failed, or its division, and its sums are lost; "
+                "drop it with acc.zero_()"
             )
         if self.options.cpu_offload and interrupted:
             raise RuntimeError(f"{caller} after a backward that raised: drop what it has left by acc.discard()")

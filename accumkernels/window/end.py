@@ -229,9 +229,11 @@ class End:
             divide_by = None if ended.divided else verdict.divisor
             verdict = self._finish(window, optimizers, verdict, ended, grads, divide_by)
             if max_norm is not None:
-                grads.multiply(verdict.coefficient)
+                with window.changing():
+                    grads.multiply(verdict.coefficient)
         for part, coefficient in zip(parts, coefficients, strict=True):
-            grads.multiply(coefficient, part.ids)
+            with window.changing():
+                grads.multiply(coefficient, part.ids)
         if not averages:
             some = len(folding) < len(optimizers)
             sums = {id(p) for p in owned(folding)} if some else frozenset()
@@ -332,13 +334,17 @@ class End:
         sums: Set[int] = frozenset(),
     ) -> Verdict:
         """Divide all but `sums` (ids of tensors) by `divisor`, set `.grad`, and give the scaler the verdict."""
+        averaged = window.phase is Phase.AVERAGED
+        if self._store.layout.rounds:
+            grads.allocate()  # out of memory here, the sums are as they were
         if divisor is not None:
+            window.begin_ending()
             grads.divide(divisor, but=sums)
         if self._store.layout.rounds:
             overflow = grads.round()
             if self._overflow is not None:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
-        averaged, skip = window.phase is Phase.AVERAGED, verdict.skip
+        skip = verdict.skip
         counted, skipped = self._count(verdict.exact)
         window.finalize(Outcome(verdict, grads, ended.stats.idle))
         captured, reached = self._graphs and is_capturing(skip.device), 1 in self.steps.plan.touched
@@ -466,7 +472,7 @@ class Inspection:
 
     def begin_reducing(self) -> None:
         """Note that from here on, a failure loses the sums."""
-        self.window.begin_reducing()
+        self.window.begin_ending()
         self._seen = {d: torch.zeros(1, dtype=torch.float64, device=d) for d in self.store.states}
 
     def adopt(self, stats: GlobalStats) -> None:

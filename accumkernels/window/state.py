@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,14 +25,14 @@ class Phase(enum.Enum):
     OPEN: it accepts micro-batches.
     AVERAGED: it was loaded from a state saved between `finalize` and `zero_`; its sums are averages.
     BROKEN: backward raised after some of its gradients had been added.
-    REDUCING: its sums are being reduced over ranks; it stays here if that fails.
+    ENDING: its sums are being reduced over ranks, divided or clipped; it stays here if that fails.
     FINALIZED: it was decided on, and its gradients were assigned.
     """
 
     OPEN = enum.auto()
     AVERAGED = enum.auto()
     BROKEN = enum.auto()
-    REDUCING = enum.auto()
+    ENDING = enum.auto()
     FINALIZED = enum.auto()
 
 
@@ -234,9 +235,17 @@ class Window:
         """Note a divisor that only the device knows."""
         self.host_weight = None
 
-    def begin_reducing(self) -> None:
-        """Start reducing the sums over ranks: if that fails, they are lost."""
-        self.phase = Phase.REDUCING
+    def begin_ending(self) -> None:
+        """Start changing the sums, over ranks or by dividing them: if that fails, they are lost."""
+        self.phase = Phase.ENDING
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the sums, which are lost if that fails, in the phase that the window is in."""
+        phase = self.phase
+        self.begin_ending()
+        yield
+        self.phase = phase
 
     def adopt(self, stats: GlobalStats) -> None:
         """Take over all ranks' statistics; if the host did not look, only the device knows them."""

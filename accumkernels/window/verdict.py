@@ -135,17 +135,21 @@ class WindowGrads:
         Returns:
             fp64 `[1]` on the first device, 1.0 where one is not finite.
         """
+        self.allocate()
         return worst(map(self._round, self._store.buffers), self._store.layout.device)
+
+    @torch.inference_mode(False)  # tensors made in it have no version
+    def allocate(self) -> None:
+        """Allocate what `round` writes to."""
+        for buffer in self._store.buffers:
+            for s in _to_round(buffer):
+                if id(s.param) not in self._rounded:
+                    new = torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device)
+                    self._rounded[id(s.param)] = new
 
     def _round(self, buffer: FlatBuffer) -> Tensor:
         overflow = torch.zeros(1, dtype=torch.float64, device=buffer.device)
-        segments = [
-            s for s in buffer.touched_segments() if buffer.dtype not in (s.dtype, getattr(s.param, "grad_dtype", None))
-        ]
-        for s in segments:
-            if id(s.param) not in self._rounded:
-                with torch.inference_mode(False):  # tensors made in it have no version
-                    self._rounded[id(s.param)] = torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device)
+        segments = _to_round(buffer)
         if segments:
             outputs = [self._rounded[id(s.param)] for s in segments]
             buffer.ops.scaled_copy_(outputs, [buffer.views[s.index] for s in segments], found_inf=overflow)
@@ -212,6 +216,10 @@ class WindowGrads:
             if not (touched and same):
                 found.append((segment, grad))
         return found
+
+
+def _to_round(buffer: FlatBuffer) -> list[Segment]:
+    return [s for s in buffer.touched_segments() if buffer.dtype not in (s.dtype, getattr(s.param, "grad_dtype", None))]
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:

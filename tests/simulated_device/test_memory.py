@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 
 import pytest
 import torch
@@ -121,3 +122,47 @@ def test_a_memory_limit_is_kept():
             assert torch.accelerator.max_memory_allocated(0) <= allowed and len(report.sizes) > 1, report
             check(acc, model, expected)
             acc.zero_()
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_step_that_is_called_again(max_norm):
+    """After its end ran out of memory anywhere, a window makes the step of float64 arithmetic, or says that it is lost.
+
+    Memory for gradients of 16-bit parameters is taken while the sums are as they were.
+    """
+    torch.manual_seed(0)
+    first = nn.Linear(8, 4)
+    start, x = first.weight.detach().to(torch.bfloat16).double(), torch.randn(2, 8, dtype=torch.float64)
+    x = x.to(torch.bfloat16).double()
+    mean = (100 * x[0] + 300 * x[1]).expand(4, 8) / 400  # of a sum over outputs
+    factor = 1.0 if max_norm is None else max_norm / float((mean.square().sum() + 4).sqrt())  # the bias's are 1
+    outcomes = []
+    for number in range(200):
+        model = copy.deepcopy(first).to("sim:0", torch.bfloat16)
+        with ak.FusedAccumulator(model) as acc:
+            optimizer = torch.optim.SGD(acc.parameters(), lr=1.0)
+            for row, weight in zip(x.to("sim:0", torch.bfloat16), (100, 300), strict=True):
+                acc.backward(model(row).sum(), weight=weight)
+            sim.fail_after(0, number)
+            try:
+                acc.step(optimizer, max_norm=max_norm)
+                outcomes.append("at once")
+            except torch.OutOfMemoryError as error:
+                places = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+                sim.fail_after(0, -1)
+                try:
+                    acc.step(optimizer, max_norm=max_norm)
+                    outcomes.append("again")
+                except RuntimeError as said:
+                    assert "its sums are lost" in str(said) and "allocate" not in places, number
+                    outcomes.append("lost")
+                    acc.zero_()
+            finally:
+                sim.fail_after(0, -1)
+            moved = start - model.weight.detach().cpu().double()
+            expected = mean * (0.0 if outcomes[-1] == "lost" else factor)
+            rounding = 0.01 * factor + 1e-3  # of gradients up to 1.5 times the factor, and of weights, to 8 bits
+            assert (moved - expected).abs().max() < rounding, (number, outcomes[-1])
+        if outcomes[-1] == "at once":
+            break
+    assert set(outcomes) == {"again", "lost", "at once"}
