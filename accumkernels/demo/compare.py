@@ -36,14 +36,15 @@ from ..splitting.memory import format_bytes, let_go
 from . import report
 from .command import Display, in_short, run_command, versions_and_device
 from .data import Window
-from .methods import METHODS, Gradient, Method, StockAccumulation, distance, gradient
+from .methods import METHODS, BigBatch, Fused, Gradient, Method, StockAccumulation, distance, gradient
 
 MICRO_BATCH_SIZE = 8
 ACCUMULATION_STEPS = 8
 ITERATIONS = 5  # windows of a trial
 SHORT = 5 / 16  # of a full window's samples
 SAME_LOSS = 1e-4  # relative: two forwards of the same batch, whose sums a device may add up in another order
-WRONG = 0.01  # relative error in fp32 of a gradient that is not only rounded
+WRONG = 0.01  # relative error of a gradient that is not only rounded, to 16 bit or whatever a loss does inside
+WRONG_IN_FP32 = 1e-3  # the same without autocast, in a model whose big batch is as near
 
 
 # ---- What is trained: the samples of one optimizer step, with their weights
@@ -179,6 +180,18 @@ class Comparison:
         return [functools.partial(method.backward, self.full), method.step]
 
     # ---- Gradients, and how far they are from the exact one
+
+    def error(self, cls: type[Method], window: Window, exact: Gradient) -> float:
+        """How far the window's gradient is from the exact one; nan if memory runs out."""
+        found = self.gradient(cls, window)
+        return math.nan if found is None else distance(found, exact)
+
+    def is_no_mean(self, window: Window, exact: Gradient) -> bool:
+        """Whether the mean of micro-batches is not the big batch's, without autocast, whose rounding hides it."""
+        plain = copy.copy(self)
+        plain.training, plain.init_scale = replace(self.training, amp_dtype=None), None
+        big, fused = (plain.error(cls, window, exact) for cls in (BigBatch, Fused))
+        return fused > WRONG_IN_FP32 and fused > 4 * big  # False where one is nan
 
     def gradient(self, cls: type[Method], window: Window, steps: int | None = None) -> Gradient | None:
         """The window's averaged gradient without loss scale, before clipping; None if memory runs out."""
@@ -348,11 +361,11 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
         for key, window in (("short", comparison.short), ("full", comparison.full)):
             exact, precision, how = comparison.exact(window)
             for run, cls in zip(runs, METHODS, strict=True):
-                found = comparison.gradient(cls, window)
-                run.gradient_errors[key] = math.nan if found is None else distance(found, exact)
+                run.gradient_errors[key] = comparison.error(cls, window, exact)
+            wrong = comparison.is_no_mean(window, exact)
             display.measured(f"gradient errors, {key} window")
     display.stage = "while writing the files"
-    report_on(arguments, comparison, runs, precision, how, amp, versions, limit, console)
+    report_on(arguments, comparison, runs, precision, how, wrong, amp, versions, limit, console)
 
 
 def report_on(
@@ -361,6 +374,7 @@ def report_on(
     runs: list[report.Run],
     precision: str,
     how: str,
+    wrong: bool,
     amp: str,
     versions: dict[str, Any],
     limit: int | None,
@@ -386,7 +400,7 @@ def report_on(
         batch=f"a batch of {batch}{on_budget}",
     )
     big, stock, fused = runs
-    wrong = fused.gradient_errors["full"] > max(WRONG, 4 * big.gradient_errors["full"])  # False where that is nan
+    wrong |= fused.gradient_errors["full"] > max(WRONG, 4 * big.gradient_errors["full"])  # False where that is nan
     where = " in eval mode" if comparison.evaluates else ""
     report.print_conclusion(
         console,
