@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,26 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's); the answer is the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.command is None:
-            from .doctor import report
-
-            return report(as_json=arguments.json)
-        if arguments.command in ("plan", "fit"):
-            return (run_plan if arguments.command == "plan" else run_fit)(arguments)
-        for package in ("rich", "matplotlib"):
-            try:
-                importlib.import_module(package)
-            except ImportError:
-                command = "the demo" if arguments.command == "demo" else arguments.command
-                print(f'{command} needs {package}: pip install "accumkernels[demo]"', file=sys.stderr)
-                return 2
-        if arguments.command == "compare":
-            from .demo.compare import run_compare
-
-            return run_compare(arguments)
-        from .demo.command import run
-
-        return run(arguments.device, arguments.out, arguments.steps, arguments.seed, arguments.amp)
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError as error:  # `| head` has read enough
+        if not is_ours(error):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -82,6 +71,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = as_options(error)
     print(f"accumkernels {arguments.command}: error: {said}", file=sys.stderr)
     return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run a command; return the exit status."""
+    if arguments.command is None:
+        from .doctor import report
+
+        return report(as_json=arguments.json)
+    if arguments.command in ("plan", "fit"):
+        return (run_plan if arguments.command == "plan" else run_fit)(arguments)
+    for package in ("rich", "matplotlib"):
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            command = "the demo" if arguments.command == "demo" else arguments.command
+            print(f'{command} needs {package}: pip install "accumkernels[demo]"', file=sys.stderr)
+            return 2
+    if arguments.command == "compare":
+        from .demo.compare import run_compare
+
+        return run_compare(arguments)
+    from .demo.command import run
+
+    return run(arguments.device, arguments.out, arguments.steps, arguments.seed, arguments.amp)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,24 @@ def test_memory_limit(factories, capsys):
         with pytest.raises(SystemExit):
             main(["fit", "user_factories:fit", "--memory-limit", text])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("buffered", [{}, {"PYTHONUNBUFFERED": "1"}])
+def test_a_reader_that_has_read_enough(buffered):
+    """`| head` closes the pipe: no traceback, neither of the command's nor of Python's when it ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(
+        [sys.executable, "-m", "accumkernels", "plan", "--target", "32", "--max-micro", "8"],
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "", **buffered},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 @pytest.mark.starts
