@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +33,8 @@ OPTIONS = st.fixed_dictionaries(
 ).filter(lambda options: (options["overflow"], options["release"]) != ("microbatch", "backward"))
 # What a loop does between two steps, some of which counts; with the samples, their weight and the head that they use.
 DOES = st.tuples(
-    st.sampled_from(["backward", "backward", "own backward", "batch", "inf", "discard", "resume", "grad", "evaluate"]),
+    st.sampled_from(["backward", "backward", "own backward", "batch", "coupled", "thread"])
+    | st.sampled_from(["inf", "discard", "raises", "resume", "grad", "evaluate"]),
     st.integers(1, 5),
     st.sampled_from([1.0, 2.5, 0.0, torch.tensor(3.0)]),
     st.sampled_from(["a", "b"]),
@@ -40,6 +43,11 @@ ENDS = ["step", "clipped step", "finalize", "clipped finalize", "drop", "discard
 WINDOW = st.tuples(
     st.sampled_from([None, "body", "a"]), st.lists(DOES, max_size=5), st.sampled_from(ENDS), st.booleans()
 )
+
+
+def stop(grad: torch.Tensor) -> None:
+    """Fail in the middle of a backward."""
+    raise ZeroDivisionError
 
 
 class Loop:
@@ -88,6 +96,12 @@ class Loop:
         elif what == "batch":
             weight = float(samples)
             self.acc.backward_batch((x, y), lambda part: mse_loss(self.model(part[0], head), part[1]), micro_batch=2)
+        elif what == "coupled":
+            encode = partial(self.model, head=head)
+            self.acc.backward_coupled(x.split(2), encode, lambda out: mse_loss(out, y), weight=weight)
+        elif what == "thread":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self.acc.backward, loss, weight).result()
         else:
             self.do_uncounted(what, loss)
             return
@@ -101,6 +115,13 @@ class Loop:
         elif what == "discard":
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             self.acc.discard()
+            if self.options["release"] != "microbatch":  # the window may be broken
+                self.acc.zero_()
+                self.forget()
+        elif what == "raises" and self.model.body.weight.requires_grad:
+            handle = self.model.body.register_forward_hook(lambda *args: args[-1].register_hook(stop) and None)
+            with handle, pytest.raises(ZeroDivisionError):
+                self.acc.backward(mse_loss(self.model(torch.ones(1, 5).double(), "a"), torch.ones(1, 3).double()))
             if self.options["release"] != "microbatch":  # the window may be broken
                 self.acc.zero_()
                 self.forget()
