@@ -157,6 +157,7 @@ def required_to_build(project: Project, **knobs: str) -> list[str]:
         ({"ACCUMKERNELS_BUILD_CUDA": "1", "CXX": ""}, "no C++ compiler: c++ is not on PATH"),
         ({"CXX": "no-such-c++"}, "no C++ compiler: no-such-c++ is not on PATH"),
         ({"CXX": "no-such-cache c++"}, "no C++ compiler: no-such-cache is not on PATH"),
+        ({"ACCUMKERNELS_BUILD": "1", "CXX": " "}, "no C++ compiler: c++ is not on PATH"),
         ({"ACCUMKERNELS_BUILD": "no"}, "ACCUMKERNELS_BUILD=no: expected auto, 0 or 1"),
     ],
 )
