@@ -348,7 +348,8 @@ class Masters(Follower):
 def _is_rounded(pair: _Pair) -> bool:
     """Whether the parameter has its master's value; reads it from the device."""
     param = local(pair.param).detach()
-    return torch.equal(local(pair.master).detach().to(param.device, param.dtype), param)
+    rounded = local(pair.master).detach().to(param.device, param.dtype)
+    return torch.allclose(rounded, param, rtol=0, atol=0, equal_nan=True)
 
 
 def _take_edited(param: Tensor, master: Tensor, out: Tensor) -> None:

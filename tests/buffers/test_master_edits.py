@@ -383,6 +383,19 @@ def test_equal_edits_of_a_weight_and_its_master():
     assert all(map(torch.equal, acc.parameters(), truth.parameters()))
 
 
+def test_equal_edits_that_leave_nan(caplog):
+    """As of a diverged critic that is clipped, with its masters: no edit is lost, and nothing is said."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    with torch.no_grad():
+        for p in (*acc.parameters(), *model.parameters()):
+            p.fill_(torch.nan)
+    window(acc, model)
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.0))
+    assert not any("was edited without a step" in record.getMessage() for record in caplog.records)
+    assert all(p.isnan().all() for p in (*acc.parameters(), *model.parameters()))
+
+
 def test_an_edit_of_a_weight_whose_master_was_loaded():
     """While it was frozen, which is no edit of the master's."""
     trained = mlp(torch.bfloat16)
