@@ -18,6 +18,7 @@ for batch in loader:
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -242,7 +243,7 @@ class Accelerator(Stock):
         finally:
             self._windows = [optimizer.window for optimizer in self._optimizers if optimizer.window is not None]
             for window in self._windows:
-                window.all_windows, window.folds = self._windows, not self.reads_gradients
+                window.all_windows, window.folds = list(map(weakref.ref, self._windows)), not self.reads_gradients
 
     def _give_windows(self) -> None:
         params = [owned((o,)) if o.window is None else o.window.current.stepped() for o in self._optimizers]

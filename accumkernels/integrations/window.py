@@ -66,7 +66,7 @@ class TrainerWindow:
         micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
         number: The number of the window in which it began.
         expected_end: The number of the window that the trainer's last micro-batch was to end; None inside a window.
-        all_windows: Those of all optimizers, in one order on all ranks, if a backward may end it.
+        all_windows: Those of all optimizers, held weakly, in one order on all ranks, if a backward may end it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TrainerWindow:
         self._idle = False
         self.number = 0
         self.expected_end: int | None = None
-        self.all_windows: Sequence[TrainerWindow] = ()
+        self.all_windows: Sequence[weakref.ref[TrainerWindow]] = ()
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self.running: MicroBatch | None = None
         self._accumulate = functools.partial(
@@ -414,10 +414,10 @@ class TrainerWindow:
         A last backward may reach other optimizers on other ranks: each rank would wait in another window's end, or take
         its sums for those of another.
         """
-        mine = [int(window is self) for window in self.all_windows]
-        first = self.all_windows[0].engine
-        found = first.ranks.largest(mine, first.store.layout.device)
-        return [window for window, ends in zip(self.all_windows, found, strict=True) if ends and not window.finalized]
+        windows = [window for ref in self.all_windows if (window := ref()) is not None]
+        first = windows[0].engine
+        found = first.ranks.largest([int(window is self) for window in windows], first.store.layout.device)
+        return [window for window, ends in zip(windows, found, strict=True) if ends and not window.finalized]
 
     def _open_for_own(self) -> None:
         """Open the next window if a backward of the loop's own, which opens none, has left gradients since the step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -520,3 +521,25 @@ def test_a_discriminator_that_generator_losses_reach_is_cleared_before_its_own(t
                 optimizers[turn].step()
         found.append([p.detach().clone() for model in (generator, discriminator) for p in model.parameters()])
     assert relative_error(found[1], found[0]) < 1e-6  # g / 2 + g / 2 against (g + g) / 2
+
+
+def test_what_a_trial_prepared_is_freed_with_it(request):
+    """At once, and not when the garbage collector comes: the next trial of a night needs the memory."""
+
+    def trial():
+        accelerator = make(Accelerator, steps=1)
+        models = [mlp(seed=1), mlp(seed=2)]
+        prepared = accelerator.prepare(*models, *(torch.optim.SGD(model.parameters(), lr=1.0) for model in models))
+        x, y = batch(4)
+        with accelerator.accumulate(*prepared[:2]):
+            accelerator.backward(mse_loss(prepared[0](x) + prepared[1](x), y))
+            for optimizer in prepared[2:]:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [weakref.ref(one) for one in (*models, *accelerator.accumulators)]
+
+    trial()  # what comes once
+    gc.collect()
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    assert [ref() for ref in trial()] == [None] * 4
