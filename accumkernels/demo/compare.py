@@ -362,8 +362,8 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
             exact, precision, how = comparison.exact(window)
             for run, cls in zip(runs, METHODS, strict=True):
                 run.gradient_errors[key] = comparison.error(cls, window, exact)
-            wrong = comparison.is_no_mean(window, exact)
             display.measured(f"gradient errors, {key} window")
+        wrong = comparison.is_no_mean(window, exact)
     display.stage = "while writing the files"
     report_on(arguments, comparison, runs, precision, how, wrong, amp, versions, limit, console)
 
