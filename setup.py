@@ -43,7 +43,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BUILD = "build/native"  # relative, as all our paths are: ninja runs in ROOT, and no build path gets into the library
 CXX = os.environ.get("CXX", "").strip() or "c++"
-COMPILER = [CXX] if shutil.which(CXX) else shlex.split(CXX)  # "ccache g++", as make takes it, or a path with spaces
+COMPILER = [CXX] if shutil.which(CXX) else CXX.split()  # "ccache g++", as make takes it, or a path with spaces
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]  # torch 2.10's stable ABI
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c", "-mfma"]
