@@ -190,6 +190,28 @@ class Accelerator(Stock):
         for window in self._windows:
             window.folds = not reads
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """accelerate's. One that is set after `prepare`, as by trainers with one for each model, scales from then on.
+
+        Raises:
+            RuntimeError: It is set to another one inside a window, whose sums are unscaled by the one before.
+        """
+        scaler: torch.amp.GradScaler | None = self.__dict__["scaler"]
+        return scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        others = [window for window in self.__dict__.get("_windows", ()) if not window.scales_by(scaler)]
+        if any(window.accumulator.micro_batches and not window.spent for window in others):
+            raise RuntimeError(
+                "accelerator.scaler = ... inside a window, whose micro-batches another one has scaled: set it before "
+                "the window's first backward, or after optimizer.step()"
+            )
+        self.__dict__["scaler"] = scaler
+        if others:
+            self._make_windows()
+
     # ---- preparing
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +278,8 @@ class Accelerator(Stock):
             exclusive = not any(id(p) in others for model in models for p in model.parameters())
             window = optimizer.window
             if window is not None:
-                if len(window.modules) == len(models) and window.exclusive == exclusive:
+                as_made = len(window.modules) == len(models) and window.exclusive == exclusive
+                if as_made and window.scales_by(self.scaler):
                     continue
                 window.release()
                 optimizer.window = None

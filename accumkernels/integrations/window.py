@@ -90,7 +90,7 @@ class TrainerWindow:
         self.finalized = False
         self.stepped = self.dropped = self.overrun = False
         self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaler = _enabled(scaler)
         self._needs_closure = needs_closure(optimizer) or (closures and may_call_closure(optimizer))
         self.exclusive = exclusive
         self.micro_batch: int | None = None
@@ -124,6 +124,10 @@ class TrainerWindow:
             self.engine.store.drop_grads()
         else:
             self.close()
+
+    def scales_by(self, scaler: torch.amp.GradScaler | None) -> bool:
+        """Whether losses are scaled by this one."""
+        return self._scaler is _enabled(scaler)
 
     @property
     def inside_no_sync(self) -> bool:
@@ -619,6 +623,10 @@ class TrainerWindow:
         self.finalized = self.stepped = self.dropped = self.overrun = False
         self.running = None
         self.micro_batch = None if self.micro_batch is None else 0
+
+
+def _enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 # ---- Steps of a trainer's optimizer, with or without a closure, when other optimizers share its GradScaler

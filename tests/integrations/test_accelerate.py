@@ -99,6 +99,46 @@ def test_a_skipped_step_of_a_fused_optimizer_is_seen():
     assert theirs == [(None, pytest.approx(0.009), False)]  # when this fails, accelerate has mended it
 
 
+@pytest.mark.parametrize("scale", [8.0, 2.0**20])
+def test_a_scaler_that_is_set_after_prepare_scales(scale):
+    """As by trainers that keep one for each model (imagen-pytorch): the larger one skips windows, and backs off."""
+    found = []
+    for cls in (STOCK, Accelerator):
+        accelerator = make(cls, "fp16", steps=1)
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        skipped = []
+        for i in range(8):
+            accelerator.scaler = optimizer.scaler = scaler
+            accelerator.backward(mse_loss(model(batch(SIZE)[0]).half(), batch(SIZE, seed=i)[1].half()))
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+        found.append((skipped, scaler.state_dict(), moved(model)))
+    (*theirs, expected), (*mine, ours) = found
+    assert mine == theirs
+    assert any(theirs[0]) == (scale > 8)
+    assert relative_error(ours, expected) < ROUNDING
+
+
+def test_a_scaler_that_is_set_inside_a_window_is_refused():
+    """The same one is not another, nor is a disabled one another than None."""
+    accelerator, model, optimizer = prepared()
+    with accelerator.accumulate(model):
+        accelerator.backward(mse_loss(model(batch(SIZE)[0]), batch(SIZE)[1]))
+    accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for loop_has_ended_it in (False, True):
+        with pytest.raises(RuntimeError, match=r"accelerator\.scaler = .* inside a window.*after optimizer\.step\(\)"):
+            accelerator.scaler = torch.amp.GradScaler("cpu")
+        assert not accelerator.scaler.is_enabled()
+        if not loop_has_ended_it:
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(batch(SIZE)[0]), batch(SIZE)[1]))
+    optimizer.step()
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
 def test_weights_that_the_accelerator_holds(caplog):
     """For loops that cannot pass a weight: the Trainer's of transformers.
 
