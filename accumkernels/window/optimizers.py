@@ -320,8 +320,9 @@ class OptimizerSteps:
             if p.grad is not None and not has_accumulator(p):
                 raise RuntimeError(
                     f"{caller}: an optimizer owns a parameter of shape {tuple(p.shape)} with a .grad of its own and "
-                    "no accumulator; it would be stepped as it is, scaled and not averaged. Give all parameters of the "
-                    "optimizer to the accumulator, or build an optimizer for each"
+                    "no accumulator; it would be stepped as it is, scaled and not averaged. Give the module that has "
+                    "it, as a loss with parameters, to FusedAccumulator too, by nn.ModuleList([model, criterion]). In "
+                    "accelerate pass it to prepare() with the model; in other trainers put it into the model"
                 )
 
     def _check_kinds(self, caller: str, optimizers: Sequence[Optimizer]) -> None:

@@ -516,6 +516,30 @@ def test_beside_an_optimizer_that_is_left_to_accelerate():
     assert relative_error(found[1], found[0]) < 1e-3  # of products in fp16
 
 
+def test_a_loss_with_parameters_that_was_not_prepared_is_refused_and_told_how():
+    """One optimizer over both, which accelerate trains without knowing of the loss; prepared, it has the same bits."""
+    found = []
+    for cls, knows in ((STOCK, False), (Accelerator, False), (Accelerator, True)):
+        accelerator = make(cls, steps=2)
+        model, criterion = mlp(), nn.Linear(3, 3)
+        criterion.load_state_dict({"weight": torch.eye(3), "bias": torch.zeros(3)})
+        optimizer = sgd([*model.parameters(), *criterion.parameters()])
+        prepared, optimizer, *_ = accelerator.prepare(model, optimizer, *([criterion] if knows else []))
+        for i in range(2):
+            x, y = batch(SIZE, seed=i)
+            with accelerator.accumulate(prepared):
+                if accelerator.sync_gradients and cls is Accelerator and not knows:
+                    with pytest.raises(RuntimeError, match=r"shape \(3, 3\).*In accelerate pass it to prepare\(\)"):
+                        accelerator.backward(mse_loss(criterion(prepared(x)), y))
+                    break
+                accelerator.backward(mse_loss(criterion(prepared(x)), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            found.append([*model.parameters(), *criterion.parameters()])
+    assert all(map(same_bits, *found))
+
+
 def test_a_step_with_what_only_some_losses_have_left_is_refused():
     """A window that has ended keeps its gradients when another loss reaches it; who steps them is told why not to."""
     accelerator = make(Accelerator, steps=1)
