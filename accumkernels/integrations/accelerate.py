@@ -125,6 +125,7 @@ class Accelerator(Stock):
     Attributes:
         micro_batch_weight: The weight of micro-batches whose `backward` gets none; None unless set.
         loss_divided_by: What the caller of `backward` has divided its losses by; 1 unless set.
+        last_loss: What `backward` was given last.
         counts_micro_batches: Whether the caller of `backward` outside of `accumulate()` sets `sync_gradients`.
         splits_together: Whether ranks split batches into equally many parts, so that losses may communicate.
 
@@ -146,6 +147,7 @@ class Accelerator(Stock):
             raise ValueError(f"accelerate runs with {name}, which reduces gradients on terms of its own: {instead}")
         self.micro_batch_weight: float | Tensor | None = None
         self.loss_divided_by: float | Tensor = 1
+        self.last_loss: Tensor | None = None
         self._reads_gradients = True
         self.counts_micro_batches = False
         self.splits_together = False
@@ -426,6 +428,7 @@ class Accelerator(Stock):
         else:
             divided = expect(loss, Tensor, "loss", "a tensor") / steps
             reached = backward_of_all(windows, divided, weight, **kwargs)
+        self.last_loss = loss.detach()
         self._counted(reached)
 
     def backward_coupled(

@@ -91,6 +91,7 @@ class FusedAccumulationMixin(Base):
         self._endings: Endings  # of the current `train`
         self._calls = 0  # of `training_step`, for the micro-batches that the Trainer has taken at once
         self._adds_means = False  # whether the Trainer adds up the means of a window, and takes that for its loss
+        self._returned: Tensor | float = 1.0  # how much of the loss of its backward a `training_step` returns
         self._logged: Tensor | None = None  # losses that the Trainer had added up before the window, if any
         self._items: Tensor | int | None = None
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
@@ -268,6 +269,8 @@ class FusedAccumulationMixin(Base):
                 "as one: the gradient would be their mean, where transformers adds them up. Add up the losses, and run "
                 "one backward (override compute_loss)"
             )
+        if ran and self._split is None and accelerator.last_loss is not None:  # a subclass's own may divide afterwards
+            self._returned = (loss / accelerator.last_loss).nan_to_num(1.0, 1.0, 1.0)
         self._adds_means |= means and ran > 0  # else it has run a backward of its own, whose loss the Trainer's is
         return loss
 
@@ -291,7 +294,7 @@ class FusedAccumulationMixin(Base):
         if self._adds_means:
             loss = torch.zeros_like(tr_loss) if self._logged is None else self._logged
             if not self.accelerator.inside_a_window:  # else an epoch ends inside of it, and its loss comes with its end
-                loss = loss + self.accelerator.accumulator.metrics()["loss"]
+                loss = loss + self.accelerator.accumulator.metrics()["loss"] * self._returned
             tr_loss.copy_(torch.where(loss.isfinite(), loss, tr_loss))
             self._adds_means = False
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)

@@ -177,17 +177,26 @@ def test_loss_functions_of_ones_own(tmp_path, scaled):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_backwards_of_a_training_step(tmp_path, inside):
-    """`loss.backward()` in a `training_step` that does not call ours, or that ours calls: all is as in the Trainer."""
+@pytest.mark.parametrize("divided", ["before", "after"])
+def test_backwards_of_a_training_step(tmp_path, inside, divided):
+    """Of a `training_step` that does not call ours, or that ours calls: all is as in the Trainer.
+
+    It runs `loss.backward()`, or divides the loss after `accelerator.backward(loss)`, as TRL's OnlineDPOTrainer.
+    """
 
     class Own(STOCK):
         def training_step(self, model, inputs, num_items_in_batch=None):
-            loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.current_gradient_accumulation_steps
-            loss.backward()
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            if divided == "after":
+                self.accelerator.backward(loss)
+            loss = loss / self.current_gradient_accumulation_steps
+            if divided == "before":
+                loss.backward()
             return loss.detach()
 
     class Called(FusedAccumulationMixin, Own):
-        pass
+        def micro_batch_weight(self, inputs):  # as in the Trainer, which is right for equal ones
+            return 1.0
 
     class Instead(Trainer):
         training_step = Own.training_step
