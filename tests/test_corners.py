@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
+from accumkernels.buffers.flat import FlatBuffer
 from accumkernels.window.end import End
 from tests.support.models import batch, mlp, relative_error
 
@@ -162,6 +163,35 @@ def test_an_exception_in_the_optimizer_leaves_averaged_gradients():
         acc.step(Failing(acc.parameters(), lr=0.1, fused=True))
     assert relative_error([p.grad for p in model.parameters()], expected) < 1e-6
     acc.zero_()
+
+
+def test_control_c_while_gradients_are_handed_out(monkeypatch):
+    """Some parameters have their `.grad`, others not: no optimizer steps the former alone."""
+    model = mlp()
+    model[2].double()  # a buffer of its own
+    acc = ak.FusedAccumulator(model)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    sum(p.double().square().sum() for p in model.parameters()).backward()
+    acc.accumulate()
+    given, expose = [], FlatBuffer.expose
+
+    def interrupt(buffer):
+        given.append(buffer)
+        if len(given) == 2:
+            raise KeyboardInterrupt
+        return expose(buffer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(FlatBuffer, "expose", interrupt)
+        acc.finalize(optimizer)
+    assert any(p.grad is not None for p in model.parameters())
+    for goes_on in (optimizer.step, lambda: acc.step(optimizer), lambda: acc.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"acc\.zero_\(\)"):
+            goes_on()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    acc.zero_()
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_all_frozen():

@@ -346,7 +346,6 @@ class End:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         skip = verdict.skip
         counted, skipped = self._count(verdict.exact)
-        window.finalize(Outcome(verdict, grads, ended.stats.idle))
         captured, reached = self._graphs and is_capturing(skip.device), 1 in self.steps.plan.touched
         about = window.micro_batches, verdict.exact, window.loss.sums
         before = self._count_skipped() if self.last.skipped is True else 0  # a frame less for nearly all
@@ -354,8 +353,8 @@ class End:
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
         # an overflow would leave the momentum of torch's fused SGD undefined, which is worth a synchronisation.
         plan = self.steps.plan
-        if not window.known_empty and not (plan.fused_sgd and plan.lack_momentum() and self.was_skipped()):
-            window.expose()
+        withholds = window.known_empty or (plan.fused_sgd and plan.lack_momentum() and self.was_skipped())
+        window.finalize(Outcome(verdict, grads, ended.stats.idle), exposes=not withholds)
         if self._scaler is not None:
             for optimizer in optimizers:
                 self._scaler.record(optimizer, skip, verdict.found_inf)

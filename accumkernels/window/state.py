@@ -256,15 +256,14 @@ class Window:
         if self.host_weight is not None:
             self.host_weight = stats.weight
 
-    def finalize(self, outcome: Outcome) -> None:
-        """End the window."""
-        self.phase, self.outcome = Phase.FINALIZED, outcome
-
-    def expose(self) -> None:
-        """Let optimizers have their `.grad`s."""
-        assert self.outcome is not None
-        self.outcome.grads.assign_grads()
-        self.exposed = True
+    def finalize(self, outcome: Outcome, exposes: bool) -> None:
+        """End the window, and let optimizers have its `.grad`s if it `exposes` them: all, or its sums are lost."""
+        self.begin_ending()
+        self.outcome = outcome
+        if exposes:
+            outcome.grads.assign_grads()
+            self.exposed = True
+        self.phase = Phase.FINALIZED
 
     def take_over(self) -> None:
         """Take over what the loop has made of the assigned gradients, for the norm that is about to be computed."""
