@@ -23,6 +23,7 @@ from ..splitting.run import BatchReport
 from ..window.coupled import CoupledLoss
 from ..window.misuse import division
 from ..window.optimizers import check_optimizer, may_call_closure, needs_closure
+from ..window.state import Phase
 from .optimizer_accumulator import OptimizerAccumulator
 
 _log = logger(__name__)
@@ -56,7 +57,6 @@ class TrainerWindow:
         current: Has the accumulator; another, before a forward, when the optimizer has got other parameters.
         accumulator: The current one.
         engine: The accumulator's.
-        finalized: Whether `.grad` holds the averaged gradient.
         stepped: Whether the optimizer was stepped with it.
         dropped: Whether `zero_grad` came before.
         overrun: Whether a backward has reached its parameters since it ended.
@@ -87,7 +87,6 @@ class TrainerWindow:
         self.ends = self.sends = False
         self.sums = False
         self.splits_differ = False
-        self.finalized = False
         self.stepped = self.dropped = self.overrun = False
         self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
         self._scaler = _enabled(scaler)
@@ -148,6 +147,11 @@ class TrainerWindow:
         store = self.engine.store
         plain = self._needs_closure and self._scaler is None
         return plain and all(store.target(entry.param) is entry.param for entry in store.named)
+
+    @property
+    def finalized(self) -> bool:
+        """Whether `.grad` holds the averaged gradient, as also after a step that has raised."""
+        return self.engine.window.phase is Phase.FINALIZED
 
     @property
     def spent(self) -> bool:
@@ -408,9 +412,9 @@ class TrainerWindow:
             return
         self._take_uncounted()
         if self.engine.window.micro_batches == 0 and not self.several_ranks:
+            self.engine.check_open("the end of a window", adds=False)  # a first backward may have raised
             return
         self.accumulator.finalize(self.optimizer, divisor=self._divisor() if self.sums else None)
-        self.finalized = True
 
     def _ended_now(self) -> list[TrainerWindow]:
         """This window, and those of `all_windows` that other ranks end now; collective.
@@ -487,8 +491,8 @@ class TrainerWindow:
         if self.engine.ranks.ends_together:
             self.check_not_local()
         max_norm, norm = self._promised or (None, None)
-        self._promised = None
         found = self._step(result, max_norm, again, kwargs)
+        self._promised = None  # kept if it raises: the next step clips, too
         if norm is not None and found is not None:
             norm.copy_(found)
 
@@ -620,8 +624,8 @@ class TrainerWindow:
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
 
     def _reset(self) -> None:
-        self.finalized = self.stepped = self.dropped = self.overrun = False
-        self.running = None
+        self.stepped = self.dropped = self.overrun = False
+        self.running = self._promised = None
         self.micro_batch = None if self.micro_batch is None else 0
 
 

@@ -192,6 +192,78 @@ def test_accelerate_leaves_steps_out():
     assert_close(twin, model)
 
 
+def runs_out(*_):
+    """Of memory."""
+    raise torch.OutOfMemoryError("planted")
+
+
+class RunsOut(torch.optim.SGD):
+    """In a step."""
+
+    def step(self, closure=None):
+        """Once."""
+        if self.defaults.pop("runs_out", False):
+            runs_out()
+        return super().step(closure)
+
+
+RunsOut.__module__ = "torch.optim.sgd"  # clipped in its own pass, as torch's
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_accelerate_runs_out_of_memory_in_a_step(again, reads):
+    """The loop catches it, and steps again, clipped as before, or drops the window; then it goes on."""
+    found = []
+    for cls in (accelerate.Accelerator, of_accelerate.Accelerator):
+        accelerator = make(cls, steps=STEPS)
+        if cls is of_accelerate.Accelerator:
+            accelerator.reads_gradients = reads
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, RunsOut(model.parameters(), lr=0.5, fused=True))
+        for i in range(3 * STEPS):
+            x, y = batch(SIZE, seed=i)
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(x), y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                    optimizer.optimizer.defaults["runs_out"] = i // STEPS == 1
+                try:
+                    optimizer.step()
+                except torch.OutOfMemoryError:
+                    if again:
+                        optimizer.step()
+                optimizer.zero_grad()
+        found.append(model)
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_accelerate_does_not_step_a_part_of_a_micro_batch(reads):
+    """That of a window's first backward, which ran out of memory: an error, as after any other of a window's."""
+    options = {"release": "backward", "bucket_bytes": 1}
+    accelerator = make(of_accelerate.Accelerator, steps=1, accumulator_options=options)
+    accelerator.reads_gradients = reads
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+    x, y = batch(SIZE)
+    with accelerator.accumulate(model):
+        hook = model[0].bias.register_hook(runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            accelerator.backward(mse_loss(model(x), y))
+        hook.remove()
+        with pytest.raises(RuntimeError, match="this window is broken"):
+            optimizer.step()
+        optimizer.zero_grad()
+    with accelerator.accumulate(model):
+        accelerator.backward(mse_loss(model(x), y))
+        optimizer.step()
+    twin = mlp()
+    mse_loss(twin(x), y).backward()
+    momentum(twin.parameters()).step()
+    assert_close(twin, model)
+
+
 # ---- transformers
 
 
