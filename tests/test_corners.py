@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 import accumkernels as ak
 from accumkernels.buffers.flat import FlatBuffer
 from accumkernels.window.end import End
+from accumkernels.window.noise_scale import NoiseMeter
 from tests.support.models import batch, mlp, relative_error
 
 INF = float("inf")
@@ -163,6 +164,31 @@ def test_an_exception_in_the_optimizer_leaves_averaged_gradients():
         acc.step(Failing(acc.parameters(), lr=0.1, fused=True))
     assert relative_error([p.grad for p in model.parameters()], expected) < 1e-6
     acc.zero_()
+
+
+def test_control_c_before_a_fused_optimizer_divides(monkeypatch):
+    """The window is saved as averaged, and is."""
+    model = mlp()
+    acc = ak.FusedAccumulator(model, release="microbatch", noise_scale=True)
+    optimizer = torch.optim.SGD(acc.parameters(), lr=1.0, fused=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = batch(3)
+    expected = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
+    for _ in range(4):
+        acc.backward(mse_loss(model(x), y), weight=8)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(NoiseMeter, "end_window", interrupt)
+        acc.step(optimizer)
+    state = acc.state_dict()
+    acc.zero_()
+    acc.load_state_dict(state)
+    acc.step(optimizer)
+    moved = [old - p for old, p in zip(before, model.parameters(), strict=True)]
+    assert relative_error(moved, expected) < 1e-6
 
 
 def test_control_c_while_gradients_are_handed_out(monkeypatch):

@@ -234,20 +234,20 @@ class End:
         for part, coefficient in zip(parts, coefficients, strict=True):
             with window.changing():
                 grads.multiply(coefficient, part.ids)
-        if not averages:
-            some = len(folding) < len(optimizers)
-            sums = {id(p) for p in owned(folding)} if some else frozenset()
-            divide_by = undivided.divide_by if some else None
-            verdict = self._finish(window, optimizers, verdict, ended, grads, divide_by, sums)
-
-        asks = self._scaler is None and len(self.steps.plan.fused) < len(optimizers)
         try:
+            if not averages:
+                some = len(folding) < len(optimizers)
+                sums = {id(p) for p in owned(folding)} if some else frozenset()
+                divide_by = undivided.divide_by if some else None
+                verdict = self._finish(window, optimizers, verdict, ended, grads, divide_by, sums)
+            asks = self._scaler is None and len(self.steps.plan.fused) < len(optimizers)
             # A window that was loaded may have overflowed where overflows are checked.
             may_skip = asks and (self._overflow is not None or window.may_be_empty or window.resumed)
             self.steps.run(optimizers, folding, verdict, may_skip and self.was_skipped())
         except BaseException:
-            if folding:  # code that goes on by hand finds the averaged gradients that finalize() promises
-                grads.divide(undivided.divide_by, only={id(p) for p in owned(folding)})
+            if folding and window.phase is Phase.FINALIZED:  # code that goes on finds averages, as of finalize()
+                with window.changing():
+                    grads.divide(undivided.divide_by, only={id(p) for p in owned(folding)})
             raise
         if self._scaler is not None:
             self._scaler.update(keep=verdict.empty if window.may_be_empty else None)
