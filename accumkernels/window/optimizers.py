@@ -376,6 +376,10 @@ class OptimizerSteps:
                     optimizer.step()
                 if optimizer in folding:
                     folding.remove(optimizer)
+        except BaseException:
+            if masters is not None:  # those that were stepped, or the next forward would use the weights before
+                masters.round()
+            raise
         finally:
             torch._C._set_grad_enabled(graph)
             if masters is not None:

@@ -497,3 +497,30 @@ def test_masters_of_two_accumulators_in_one_optimizer():
         acc.finalize(optimizer)
     optimizer.step()
     assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+class Interrupted(torch.optim.Optimizer):
+    """By Ctrl-C, after the first parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        """Moves it without a new version, as torch's fused kernels do."""
+        self.param_groups[0]["params"][0].data.add_(1.0)
+        raise KeyboardInterrupt
+
+
+def test_control_c_in_a_step():
+    """The model has the weights that the optimizer has, as without masters."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    old = [p.detach().clone() for p in model.parameters()]
+    x, y = batch(3, torch.bfloat16)
+    acc.backward(mse_loss(model(x), y))
+    with pytest.raises(KeyboardInterrupt):
+        acc.step(Interrupted(acc.parameters()))
+    new = list(model.parameters())
+    torch.testing.assert_close(new[0], old[0] + 1, rtol=0.01, atol=0.01)
+    assert all(torch.equal(a, b) for a, b in zip(new[1:], old[1:], strict=True))
+    acc.zero_()
