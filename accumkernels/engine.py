@@ -151,7 +151,7 @@ class Engine:
             )
         if phase is Phase.ENDING:
             raise RuntimeError(
-                f"{caller}: adding up this window over ranks failed, or its division, and its sums are lost; "
+                f"{caller}: ending this window failed, in its sum over ranks or later, and its sums are lost; "
                 "drop it with acc.zero_()"
             )
         if self.options.cpu_offload and interrupted:

@@ -87,7 +87,7 @@ def test_raises(found):
     assert "was torch.float32 at construction and is torch.float64 now" in raised[0][1]
     assert first[0] in ("RuntimeError", "DistBackendError")
     assert re.search("time", first[1], re.IGNORECASE)
-    assert "adding up this window over ranks failed" in again[1]
+    assert "ending this window failed, in its sum over ranks" in again[1]
     assert unchanged
 
 

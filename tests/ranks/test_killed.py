@@ -81,7 +81,7 @@ def test_it_died_while_sums_were_sent(folder):
 def test_a_lost_window_says_so(folder, name):
     """A loop that catches the error and calls step() again steps nothing."""
     for found in survivors(folder, name):
-        assert "adding up this window over ranks failed, or its division, and its sums are lost" in found["again"][1]
+        assert "ending this window failed, in its sum over ranks or later, and its sums are lost" in found["again"][1]
 
 
 def test_own_state_is_left(folder):
