@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter, move, worst
+from .group import Group, difference
 from .sender import Sender
 
 SHARED_KEY = "accumkernels/unit of weights"
@@ -332,7 +333,22 @@ class PartialRanks(Ranks):
     """Ranks that hold different parts of the same gradients, and therefore decide about them together."""
 
     unnamed = "the weight, or gradients on another rank"
+    _group: Group
+    _alike = "meshes of params", "ranks"  # in an error: what they are part of, and what they are
     _compared: int | None = None  # the number of norms for which the host has compared all ranks' reports
+
+    def check_alike(self, **options: object) -> None:
+        """Check that accumulators of all ranks end windows alike; collective.
+
+        Raises:
+            RuntimeError: on all ranks, with the first difference.
+        """
+        if found := difference([list(theirs.items()) for theirs in self._group.gather(options)]):
+            rank, (key, value), (_, other) = found
+            whole, parts = self._alike
+            raise RuntimeError(
+                f"{whole}: rank 0 has {key}={value!r}, rank {rank} has {other!r}; all {parts} must be alike"
+            )
 
     def prepare_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """See `Ranks`: only the last stage of a pipeline has losses."""

@@ -17,7 +17,7 @@ from ..errors import wrong_type
 from .base import Ranks, SingleProcess, backward_may_cross_ranks
 from .data_parallel import DataParallel
 from .ddp import Silence, check_ddp, module_buffers, refuse_wrapped, unwrapped
-from .fsdp2 import mesh_of
+from .fsdp2 import Sharded, mesh_of
 from .group import Group
 from .pipeline import Pipeline, group_of_stages, ranks_of, stages_of
 
@@ -67,11 +67,13 @@ class Choice:
             if not no_replicas:
                 _check_said(self.process_group)
             replicas = SingleProcess()
+        same = {"overflow": options.overflow, "scaler": options.scaler is not None, "noise_scale": options.noise_scale}
+        if isinstance(replicas, Sharded):
+            replicas.check_alike(**same, master_weights=options.master_weights)
         if not stages:
             return replicas
         joined = Pipeline(replicas, group)
-        scaled, size = options.scaler is not None, replicas.size
-        joined.check_alike(overflow=options.overflow, scaler=scaled, noise_scale=options.noise_scale, ranks=size)
+        joined.check_alike(**same, ranks=replicas.size)
         return joined
 
     def _data_parallel(self, named: Sequence[NamedParameter], options: Options, release: str) -> DataParallel:

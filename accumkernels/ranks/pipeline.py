@@ -24,7 +24,7 @@ from ..ops.schema import State
 from .agreement import ANY, SAME_CLIPPING_OF_STAGES, SAME_WINDOW, SUM, Agreement, Alike, Never, Table
 from .base import GlobalStats, LocalStats, PartialRanks, Ranks
 from .ddp import instances
-from .group import Group, difference
+from .group import Group
 
 
 class Pipeline(PartialRanks):
@@ -37,6 +37,7 @@ class Pipeline(PartialRanks):
 
     has_stages = True
     ends_together = True
+    _alike = "pipeline", "stages"
 
     def __init__(self, replicas: Ranks, group: Any) -> None:
         self._replicas = replicas
@@ -47,18 +48,6 @@ class Pipeline(PartialRanks):
 
     def __str__(self) -> str:
         return ", ".join(filter(None, [f"pipeline {self._group}", str(self._replicas)]))
-
-    def check_alike(self, **options: object) -> None:
-        """Check that accumulators of all stages end windows alike; collective.
-
-        Raises:
-            RuntimeError: on all ranks, with the first difference.
-        """
-        if found := difference([list(theirs.items()) for theirs in self._group.gather(options)]):
-            rank, (key, value), (_, other) = found
-            raise RuntimeError(
-                f"pipeline: rank 0 has {key}={value!r}, rank {rank} has {other!r}; all stages must be alike"
-            )
 
     # ---- the end of a window
 

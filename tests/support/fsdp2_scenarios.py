@@ -549,6 +549,16 @@ def what_is_refused(rank, size):
         with pytest.raises(error, match=match):
             ak.FusedAccumulator(shard(net()), **kwargs)
 
+    scaler = torch.amp.GradScaler("cpu")
+    for mine, text in (
+        ({"overflow": "microbatch"}, "overflow='window', rank 1 has 'microbatch'"),
+        ({"scaler": scaler}, "scaler=False, rank 1 has True"),
+        ({"noise_scale": True}, "noise_scale=False, rank 1 has True"),
+        ({"master_weights": True}, "master_weights=False, rank 1 has True"),
+    ):
+        with pytest.raises(RuntimeError, match=f"meshes of params: rank 0 has {text}; all ranks must be alike"):
+            ak.FusedAccumulator(shard(net()), **(mine if rank else {}))
+
     mixed = net()
     mixed = shard(mixed, ignored_params={mixed.last.bias})
     with pytest.raises(RuntimeError, match=r"'last\.bias' is not a DTensor, though other parameters are"):
