@@ -180,6 +180,8 @@ class Ranks:
         has_stages: Whether there is a pipeline, of which a rank may have nothing to train.
         ends_together: Whether another rank may have micro-batches when this one has none, which must then take part.
         reduces_sums: Whether flat buffers are reduced when the window ends.
+        rounds: Whether one of several with different parameters may round gradients to 16 bit; then all ask each other
+            whether rounding has overflowed.
         sender: Decides what to send while a backward runs.
         unnamed: What is not finite in a dropped micro-batch if none of this rank's gradients is.
         weight_key: Of the unit that weights in losses are counted in, see below.
@@ -193,6 +195,7 @@ class Ranks:
     has_stages = False
     ends_together = False
     reduces_sums = False
+    rounds = False
     sender = Sender()
     unnamed = "the weight"
     weight_key = SHARED_KEY

@@ -72,7 +72,8 @@ class Choice:
             replicas.check_alike(**same, master_weights=options.master_weights)
         if not stages:
             return replicas
-        joined = Pipeline(replicas, group)
+        rounds = not options.master_weights and any(_is_16bit(entry.param) for entry in named)
+        joined = Pipeline(replicas, group, rounds)
         joined.check_alike(**same, ranks=replicas.size)
         return joined
 
@@ -126,6 +127,10 @@ def choose_ranks(params: Any, process_group: Any, shared: Callable[[], list[Tens
         )
     check_ddp(ddp)
     return Choice(ddp.module, process_group, ddp.process_group, ddp, shared)
+
+
+def _is_16bit(param: Tensor) -> bool:
+    return param.is_floating_point() and param.dtype.itemsize < torch.float32.itemsize
 
 
 def _check_said(process_group: Any) -> None:

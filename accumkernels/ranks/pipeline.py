@@ -33,16 +33,18 @@ class Pipeline(PartialRanks):
     Args:
         replicas: The ranks that have this rank's stages: itself alone, data parallel, or a mesh.
         group: The ranks of all stages.
+        rounds: Whether this rank may round gradients to 16 bit.
     """
 
     has_stages = True
     ends_together = True
     _alike = "pipeline", "stages"
 
-    def __init__(self, replicas: Ranks, group: Any) -> None:
+    def __init__(self, replicas: Ranks, group: Any, rounds: bool) -> None:
         self._replicas = replicas
         self._group = Group(group)
         self.stage = self._group.rank
+        self.rounds = any(self._group.gather(rounds))
         for name in _AMONG_REPLICAS:
             setattr(self, name, getattr(replicas, name))
 

@@ -340,8 +340,10 @@ class End:
         if divisor is not None:
             window.begin_ending()
             grads.divide(divisor, but=sums)
-        if self._store.layout.rounds:
-            overflow = grads.round()
+        rounds = self._store.layout.rounds
+        if rounds or self._ranks.rounds:
+            device = self._store.layout.device
+            overflow = grads.round() if rounds else torch.zeros(1, dtype=torch.float64, device=device)
             if self._overflow is not None:
                 verdict = verdict.with_overflow(self._ranks.maximum(overflow))
         skip = verdict.skip

@@ -196,6 +196,54 @@ def parts_are_clipped_over_stages(rank, size):
     assert "must be positive" in message(acc.clip_grad_norm_, 1.0, 0.0)[1]
 
 
+class Cast(nn.Module):
+    """A stage whose parameters have a dtype of their own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, WIDTH]` to the same in fp64."""
+        return self.layer(x.to(self.layer.weight.dtype)).double()
+
+
+def stages_of_different_dtypes(rank, size):
+    """Only one stage rounds gradients, or none, since it has masters; what overflows in it skips both steps."""
+    half, double = torch.float16, torch.float64
+    for dtypes, masters in (
+        ((half, double), (False, False)),
+        ((half, half), (False, True)),
+        ((half, double), (True, False)),
+    ):
+        twin = nn.Sequential(*map(Cast, dtypes))
+        part = Cast(dtypes[rank])
+        stage = PipelineStage(part, rank, size, torch.device("cpu"))
+        schedule = schedules.ScheduleGPipe(stage, CHUNKS, loss_fn=mse_loss)
+        acc = ak.FusedAccumulator(part, process_group=dist.group.WORLD, master_weights=masters[rank])
+        optimizer, stock = torch.optim.SGD(acc.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+        for window in range(3):
+            before = parameters(part)
+            for i, weight in enumerate(WEIGHTS):
+                x, y = data(window, i)
+                schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank == size - 1 else {}))
+                acc.accumulate(weight)
+                (mse_loss(twin(x), y) * (weight / sum(WEIGHTS))).backward()
+            if window == 1:
+                acc.step(optimizer, divisor=1e-30)  # no fp16 holds this mean
+                assert acc.step_was_skipped is not masters[0]
+                if not masters[0]:
+                    assert all(map(torch.equal, parameters(part), before))
+                break
+            acc.step(optimizer)
+            stock.step()
+            stock.zero_grad()
+            for a, e in zip(part.parameters(), twin[rank].parameters(), strict=True):
+                torch.testing.assert_close(a, e, rtol=2**-9, atol=2**-10)  # fp16
+        acc.remove()
+
+
 def dropped_micro_batches(rank, size):
     """overflow="microbatch": what is bad on one stage is dropped on all, and the rest is used."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -555,6 +603,7 @@ TWO_RANKS = [
     every_schedule,
     losses_that_are_sums,
     parts_are_clipped_over_stages,
+    stages_of_different_dtypes,
     dropped_micro_batches,
     loss_and_noise,
     states_of_stages,
