@@ -136,6 +136,7 @@ class Sharded(PartialRanks):
         host_reads = self._host_reads(report) or report.weighed_after
         state = torch.zeros_like(report.state) if report.dropped else report.state.clone()
         values = report._asdict() | {"state": state, "loss": report.loss_sums, "weight": state[State.WEIGHT].clone()}
+        values["order"] = report.weights if report.weighed_after else 0.0
         table = _TABLE if report.squares is None else {**_TABLE, "weights": DIFFERS}
         found = Agreement(table, values, self._group, state.device, host_reads)
 
@@ -324,6 +325,13 @@ _TABLE: Table = {
         "the weights of this window sum, by rank, to {}, and were given to accumulate(): that is after FSDP2 has "
         "averaged over ranks. Call acc.backward(loss, weight), which weighs losses (docs/fsdp2.md), where no .grad is "
         "left from before (AK32)",
+        if_counted=True,
+        if_any="weighed_after",
+    ),
+    "order": Alike(
+        "micro-batches of this window have other weights on other ranks, though their sums are equal, and weights were "
+        "given to accumulate(): that is after FSDP2 has averaged over ranks. Call acc.backward(loss, weight), which "
+        "weighs losses (docs/fsdp2.md)",
         if_counted=True,
         if_any="weighed_after",
     ),

@@ -330,7 +330,7 @@ class MicroBatchRunner:
             self._shared_loss.forget()
         self.serial = micro_batch.tag
         window.count(weight, micro_batch.ran_backward)
-        if self._noise.measuring:
+        if self._noise.measuring or window.weighed_after:
             self._noise.count(weight)
         if self.casts is not None:
             self.casts.hold()

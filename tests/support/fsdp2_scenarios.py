@@ -401,6 +401,12 @@ def what_ranks_disagree_about(rank, size):
         with pytest.raises(RuntimeError, match=r"sum, by rank, to \[1\.0, 2\.0\].*no \.grad is left"):
             acc.step(optimizer)
         acc.zero_()
+        for weight in (1, 3) if rank else (3, 1):  # with equal sums
+            scaler.scale(mse_loss(model(x), y)).backward()
+            acc.accumulate(weight)
+        with pytest.raises(RuntimeError, match="other weights on other ranks, though their sums are equal"):
+            acc.step(optimizer)
+        acc.zero_()
         run_window(acc, model, [2])
         with pytest.raises(RuntimeError, match=r"divisors of this window are, by rank, \[4\.0, 5\.0\]"):
             acc.step(optimizer, divisor=4 + rank)
