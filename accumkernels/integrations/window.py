@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from ..splitting.run import BatchReport
 from ..window.coupled import CoupledLoss
 from ..window.misuse import division
 from ..window.optimizers import check_optimizer, may_call_closure, needs_closure
-from ..window.state import Phase
 from .optimizer_accumulator import OptimizerAccumulator
 
 _log = logger(__name__)
@@ -148,10 +148,8 @@ class TrainerWindow:
         plain = self._needs_closure and self._scaler is None
         return plain and all(store.target(entry.param) is entry.param for entry in store.named)
 
-    @property
-    def finalized(self) -> bool:
-        """Whether `.grad` holds the averaged gradient, as also after a step that has raised."""
-        return self.engine.window.phase is Phase.FINALIZED
+    # Whether `.grad` holds the averaged gradient, as also after a step that has raised. Asked often: it has no frame.
+    finalized = property(attrgetter("engine.window.phase.is_finalized"))
 
     @property
     def spent(self) -> bool:

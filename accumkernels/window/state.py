@@ -35,6 +35,9 @@ class Phase(enum.Enum):
     ENDING = enum.auto()
     FINALIZED = enum.auto()
 
+    def __init__(self, number: int) -> None:
+        self.is_finalized = self.name == "FINALIZED"
+
 
 @dataclass
 class WindowLoss:
