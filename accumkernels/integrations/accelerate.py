@@ -199,7 +199,7 @@ class Accelerator(Stock):
         Raises:
             RuntimeError: It is set to another one inside a window, whose sums are unscaled by the one before.
         """
-        scaler: torch.amp.GradScaler | None = self.__dict__["scaler"]
+        scaler: torch.amp.GradScaler | None = self.__dict__.get("scaler")
         return scaler
 
     @scaler.setter
@@ -211,8 +211,8 @@ class Accelerator(Stock):
                 "the window's first backward, or after optimizer.step()"
             )
         self.__dict__["scaler"] = scaler
-        if others:
-            self._make_windows()
+        for window in others:
+            window.scale_by(scaler)
 
     # ---- preparing
 
@@ -280,8 +280,7 @@ class Accelerator(Stock):
             exclusive = not any(id(p) in others for model in models for p in model.parameters())
             window = optimizer.window
             if window is not None:
-                as_made = len(window.modules) == len(models) and window.exclusive == exclusive
-                if as_made and window.scales_by(self.scaler):
+                if len(window.modules) == len(models) and window.exclusive == exclusive:
                     continue
                 window.release()
                 optimizer.window = None

@@ -54,8 +54,8 @@ class TrainerWindow:
         ends: Whether it is the window's last on this rank; other ranks may end theirs differently.
         sends: Whether sums can be sent to other ranks while its backward runs.
         sums: Whether losses are added up as they are; the same for all micro-batches of a window.
-        current: Has the accumulator; another, before a forward, when the optimizer has got other parameters.
-        accumulator: The current one.
+        current: Made anew, before a forward, when the optimizer has got other parameters, and for another scaler.
+        accumulator: The same for good.
         engine: The accumulator's.
         stepped: Whether the optimizer was stepped with it.
         dropped: Whether `zero_grad` came before.
@@ -104,9 +104,9 @@ class TrainerWindow:
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self.running: MicroBatch | None = None
         self._accumulate = functools.partial(
-            OptimizerAccumulator, self.modules, optimizer, self._scaler, exclusive=exclusive, **options
+            OptimizerAccumulator, self.modules, optimizer, exclusive=exclusive, **options
         )
-        self.current = self._accumulate(masters={})
+        self.current = self._accumulate(scaler=self._scaler, masters={})
         self.accumulator, self.engine = self.current.accumulator, self.current.engine
 
     # ---- the accumulator
@@ -124,9 +124,21 @@ class TrainerWindow:
         else:
             self.close()
 
+    def _renew(self) -> None:
+        """Accumulate anew, with the same masters, in the same accumulator: the loop may have registered it."""
+        self._drop()
+        self.current = self._accumulate(scaler=self._scaler, masters=self.current.remove())
+        vars(self.accumulator).update(vars(self.current.accumulator))
+        self.current.accumulator, self.engine = self.accumulator, self.current.engine
+
     def scales_by(self, scaler: torch.amp.GradScaler | None) -> bool:
         """Whether losses are scaled by this one."""
         return self._scaler is _enabled(scaler)
+
+    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Scale losses by another one, between windows."""
+        self._scaler = _enabled(scaler)
+        self._renew()
 
     @property
     def inside_no_sync(self) -> bool:
@@ -233,9 +245,7 @@ class TrainerWindow:
                 )
             self.close()
         if self.engine.window.micro_batches == 0 and not self._shown and self.current.outgrown:
-            self._drop()
-            self.current = self._accumulate(masters=self.current.remove())
-            self.accumulator, self.engine = self.current.accumulator, self.current.engine
+            self._renew()
 
     def begin(self, divided_by: float | Tensor, divisions: int, *, sums: bool = False, ends: bool = False) -> None:
         """Before a backward, set the factor of its gradients.

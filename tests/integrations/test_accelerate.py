@@ -123,7 +123,8 @@ def test_a_scaler_that_is_set_after_prepare_scales(scale):
 
 
 def test_a_scaler_that_is_set_inside_a_window_is_refused():
-    """The same one is not another, nor is a disabled one another than None."""
+    """The same one is not another, nor is a disabled one another than None, or none before there is any."""
+    assert Accelerator.__new__(Accelerator).scaler is None
     accelerator, model, optimizer = prepared()
     with accelerator.accumulate(model):
         accelerator.backward(mse_loss(model(batch(SIZE)[0]), batch(SIZE)[1]))
@@ -514,6 +515,41 @@ def test_beside_an_optimizer_that_is_left_to_accelerate():
                     optimizer.zero_grad()
         found.append([p.detach().clone() for p in one.parameters()])
     assert relative_error(found[1], found[0]) < 1e-3  # of products in fp16
+
+
+@pytest.mark.parametrize("change", ["scaler", "parameters"])
+def test_masters_outlive_what_an_accumulator_was_made_for(change, tmp_path):
+    """A scaler of each window's own, or parameters that come later: their bits stay, and are saved and loaded.
+
+    Steps are far below the spacing of fp16, as of a loop with fp32 weights that are rounded into the model.
+    """
+    accelerator = make(Accelerator, "fp16", steps=1, accumulator_options={"master_weights": True})
+    model, twin = mlp(torch.float16), mlp(torch.float16)
+    first, *rest = model.parameters()
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD([first] if change == "parameters" else [first, *rest], lr=1e-5)
+    )
+    accelerator.register_for_checkpointing(accelerator.accumulator)
+    accelerator.scaler, *scalers = [torch.amp.GradScaler("cpu", init_scale=1.0) for _ in range(3)]
+    if change == "parameters":
+        optimizer.add_param_group({"params": rest})
+    weights = [p.detach().float() for p in twin.parameters()]
+    x, y = batch(SIZE, torch.float16)
+    for i in range(150):
+        if change == "scaler":
+            accelerator.scaler = scalers[i % 2]
+        accelerator.backward(mse_loss(model(x).float(), y.float()))
+        optimizer.step()
+        optimizer.zero_grad()
+        grads = torch.autograd.grad(mse_loss(twin(x).float(), y.float()), list(twin.parameters()))
+        for p, weight, grad in zip(twin.parameters(), weights, grads, strict=True) if i < 100 else ():
+            p.data.copy_(weight.sub_(grad, alpha=1e-5))
+        if i == 99:
+            accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    masters, start = list(accelerator.accumulator.parameters()), list(mlp(torch.float16).parameters())
+    moved = [[p.detach().double() - old for p, old in zip(found, start, strict=True)] for found in (masters, weights)]
+    assert relative_error(*moved) < 0.01
 
 
 def test_a_loss_with_parameters_that_was_not_prepared_is_refused_and_told_how():
