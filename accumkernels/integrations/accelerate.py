@@ -125,7 +125,7 @@ class Accelerator(Stock):
     Attributes:
         micro_batch_weight: The weight of micro-batches whose `backward` gets none; None unless set.
         loss_divided_by: What the caller of `backward` has divided its losses by; 1 unless set.
-        last_loss: What `backward` was given last.
+        last_loss: What `backward` was given last, where `counts_micro_batches`.
         counts_micro_batches: Whether the caller of `backward` outside of `accumulate()` sets `sync_gradients`.
         splits_together: Whether ranks split batches into equally many parts, so that losses may communicate.
 
@@ -427,7 +427,8 @@ class Accelerator(Stock):
         else:
             divided = expect(loss, Tensor, "loss", "a tensor") / steps
             reached = backward_of_all(windows, divided, weight, **kwargs)
-        self.last_loss = loss.detach()
+        if self.counts_micro_batches:
+            self.last_loss = loss.detach().clone()  # which the caller may divide in place
         self._counted(reached)
 
     def backward_coupled(

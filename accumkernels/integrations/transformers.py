@@ -91,7 +91,7 @@ class FusedAccumulationMixin(Base):
         self._endings: Endings  # of the current `train`
         self._calls = 0  # of `training_step`, for the micro-batches that the Trainer has taken at once
         self._adds_means = False  # whether the Trainer adds up the means of a window, and takes that for its loss
-        self._returned: Tensor | float = 1.0  # how much of the loss of its backward a `training_step` returns
+        self._losses: Tensor | None = None  # sums in a window: of what `training_step`s returned, of their backwards'
         self._logged: Tensor | None = None  # losses that the Trainer had added up before the window, if any
         self._items: Tensor | int | None = None
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
@@ -251,7 +251,7 @@ class FusedAccumulationMixin(Base):
         else:
             accelerator.micro_batch_weight = 1.0 if means else None
             accelerator.loss_divided_by = 1
-        averages = self.args.average_tokens_across_devices
+        averages, accelerator.last_loss = self.args.average_tokens_across_devices, None
         if means:
             self.args.average_tokens_across_devices = False  # or compute_loss would multiply by the number of ranks
         try:
@@ -269,8 +269,12 @@ class FusedAccumulationMixin(Base):
                 "as one: the gradient would be their mean, where transformers adds them up. Add up the losses, and run "
                 "one backward (override compute_loss)"
             )
-        if ran and self._split is None and accelerator.last_loss is not None:  # a subclass's own may divide afterwards
-            self._returned = (loss / accelerator.last_loss).nan_to_num(1.0, 1.0, 1.0)
+        if before == 0:
+            self._losses = None
+        if means and accelerator.last_loss is not None:  # a subclass's own may divide it afterwards
+            both = torch.stack([loss.detach().double().sum(), accelerator.last_loss.double().sum()])
+            both = torch.where(both.isfinite().all(), both * accelerator.micro_batch_weight, 0.0)
+            self._losses = both if self._losses is None else self._losses + both
         self._adds_means |= means and ran > 0  # else it has run a backward of its own, whose loss the Trainer's is
         return loss
 
@@ -294,7 +298,10 @@ class FusedAccumulationMixin(Base):
         if self._adds_means:
             loss = torch.zeros_like(tr_loss) if self._logged is None else self._logged
             if not self.accelerator.inside_a_window:  # else an epoch ends inside of it, and its loss comes with its end
-                loss = loss + self.accelerator.accumulator.metrics()["loss"] * self._returned
+                mean = self.accelerator.accumulator.metrics()["loss"]
+                if self._losses is not None:  # in what proportion it was returned
+                    mean = mean * (self._losses[0] / self._losses[1]).nan_to_num(1.0, 1.0, 1.0)
+                loss = loss + mean
             tr_loss.copy_(torch.where(loss.isfinite(), loss, tr_loss))
             self._adds_means = False
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)

@@ -209,6 +209,32 @@ def test_backwards_of_a_training_step(tmp_path, inside, divided):
         assert logged(ours, key) == pytest.approx(logged(stock, key), rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["in place", "one element", "zero", "another"])
+def test_a_training_step_returns_another_loss(tmp_path, kind):
+    """Than its backward had: all of them are logged, as in the Trainer, not in the proportion of the last."""
+
+    class Own(STOCK):
+        calls = 0
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.calls += 1
+            if kind == "zero":
+                loss = loss * (self.calls % self.args.gradient_accumulation_steps)
+            self.accelerator.backward(loss.reshape(1) if kind == "one element" else loss)
+            loss = loss.detach()
+            loss /= self.current_gradient_accumulation_steps
+            return loss + self.calls if kind == "another" else loss
+
+    class Ours(FusedAccumulationMixin, Own):
+        def micro_batch_weight(self, inputs):
+            return 1.0
+
+    stock = train(Own, tmp_path, 16, Plain(), sgd)
+    ours = train(Ours, tmp_path, 16, Plain(), sgd)
+    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-5)
+
+
 def test_weight_of_a_micro_batch(tmp_path):
     """Labels that are not -100, after the shift if the loss shifts them; else rows; whatever one says."""
     labels = torch.tensor([[1, 2, -100, 3], [4, -100, -100, 5]])
