@@ -74,6 +74,7 @@ class Masters(Follower):
         self._memory: dict[int, Any] = {}
         self._rounded: dict[int, Any] = {}  # versions of the masters then
         self._window_steps = False
+        self._stepping: set[int] = set()  # ids of optimizers whose last step has begun, and not ended
         self._warned = False  # of masters that were written to without a step
         self._hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # with hooks' handles
         self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
@@ -256,7 +257,7 @@ class Masters(Follower):
         """Round the masters that were written to since they were rounded, where no hook has seen the end of a step.
 
         An update by hand has no hooks, nor have wrappers of optimizers that do not call `Optimizer.__init__`, as most
-        Lookaheads; and a closure runs before its step ends.
+        Lookaheads; a closure runs before its step ends; and a step that raises has no end.
 
         Args:
             unseen: Whether any may have been, by way of `.data` too, which no version counter shows.
@@ -265,6 +266,7 @@ class Masters(Follower):
             RuntimeError: A parameter was written to as well, and has neither its master's value nor that from before.
         """
         versions = dict(zip(self._pairs, _versions(list(map(_master, self._pairs.values()))), strict=True))
+        unseen |= bool(self._stepping)
         if not unseen and versions == self._rounded:
             return
         edited = {id(pair.master) for pair in self._edited()}
@@ -288,6 +290,7 @@ class Masters(Follower):
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Take over edits if the optimizer steps masters, and see to it that its hooks find the model rounded."""
+        self._stepping.add(id(optimizer))
         hooks = optimizer._optimizer_step_post_hooks
         if self._window_steps and not hooks:
             return
@@ -308,6 +311,7 @@ class Masters(Follower):
             self.round_late(unseen=True)
         else:
             self._round_stepped(optimizer)
+        self._stepping.discard(id(optimizer))
 
     def _round_stepped(self, optimizer: Optimizer, *args: Any) -> None:
         keys = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in self._pairs]

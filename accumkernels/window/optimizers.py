@@ -378,7 +378,7 @@ class OptimizerSteps:
                     folding.remove(optimizer)
         except BaseException:
             if masters is not None:  # those that were stepped, or the next forward would use the weights before
-                masters.round()
+                masters.round_late(unseen=True)
             raise
         finally:
             torch._C._set_grad_enabled(graph)

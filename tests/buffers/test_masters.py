@@ -511,16 +511,44 @@ class Interrupted(torch.optim.Optimizer):
         raise KeyboardInterrupt
 
 
-def test_control_c_in_a_step():
-    """The model has the weights that the optimizer has, as without masters."""
+@pytest.mark.parametrize("long_form", [False, True])
+def test_control_c_in_a_step(long_form):
+    """The model has the weights that the optimizer has, as without masters: at once, or in the next window."""
     model = mlp(torch.bfloat16)
     acc = ak.FusedAccumulator(model, master_weights=True)
     old = [p.detach().clone() for p in model.parameters()]
     x, y = batch(3, torch.bfloat16)
     acc.backward(mse_loss(model(x), y))
+    optimizer = Interrupted(acc.parameters())
     with pytest.raises(KeyboardInterrupt):
-        acc.step(Interrupted(acc.parameters()))
+        if long_form:
+            acc.finalize(optimizer)
+            optimizer.step()
+        acc.step(optimizer)
+    if long_form:
+        acc.zero_()
     new = list(model.parameters())
     torch.testing.assert_close(new[0], old[0] + 1, rtol=0.01, atol=0.01)
     assert all(torch.equal(a, b) for a, b in zip(new[1:], old[1:], strict=True))
     acc.zero_()
+
+
+def test_an_edit_before_another_optimizer_raises():
+    """A hook's, of weights that were stepped, as a GAN's that are clipped: it stays."""
+    model = mlp(torch.bfloat16)
+    acc = ak.FusedAccumulator(model, master_weights=True)
+    first, *rest = acc.parameters()
+    weight = model[0].weight
+    stepped, raises = torch.optim.SGD([first], lr=1.0), Interrupted(rest)
+
+    @torch.no_grad()
+    def clip(*_):
+        weight.clamp_(-0.01, 0.01)
+
+    stepped.register_step_post_hook(clip)
+    x, y = batch(3, torch.bfloat16)
+    acc.backward(mse_loss(model(x), y))
+    with pytest.raises(KeyboardInterrupt):
+        acc.step(stepped, raises)
+    acc.zero_()
+    assert weight.abs().max() < 0.011
