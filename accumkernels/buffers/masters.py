@@ -74,7 +74,7 @@ class Masters(Follower):
         self._memory: dict[int, Any] = {}
         self._rounded: dict[int, Any] = {}  # versions of the masters then
         self._window_steps = False
-        self._stepping: set[int] = set()  # ids of optimizers whose last step has begun, and not ended
+        self._stepping: set[int] = set()  # ids of optimizers whose steps have begun and not ended
         self._warned = False  # of masters that were written to without a step
         self._hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # with hooks' handles
         self._storages: dict[int, StorageWeakRef] = {}  # of the parameters: keep the address of a freed one from reuse
@@ -272,6 +272,7 @@ class Masters(Follower):
         edited = {id(pair.master) for pair in self._edited()}
         written = {key for key, version in versions.items() if version != self._rounded[key]}
         self._round([pair for key, pair in self._pairs.items() if (unseen or key in written) and key not in edited])
+        self._stepping.clear()
         for pair in (self._pairs[key] for key in self._pairs if key in written & edited):
             if not _is_rounded(pair):  # the loop has rounded others itself
                 self._round([pair])
