@@ -235,7 +235,9 @@ class TrainerWindow:
         """
         if self.stepped:
             self._open_for_own()
-        if self.finalized:
+        if not self.finalized:  # the user's own `zero_()` or `load_state_dict()` has opened it
+            self.stepped = self.dropped = self.overrun = False
+        else:
             if not self.spent:
                 raise RuntimeError(
                     "backward after the last one of its window: step the optimizer before, or drop the window with "

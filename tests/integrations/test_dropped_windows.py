@@ -264,6 +264,27 @@ def test_accelerate_does_not_step_a_part_of_a_micro_batch(reads):
     assert_close(twin, model)
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_accelerate_drops_a_stepped_window_by_its_accumulator(precision):
+    """By `accumulator.zero_()` in place of `optimizer.zero_grad()`: the windows after it are as they are."""
+    accelerator, twin = make(of_accelerate.Accelerator, precision, steps=1), mlp()
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+    stock = momentum(twin.parameters())
+    for i in range(4):
+        x, y = batch(SIZE, seed=i)
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x), y))
+            optimizer.step()
+            accelerator.accumulator.zero_()
+        stock.zero_grad()
+        mse_loss(twin(x), y).backward()
+        stock.step()
+    tolerance = 5e-3 if precision == "fp16" else 1e-5  # activations in fp16
+    for a, b in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
 # ---- transformers
 
 
