@@ -530,7 +530,7 @@ class TrainerWindow:
             # After `finalize`, which has asked the other ranks, sums are those of all.
             self._idle = self.engine.window.micro_batches == 0 and 1 not in self.engine.store.touched_bytes()
             if self._idle:  # as in stock torch: nothing moves, and schedulers go on
-                self.stepped, self._left = self.finalized, [None] * len(self.engine.store.named)
+                self._left, self.stepped = [None] * len(self.engine.store.named), self.finalized
                 if self._scaler is None and not self._needs_closure:
                     self.optimizer.step(**kwargs)
                 return None
@@ -548,11 +548,11 @@ class TrainerWindow:
                     self.optimizer.step(*args, **kwargs)
         if self.engine.ranks.size > 1:
             self.dropped = self.spent  # all ranks drop it, or the next end says which do not
-        self.stepped = True
         self._left = [
             None if (grad := entry.param.grad) is None else (weakref.ref(grad), grad._version)
             for entry in self.engine.store.named
         ]
+        self.stepped = True  # last: what an interrupt leaves would count again, as the loop's own
         return norm
 
     @property

@@ -285,6 +285,35 @@ def test_accelerate_drops_a_stepped_window_by_its_accumulator(precision):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def interrupts(*_):
+    """As Ctrl-C there does."""
+    raise KeyboardInterrupt
+
+
+def test_accelerate_is_interrupted_after_a_step(monkeypatch):
+    """The window is stepped or cleared before the next; what it left in `.grad` is no part of that."""
+    accelerator, twin = make(of_accelerate.Accelerator, steps=1), mlp()
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+    stock = momentum(twin.parameters())
+    for i in range(3):
+        x, y = batch(SIZE, seed=i)
+        stock.zero_grad()
+        mse_loss(twin(x), y).backward()
+        stock.step()
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x), y))
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                if i == 1:
+                    patch.setattr("accumkernels.integrations.window.weakref.ref", interrupts)
+                optimizer.step()
+        if i == 1:
+            with pytest.raises(RuntimeError, match="step the optimizer before"), accelerator.accumulate(model):
+                pass
+            optimizer.zero_grad()
+    assert_close(twin, model)
+
+
 # ---- transformers
 
 
