@@ -193,6 +193,7 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
             window.overrun |= window.reached
             for entry in window.engine.store.named:
                 entry.param.grad = None
+        take_all(reached, loss)
     except BaseException:
         for window in is_open:
             window.engine.discard()
@@ -202,7 +203,6 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
     finally:
         for p, grad in kept:
             p.grad = grad
-    take_all(reached, loss)
     return reached
 
 

@@ -314,6 +314,29 @@ def test_accelerate_is_interrupted_after_a_step(monkeypatch):
     assert_close(twin, model)
 
 
+def test_accelerate_is_interrupted_while_optimizers_count(monkeypatch):
+    """The micro-batch is lost for those that have not counted it; its gradients are in no later one."""
+    models = []
+    for interrupted in (False, True):
+        accelerator, pair = make(of_accelerate.Accelerator, steps=2), [mlp(), mlp()]
+        prepared = accelerator.prepare(*pair, *(momentum(model.parameters()) for model in pair))
+        for i in range(3):
+            x, y = batch(SIZE, seed=i)
+            with contextlib.suppress(KeyboardInterrupt), accelerator.accumulate(*pair), monkeypatch.context() as patch:
+                loss = mse_loss(pair[0](x), y) + mse_loss(pair[1](x), y)
+                if i == 1 and interrupted:
+                    patch.setattr("accumkernels.integrations.several.take_all", interrupts)
+                if i != 1 or interrupted:
+                    accelerator.backward(loss)
+                    for optimizer in prepared[2:]:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            if i == 1:
+                accelerator.step = 1  # that micro-batch did not count
+        models.append(torch.nn.ModuleList(pair))
+    assert_close(*models)
+
+
 # ---- transformers
 
 
