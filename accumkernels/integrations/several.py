@@ -209,8 +209,13 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
 def take_all(windows: Sequence[TrainerWindow], loss: Tensor | None) -> None:
     """Count a micro-batch in each of its windows, also after one has dropped it by an error, which comes out then.
 
-    What a window did not take, its next micro-batch would.
+    What a window did not take, its next micro-batch would: after an error, all drop it.
     """
-    with contextlib.ExitStack() as takes:
-        for window in reversed(windows):
-            takes.callback(window.take, loss)
+    try:
+        with contextlib.ExitStack() as takes:
+            for window in reversed(windows):
+                takes.callback(window.take, loss)
+    except BaseException:
+        for window in windows:
+            window.engine.discard()
+        raise

@@ -140,6 +140,40 @@ def test_lightning_drops_overflows():
     assert found[0][1] == found[1][1] < 2.0**19
 
 
+def test_lightning_runs_out_of_memory_while_it_adds(monkeypatch):
+    """A module that goes on to its next batch has dropped the failed one's gradients."""
+
+    class Skips(pl.LightningModule):
+        fails = ()
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.model = mlp()
+
+        def training_step(self, data, index):
+            if index == 1 and not self.fails:
+                return
+            with contextlib.suppress(torch.OutOfMemoryError), monkeypatch.context() as patch:
+                if index == 1:
+                    patch.setattr(*self.fails, runs_out)
+                self.manual_backward(mse_loss(self.model(data[0]), data[1]))
+            if index != 1:
+                self.optimizers().step()
+
+        def configure_optimizers(self):
+            return momentum(self.parameters())
+
+    loader = torch.utils.data.DataLoader([batch(SIZE, seed=i) for i in range(3)], batch_size=None)
+    models = []
+    for fails in ((), ("accumkernels.window.micro_batch.MicroBatchRunner.accumulate",)):
+        module = Skips()
+        module.fails = fails
+        quiet_trainer(FusedAccumulation(), steps=1).fit(module, loader)
+        models.append(module.model)
+    assert_close(*models)
+
+
 # ---- accelerate
 
 
