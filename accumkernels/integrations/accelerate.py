@@ -18,6 +18,7 @@ for batch in loader:
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -33,7 +34,7 @@ from ..ranks.ddp import is_silent
 from ..splitting.run import BatchReport
 from ..window.optimizers import owned
 from .several import backward_coupled_of_all, backward_of_all, driven
-from .window import TrainerWindow
+from .window import NOT_RUN, TrainerWindow
 
 with needs("accelerate", oldest="1.10"):
     from accelerate import Accelerator as Stock
@@ -52,19 +53,29 @@ class FusedOptimizer(AcceleratedOptimizer):
         """Step at the end of a window; inside one, do nothing.
 
         Args:
-            closure: Called once, before the step.
+            closure: Called once, before the step; or by an optimizer that is not torch's own, as often as it likes.
 
         Raises:
-            TypeError: The optimizer evaluates its closure a second time.
+            TypeError: The optimizer evaluates its closure a second time, with a GradScaler or masters.
         """
         if self.window is None:
             super().step(closure)
         elif self.gradient_state.sync_gradients:
-            result = None
+            window, result, again = self.window, None, None
+            window.has_closure = closure is not None
             if closure is not None:
-                with torch.enable_grad():
-                    result = closure()
-            self.window.step(result)
+                closure = torch.enable_grad()(closure)
+                again = functools.partial(self._evaluate, closure) if window.evaluates else None
+                ran = again is not None and window.finalized and not window.spent
+                result = NOT_RUN if ran else closure()
+            window.step(result, again=again)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure where the optimizer evaluates it: SAM, at weights that it has moved."""
+        result = closure()
+        assert self.window is not None
+        self.window.finalize()
+        return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the window that has ended, stepped or not.

@@ -45,7 +45,7 @@ class TrainerWindow:
             parameter that is added to it later is accumulated from the next window on.
         scaler: The trainer's GradScaler.
         exclusive: Whether no other optimizer steps parameters of the modules.
-        closures: Whether the trainer gives its optimizers a closure in each step, as an optimizer may expect.
+        closures: The first `has_closure`.
         **options: Of FusedAccumulator.
 
     Attributes:
@@ -60,6 +60,7 @@ class TrainerWindow:
         stepped: Whether the optimizer was stepped with it.
         dropped: Whether `zero_grad` came before.
         overrun: Whether a backward has reached its parameters since it ended.
+        has_closure: Whether the trainer gives its optimizer a closure in a step, as an optimizer may expect.
         folds: Whether no code looks at `.grad` before the step or after it.
         splits_differ: Whether a loss function runs that other ranks may call another number of times.
         running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
@@ -90,7 +91,8 @@ class TrainerWindow:
         self.stepped = self.dropped = self.overrun = False
         self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
         self._scaler = _enabled(scaler)
-        self._needs_closure = needs_closure(optimizer) or (closures and may_call_closure(optimizer))
+        self._cannot_without, self._may_call = needs_closure(optimizer), may_call_closure(optimizer)
+        self.has_closure = closures
         self.exclusive = exclusive
         self.micro_batch: int | None = None
         self.folds = False
@@ -152,6 +154,10 @@ class TrainerWindow:
     def several_ranks(self) -> bool:
         """Whether other ranks may have micro-batches in this window."""
         return self.engine.ranks.ends_together
+
+    @property
+    def _needs_closure(self) -> bool:
+        return self._cannot_without or (self.has_closure and self._may_call)
 
     @property
     def evaluates(self) -> bool:
@@ -692,8 +698,8 @@ def once(
         raise TypeError(
             f"{type(optimizer).__name__} evaluates its closure twice in one step, or after it has changed weights or "
             "gradients, as SAM, which FusedAccumulator cannot drive here: gradients of the first evaluation are those "
-            "of a whole window. Lightning's manual optimization can, without a GradScaler and masters of 16-bit "
-            "parameters: closure(), then optimizer.step(closure). For loops of your own see docs/swapping.md"
+            "of a whole window. accelerate and Lightning's manual optimization can, without a GradScaler and masters "
+            "of 16-bit parameters: closure(), then optimizer.step(closure). For loops of your own see docs/swapping.md"
         )
 
     last = optimizer.register_step_pre_hook(inspect)  # after hooks of others, which may change gradients
