@@ -293,7 +293,7 @@ class End:
             touched=touched,
             dropped=window.dropped,
             squares=squares,
-            weights=self._noise.weights,
+            weights=window.weights,
             divisor=divisor,
             weighed_after=window.weighed_after,
             micro_batches=window.micro_batches,

@@ -331,7 +331,7 @@ class MicroBatchRunner:
         self.serial = micro_batch.tag
         window.count(weight, micro_batch.ran_backward)
         if self._noise.measuring or window.weighed_after:
-            self._noise.count(weight)
+            window.note_order(weight)
         if self.casts is not None:
             self.casts.hold()
         if micro_batch.last:

@@ -34,8 +34,6 @@ from ..buffers.parameters import move
 from ..ops.schema import State
 from ..ranks.base import Ranks
 
-_FADING = 1 - 2.0**-16  # near enough to 1 to keep all weights of a window, and to tell apart their orders
-
 
 class _Sums(enum.IntEnum):
     """Indices into the running sums, fp64 `[4]`."""
@@ -105,7 +103,6 @@ class NoiseMeter:
     Attributes:
         on: Whether to measure windows, from the next `open_window` on.
         measuring: Whether the open window is measured.
-        weights: A number that tells apart the sequences of its micro-batches' weights.
     """
 
     def __init__(self, half_life: float | None, on: bool, ranks: Ranks) -> None:
@@ -115,7 +112,6 @@ class NoiseMeter:
         self._sums: Tensor | None = None
         self._squares: dict[torch.device, Tensor] = {}
         self.measuring = False
-        self.weights: float | Tensor = 0.0
         self._seen: tuple[int, dict[FlatBuffer, set[int]]] = 0, {}  # which segments got a gradient in a micro-batch
 
     def turn_on(self, now: bool) -> None:
@@ -131,15 +127,6 @@ class NoiseMeter:
         for squares in self._squares.values():
             squares.zero_()
         self._seen = 0, {}
-        self.weights = 0.0
-
-    def count(self, weight: float | Tensor) -> None:
-        """Note the weight of a micro-batch that was added.
-
-        A sharded gradient is a mean over ranks whose weights this rank does not know, and the square of it is divided
-        by this rank's. So ranks must have the same weights, one by one, which equal sums do not show.
-        """
-        self.weights = self.weights * _FADING + weight
 
     def squares(self, device: torch.device) -> Tensor:
         """Return the accumulate pass's `sq_norm` output on `device`, in a window that is measured."""

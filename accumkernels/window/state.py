@@ -18,6 +18,8 @@ from ..ranks.base import GlobalStats, backward_may_cross_ranks
 from .loss_weighting import grad_weight, together
 from .verdict import Verdict, WindowGrads, clip_coefficient
 
+_FADING = 1 - 2.0**-16  # near enough to 1 to keep all weights of a window, and to tell apart their orders
+
 
 class Phase(enum.Enum):
     """A window's phase. `accumulator.py` says which calls each phase allows.
@@ -159,6 +161,7 @@ class Window:
             are none.
         host_weight: Sum of the weights; None if only the device knows one of them, or the divisor.
         weighed_after: Whether a user's own loop left a weight other than 1 to the accumulate pass.
+        weights: A number that tells apart the sequences of its micro-batches' weights.
         counted_by_backward: Whether the accumulator ran the backward of the last micro-batch.
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
         resumed: Whether it was loaded with micro-batches of the run that saved it.
@@ -175,6 +178,7 @@ class Window:
     unsynced: Unsynced | None = None
     host_weight: float | None = 0.0
     weighed_after: bool = False
+    weights: float | Tensor = 0.0
     counted_by_backward: bool = False
     found_nothing: int = 0
     resumed: bool = False
@@ -216,6 +220,14 @@ class Window:
     def weigh_late(self) -> None:
         """Note that a user's own loop left a weight other than 1 to the accumulate pass."""
         self.weighed_after = True
+
+    def note_order(self, weight: float | Tensor) -> None:
+        """Note the weight of a micro-batch that was added.
+
+        A sharded gradient is a mean over ranks whose weights this rank does not know, and the square of it is divided
+        by this rank's. So ranks must have the same weights, one by one, which equal sums do not show.
+        """
+        self.weights = self.weights * _FADING + weight
 
     def break_(self) -> None:
         """Break the window: its sums may hold only part of a micro-batch, so it can only be dropped."""

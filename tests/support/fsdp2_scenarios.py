@@ -407,6 +407,11 @@ def what_ranks_disagree_about(rank, size):
         with pytest.raises(RuntimeError, match="other weights on other ranks, though their sums are equal"):
             acc.step(optimizer)
         acc.zero_()
+        for _ in (1, 2):  # what comes after it has the same ones
+            scaler.scale(mse_loss(model(x), y)).backward()
+            acc.accumulate(3)
+        acc.finalize(optimizer)
+        acc.zero_()
         run_window(acc, model, [2])
         with pytest.raises(RuntimeError, match=r"divisors of this window are, by rank, \[4\.0, 5\.0\]"):
             acc.step(optimizer, divisor=4 + rank)
