@@ -412,6 +412,12 @@ class Engine:
             self.silence.remove()
         self.store.release_claim()
 
+    def succeed(self, before: Engine) -> None:
+        """Go on from an engine that was removed between two windows: with its counts, averages and last window."""
+        self.ending.succeed(before.ending)
+        self.noise.succeed(before.noise)
+        self._open(before.window.number)
+
     # ---- checkpoints
 
     def state_dict(self, reduced: bool, whole: bool = True) -> dict[str, Any]:

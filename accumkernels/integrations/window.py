@@ -130,6 +130,7 @@ class TrainerWindow:
         """Accumulate anew, with the same masters, in the same accumulator: the loop may have registered it."""
         self._drop()
         self.current = self._accumulate(scaler=self._scaler, masters=self.current.remove())
+        self.current.engine.succeed(self.engine)
         vars(self.accumulator).update(vars(self.current.accumulator))
         self.current.accumulator, self.engine = self.accumulator, self.current.engine
 

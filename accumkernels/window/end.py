@@ -364,6 +364,10 @@ class End:
             self._noise.end_window(self._store.state(), skip, ended.squares)
         return verdict
 
+    def succeed(self, before: End) -> None:
+        """Go on from where another one has stopped."""
+        self.last, self.last_norm, self._counts = before.last, before.last_norm, before._counts
+
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:

@@ -122,6 +122,30 @@ def test_a_scaler_that_is_set_after_prepare_scales(scale):
     assert relative_error(ours, expected) < ROUNDING
 
 
+def test_another_scaler_is_set_between_a_step_and_its_scheduler():
+    """The scheduler waits where the step was skipped, and the accumulator, which is the same, goes on counting."""
+    found = []
+    for cls in (STOCK, Accelerator):
+        accelerator = make(cls, "fp16", steps=1)
+        optimizer = sgd((model := mlp()).parameters())
+        model, optimizer, scheduler = accelerator.prepare(
+            model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        )
+        seen = []
+        for bad in (False, True, True, False):
+            accelerator.backward(mse_loss(model(batch(SIZE)[0]), batch(SIZE)[1]) * (float("inf") if bad else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.scaler = optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scheduler.step()
+            seen.append((accelerator.optimizer_step_was_skipped, *scheduler.get_last_lr()))
+        found.append(seen)
+    assert found[1] == found[0]
+    assert accelerator.accumulator.metrics()["windows"] == 4
+    assert accelerator.accumulator.metrics()["windows_skipped"] == 2
+    assert accelerator.accumulator.state_dict()["window"]["number"] == 4
+
+
 def test_a_scaler_that_is_set_inside_a_window_is_refused():
     """The same one is not another, nor is a disabled one another than None, or none before there is any."""
     assert Accelerator.__new__(Accelerator).scaler is None
