@@ -62,7 +62,7 @@ class FusedOptimizer(AcceleratedOptimizer):
             super().step(closure)
         elif self.gradient_state.sync_gradients:
             window, result, again = self.window, None, None
-            window.has_closure = closure is not None
+            window.gets_closure = window.requires_closure or (closure is not None and window.takes_closure)
             if closure is not None:
                 closure = torch.enable_grad()(closure)
                 again = functools.partial(self._evaluate, closure) if window.evaluates else None

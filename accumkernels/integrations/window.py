@@ -45,7 +45,7 @@ class TrainerWindow:
             parameter that is added to it later is accumulated from the next window on.
         scaler: The trainer's GradScaler.
         exclusive: Whether no other optimizer steps parameters of the modules.
-        closures: The first `has_closure`.
+        closures: Whether the trainer gives its optimizers a closure in each step, as an optimizer may expect.
         **options: Of FusedAccumulator.
 
     Attributes:
@@ -60,7 +60,9 @@ class TrainerWindow:
         stepped: Whether the optimizer was stepped with it.
         dropped: Whether `zero_grad` came before.
         overrun: Whether a backward has reached its parameters since it ended.
-        has_closure: Whether the trainer gives its optimizer a closure in a step, as an optimizer may expect.
+        requires_closure: Whether the optimizer cannot step without a closure.
+        takes_closure: Whether it may call one that it is given.
+        gets_closure: Whether a step gives it one.
         folds: Whether no code looks at `.grad` before the step or after it.
         splits_differ: Whether a loss function runs that other ranks may call another number of times.
         running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
@@ -91,8 +93,8 @@ class TrainerWindow:
         self.stepped = self.dropped = self.overrun = False
         self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
         self._scaler = _enabled(scaler)
-        self._cannot_without, self._may_call = needs_closure(optimizer), may_call_closure(optimizer)
-        self.has_closure = closures
+        self.requires_closure, self.takes_closure = needs_closure(optimizer), may_call_closure(optimizer)
+        self.gets_closure = self.requires_closure or (closures and self.takes_closure)
         self.exclusive = exclusive
         self.micro_batch: int | None = None
         self.folds = False
@@ -157,14 +159,10 @@ class TrainerWindow:
         return self.engine.ranks.ends_together
 
     @property
-    def _needs_closure(self) -> bool:
-        return self._cannot_without or (self.has_closure and self._may_call)
-
-    @property
     def evaluates(self) -> bool:
         """Whether the optimizer gets a closure that it may evaluate at weights that it has moved: the model's."""
         store = self.engine.store
-        plain = self._needs_closure and self._scaler is None
+        plain = self.gets_closure and self._scaler is None
         return plain and all(store.target(entry.param) is entry.param for entry in store.named)
 
     # Whether `.grad` holds the averaged gradient, as also after a step that has raised. Asked often: it has no frame.
@@ -524,7 +522,7 @@ class TrainerWindow:
         self._idle = False
         with contextlib.nullcontext() if self._scaler is None else separated(self._scaler, self.optimizer):
             if not self.finalized:
-                if self.folds and not kwargs and not self._needs_closure:
+                if self.folds and not kwargs and not self.gets_closure:
                     self._take_uncounted()
                     ran = self.accumulator.micro_batches > 0
                     if ran or self.several_ranks:
@@ -538,11 +536,11 @@ class TrainerWindow:
             self._idle = self.engine.window.micro_batches == 0 and 1 not in self.engine.store.touched_bytes()
             if self._idle:  # as in stock torch: nothing moves, and schedulers go on
                 self._left, self.stepped = [None] * len(self.engine.store.named), self.finalized
-                if self._scaler is None and not self._needs_closure:
+                if self._scaler is None and not self.gets_closure:
                     self.optimizer.step(**kwargs)
                 return None
             norm = None if max_norm is None else self.accumulator.clip_grad_norm_(max_norm)
-            closure = once(self.optimizer, result, again) if self._needs_closure else contextlib.nullcontext(())
+            closure = once(self.optimizer, result, again) if self.gets_closure else contextlib.nullcontext(())
             with closure as args:
                 if self._scaler is not None and self.engine.scaler is not None:
                     assert self.engine.window.outcome is not None
