@@ -582,7 +582,7 @@ class FusedAccumulator:
 
         The result is the same as without it; the last micro-batch gets `last=True` (see `backward`) if that is allowed
         and useful. The iterator reads one batch ahead of the current one, so a loader must not fill the tensors of one
-        batch with the next.
+        batch with the next. An error of the loader comes after the batch before it, as in a plain loop.
 
         Call it once per window: with a process group, a second call before `step` or `finalize`, also after `zero_`,
         means that this rank has missed the end of a window, which `step` then says on all ranks. To run a dropped
@@ -611,7 +611,14 @@ class FusedAccumulator:
             batch = next(iterator)
             if self.engine.runner.casts is not None:
                 self.engine.runner.casts.hold()
-            for following in iterator:
+            while True:
+                try:
+                    following = next(iterator)
+                except StopIteration:
+                    break
+                except Exception:  # after the batch that was read before, as in a plain loop
+                    yield batch
+                    raise
                 yield batch
                 batch = following
             self._in_last = token

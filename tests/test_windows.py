@@ -54,6 +54,24 @@ def test_windows_train_as_big_batches(n):
     assert relative_error(list(model.parameters()), trained_on(cut)) < 1e-14
 
 
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_loader_that_raises_loses_no_batch(cuts):
+    """What it gave before its error is trained first, as in a plain loop, though it was read one ahead."""
+
+    def corrupt():
+        yield from batches(SIZES[:3])
+        raise OSError("corrupt")
+
+    model, acc, optimizer = build()
+    window = next(acc.windows(corrupt(), 5)) if cuts else acc.window(corrupt())
+    with pytest.raises(OSError, match="corrupt"):
+        for x, y in window:
+            acc.backward(mse_loss(model(x), y), weight=len(x))
+    assert acc.micro_batches == 3
+    acc.step(optimizer)
+    assert relative_error(list(model.parameters()), trained_on([list(batches(SIZES[:3]))])) < 1e-14
+
+
 def test_each_window_is_one_of_window(monkeypatch):
     """The last micro-batch is marked by `window`, which gets exactly the window's batches."""
     _, acc, _ = build()
