@@ -277,7 +277,7 @@ class FusedAccumulator:
         """
         if self.engine.window.outcome is not None:
             return self.engine.window.outcome.verdict.found_inf.clone()
-        if not self._ranks.sender.begun:
+        if not self.engine.window.sent.count:
             self.engine.flush()
             self._store.check_sums(self.micro_batches, self.engine.options.overflow is not None)
         return self._store.state()[State.FOUND_INF].float()
@@ -566,7 +566,7 @@ class FusedAccumulator:
             )
         last = sends and (last or self._in_last is not None)
         if last:
-            self._ranks.sender.mark_last()
+            self.engine.window.sent.mark()
         return last
 
     @property
@@ -623,7 +623,7 @@ class FusedAccumulator:
                 batch = following
             self._in_last = token
             if self._sends_in_backward:  # also where the batch fails, and is discarded
-                self._ranks.sender.mark_last()
+                self.engine.window.sent.mark()
             yield batch
         except StopIteration:  # there is no batch
             return
@@ -859,7 +859,7 @@ class FusedAccumulator:
                 accumulator runs.
         """
         self.engine.check_idle("zero_()")
-        if self._ranks.sender.begun and self.engine.window.phase not in (Phase.ENDING, Phase.FINALIZED):
+        if self.engine.window.sent.count and self.engine.window.phase not in (Phase.ENDING, Phase.FINALIZED):
             raise RuntimeError(
                 "zero_() after last=True had sent a part of this window: to drop it call acc.discard(window=True), "
                 "then acc.step(optimizer) or acc.finalize(optimizer), as all ranks do"
@@ -904,7 +904,7 @@ class FusedAccumulator:
                 it has not reduced; or torch.distributed.checkpoint saves a window, without DTensors, that is not
                 `reduced`.
         """
-        if self._ranks.sender.begun and self.engine.window.phase is not Phase.FINALIZED:
+        if self.engine.window.sent.count and self.engine.window.phase is not Phase.FINALIZED:
             raise RuntimeError(
                 "state_dict() while ranks add up their sums (last=True): call it before, or after step()"
             )

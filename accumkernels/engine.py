@@ -19,10 +19,10 @@ from .arguments import Options, Split, as_scalar
 from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
 from .buffers.parameters import named_parameters
 from .buffers.store import Store
-from .capture.inbox import MicroBatch
+from .capture.inbox import Bucket, MicroBatch
 from .devices import is_accelerator
 from .errors import logger
-from .hooks import profiled, unfollow
+from .hooks import Hook, profiled, unfollow
 from .offload.checks import check_parameters
 from .offload.slots import Slots
 from .ranks.choice import choose_ranks
@@ -108,7 +108,8 @@ class Engine:
         self.silence = chosen.silence()
         half_life = None if isinstance(options.noise_scale, bool) else float(options.noise_scale)
         self.noise = NoiseMeter(half_life, options.noise_scale is not False, self.ranks)
-        self.runner = MicroBatchRunner(self.store, self.ranks, self.scaler, self.noise, options)
+        add = Hook(self, Engine._add_of_loop, in_graphs=True)
+        self.runner = MicroBatchRunner(self.store, self.ranks, self.scaler, self.noise, options, add)
         self.ending = End(self.store, self.ranks, self.scaler, options.overflow, self.noise)
         self.misuse = MisuseDetector(self.store, self.ranks, self.scaler, self.runner.is_uncounted, self.runner.flush)
         self.patience = Patience(self)
@@ -123,7 +124,7 @@ class Engine:
             RuntimeError: says why, and what to do.
         """
         running = self.runner.runs or self.runner.captures.inbox.running
-        sent = adds and self.ranks.sender.begun
+        sent = adds and self.window.sent.count
         if running or sent or self.window.phase is not Phase.OPEN or not self.store.has_claim:
             self._refuse(caller, adds)
 
@@ -163,7 +164,7 @@ class Engine:
                 f"{caller}: this window is broken: a backward raised or was discarded after some of its gradients "
                 f"may have been added (release={self.options.resolved_release!r}); drop the window with {out} (AK07)"
             )
-        if self.ranks.sender.begun and adds:
+        if self.window.sent.count and adds:
             raise RuntimeError(f"{caller} after last=True: end the window with acc.step() or acc.finalize()")
 
     # ---- open
@@ -178,8 +179,6 @@ class Engine:
             self.window = Window.of_state(state["window"], WindowLoss(device, loss))
         if self.noise.on or self.noise.measuring:
             self.noise.open_window()
-        if self.ranks.reduces_sums:
-            self.ranks.sender.open_window()
         self.runner.open_window()
         self.misuse.open_window(self.window)
 
@@ -205,6 +204,9 @@ class Engine:
             raise
         if self.window.micro_batches >= self.patience.limit:
             self.patience.record(self.window.micro_batches)
+
+    def _add_of_loop(self, bucket: Bucket) -> None:
+        self.runner.add_of_loop(self.window, bucket)
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, **kwargs: Any) -> None:
         """Run a micro-batch: backward of its plain loss, with arguments of `Tensor.backward`, and `accumulate`."""
@@ -508,7 +510,7 @@ class _Parts:
         engine, kind = self._engine, self._engine.store.layout.devices[0].type
         engine.misuse.inspect_loss(loss)
         if last:  # also where it fails, and is discarded
-            engine.ranks.sender.mark_last()
+            engine.window.sent.mark()
         micro_batch = engine.micro_batch(weight, last=last, divided_by=self._divided_by)
         with contextlib.ExitStack() as stack:
             if weight == 0:
@@ -528,7 +530,7 @@ class _Parts:
 
     def begin_anew(self) -> bool:
         """Drop the window if this batch has begun it."""
-        anew = self._begins and not self._engine.ranks.sender.begun
+        anew = self._begins and not self._engine.window.sent.count
         if anew:
             self._engine.drop()
         return anew

@@ -121,7 +121,7 @@ class TrainerWindow:
         self.current.remove()
 
     def _drop(self) -> None:
-        if self.engine.ranks.sender.begun and not self.finalized:  # after an exception: no rank sums the rest
+        if self.engine.window.sent.count and not self.finalized:  # after an exception: no rank sums the rest
             if self.engine.scaler is not None:
                 self.engine.scaler.withdraw()
             self.engine.store.drop_grads()
@@ -470,7 +470,7 @@ class TrainerWindow:
             with torch.no_grad():
                 self.engine.accumulate(self.engine.micro_batch(1.0))
         if self.current.sends_in_backward and self.accumulator.micro_batches:
-            self.engine.ranks.sender.end_last()
+            self.engine.ranks.sender.end_last(self.engine.window.sent)
 
     def _divisor(self) -> float | None:
         """The sum of weights of all ranks; for sums the number of ranks, unless FSDP2 has divided by it."""
@@ -621,7 +621,7 @@ class TrainerWindow:
 
         A rank that drops what all have finalized differs from those that step it, and says so at the next end.
         """
-        if self.engine.ranks.sender.begun and not self.finalized:
+        if self.engine.window.sent.count and not self.finalized:
             self.finalize()
         dropped = self.dropped or (self.finalized and not self.stepped)
         self._shown = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..buffers.flat import FlatBuffer
 from ..buffers.parameters import NamedParameter, move, worst
 from .group import Group, difference
-from .sender import Sender
+from .sender import Sender, Sent
 
 SHARED_KEY = "accumkernels/unit of weights"
 
@@ -28,6 +28,7 @@ class LocalStats(NamedTuple):
         squares: fp64 `[2]`, `sum w_i |g_i|^2` and the squared norm of the sum; None if they are not measured.
         weights: With squares, a number that tells whether micro-batches have the same weights on all ranks.
         divisor: fp64 0-d that replaces the sum of weights; None for that sum.
+        sent: What it has sent before the end.
         weighed_after: Whether any weight other than 1 came after its backward, too late for gradients that backward has
             already reduced over ranks.
         micro_batches: How many this rank ran.
@@ -46,6 +47,7 @@ class LocalStats(NamedTuple):
     dropped: bool
     squares: Tensor | None
     divisor: Tensor | None
+    sent: Sent
     weighed_after: bool = False
     micro_batches: int = 0
     window: int = 0
@@ -149,7 +151,7 @@ def end_reduced(ranks: Ranks, report: LocalStats, inspector: Inspector) -> Ended
     inspector.begin_reducing()
     stats = ranks.all_reduce_stats(report)
     inspector.adopt(stats)
-    ranks.reduce(inspector.inspect)
+    ranks.reduce(report.sent, inspector.inspect)
     if stats.error is not None:
         raise RuntimeError(stats.error)
     if report.norms != 1 and stats.squares is None and not inspector.checks:
@@ -260,7 +262,7 @@ class Ranks:
         """Combine all ranks' reports; collective."""
         raise NotImplementedError
 
-    def reduce(self, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+    def reduce(self, sent: Sent, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Reduce what was not reduced, and pass every part of a touched segment to `inspect` when it arrives."""
 
     def worst(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from ..ops.schema import State
 from .agreement import ANY, SAME_CLIPPING, SAME_WINDOW, SUM, Agreement, Alike, Table
 from .base import GlobalStats, LocalStats, Ranks, next_key
 from .group import Group
-from .sender import ChunkSender, Fields, Touched
+from .sender import ChunkSender, Fields, Sent, Touched
 
 
 class DataParallel(Ranks):
@@ -70,7 +70,7 @@ class DataParallel(Ranks):
         Raises:
             RuntimeError: parameters were unfrozen on some ranks only.
         """
-        self.sender.send_before_stats()
+        self.sender.send_before_stats(report.sent)
 
         # Sum one vector, which has the same length on every rank, whatever is frozen where.
         device, own = report.state.device, report.touched
@@ -80,8 +80,8 @@ class DataParallel(Ranks):
             "squares": None if report.squares is None else report.squares[0],
             "loss": report.loss_sums,
             "measuring": report.squares is not None,
-            "marked": self.sender.marked,
-            "unmarked": not self.sender.marked and report.micro_batches > 0 and not report.dropped,
+            "marked": report.sent.marked,
+            "unmarked": not report.sent.marked and report.micro_batches > 0 and not report.dropped,
             "placed": len(own),
         }
         table = {**_TABLE, **dict.fromkeys(touched, SUM)}
@@ -118,9 +118,9 @@ class DataParallel(Ranks):
         """Sum fields over ranks, for the host; collective."""
         return Agreement(dict.fromkeys(fields, SUM), fields, self._group, device).sums
 
-    def reduce(self, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+    def reduce(self, sent: Sent, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """See `Ranks`; `inspect` gets chunks while the next are being sent. Then module buffers are shared."""
-        self.sender.send_rest(inspect)
+        self.sender.send_rest(sent, inspect)
         self._group.share()
 
     # ---- checkpoints

@@ -202,53 +202,17 @@ _IN_FLIGHT = 4  # chunks whose narrower copies are alive; chunks reduced in plac
 _Bucket = Sequence[tuple[FlatBuffer, Any]]  # after the buffer comes an object whose `segments` are indices
 
 
-class Sender:
-    """Sends nothing, for a single process.
-
-    Attributes:
-        begun: Whether parts of the open window were sent, so that nothing can be added to them.
-    """
-
-    begun = False
-
-    def open_window(self) -> None:
-        """Note that nothing of the next window was sent yet."""
-
-    def mark_last(self) -> None:
-        """Note that the user called the coming micro-batch the last, whatever becomes of it."""
-
-    def end_last(self) -> None:
-        """Send everything not yet sent, because the last micro-batch is complete."""
-
-    def sink(self, sums: Any, captures: Any, sends: bool) -> Any:
-        """Return the sink that captures report to while a backward runs.
-
-        Args:
-            sums: The sink that adds gradients.
-            captures: They report.
-            sends: Whether it is the window's last backward, and all gradients come in it.
-        """
-        return sums
-
-    def check_not_sent(self, bucket: _Bucket) -> None:
-        """Refuse gradients of segments that were sent.
-
-        Raises:
-            RuntimeError: names the parameter.
-        """
-
-
 @dataclasses.dataclass
-class _Sent:
-    """What was sent of one window.
+class Sent:
+    """What was sent of one window: once that is anything, nothing can be added to it.
 
     Attributes:
-        marked: Whether the user said which micro-batch is its last.
+        marked: Whether the user said which micro-batch is its last, whatever becomes of it.
         count: Number of chunks sent.
         waited: Number of them that have arrived.
         flying: The others: the chunk, what was sent of it, and the work to wait for.
         complete: Segments that get no more gradients.
-        sent: Segments of which some part was sent.
+        segments: Those of which some part was sent.
     """
 
     marked: bool = False
@@ -256,7 +220,48 @@ class _Sent:
     waited: int = 0
     flying: deque[tuple[Chunk, Tensor, Any]] = dataclasses.field(default_factory=deque)
     complete: set[SegmentKey] = dataclasses.field(default_factory=set)
-    sent: set[SegmentKey] = dataclasses.field(default_factory=set)
+    segments: set[SegmentKey] = dataclasses.field(default_factory=set)
+
+    def mark(self) -> None:
+        """Note that the user called the coming micro-batch the last."""
+        self.marked = True
+
+    def check_segment(self, key: SegmentKey) -> None:
+        """Refuse gradients of a segment that was sent.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        if key in self.segments:
+            raise RuntimeError(
+                f"{key[0].segments[key[1]].name!r} got a gradient after last=True had sent its sum: in the last "
+                "micro-batch, a parameter may get one only (reentrant checkpointing of a layer that is called twice "
+                "makes more: use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch') (AK27)"
+            )
+
+    def check(self, bucket: _Bucket) -> None:
+        """Refuse gradients of segments that were sent; raises as `check_segment`."""
+        for buffer, captured in bucket if self.segments else ():
+            for index in captured.segments:
+                self.check_segment((buffer, index))
+
+
+class Sender:
+    """Sends nothing, for a single process."""
+
+    def end_last(self, sent: Sent) -> None:
+        """Send everything not yet sent, because the last micro-batch is complete."""
+
+    def sink(self, sent: Sent, sums: Any, captures: Any, sends: bool) -> Any:
+        """Return the sink that captures report to while a backward runs.
+
+        Args:
+            sent: Of the window.
+            sums: The sink that adds gradients.
+            captures: They report.
+            sends: Whether it is the window's last backward, and all gradients come in it.
+        """
+        return sums
 
 
 class ChunkSender(Sender):
@@ -272,7 +277,6 @@ class ChunkSender(Sender):
         self._early = early
         self._lock = threading.Lock()  # a backward over several devices completes segments in a thread for each
         self.follow(())
-        self.open_window()
 
     def follow(self, buffers: Sequence[FlatBuffer]) -> None:
         """Send these flat buffers from now on, which all ranks have; the list may grow between windows."""
@@ -281,72 +285,39 @@ class ChunkSender(Sender):
         self._list_chunks()
         self._common = len(self._chunks)  # number of first chunks that all ranks are known to have
 
-    def open_window(self) -> None:
-        """See `Sender`."""
-        self._window = _Sent()
-
-    @property
-    def begun(self) -> bool:  # type: ignore[override]
-        """See `Sender`."""
-        return self._window.count > 0
-
-    @property
-    def marked(self) -> bool:
-        """Whether the user said which micro-batch is the window's last."""
-        return self._window.marked
-
     # ---- while the last backward runs
 
-    def mark_last(self) -> None:
+    def end_last(self, sent: Sent) -> None:
         """See `Sender`."""
-        self._window.marked = True
-
-    def end_last(self) -> None:
-        """See `Sender`."""
-        self._window.marked = True
+        sent.marked = True
         if self._group.own:
-            self._send_all()
+            self._send_all(sent)
 
-    def sink(self, sums: Any, captures: Any, sends: bool) -> Any:
+    def sink(self, sent: Sent, sums: Any, captures: Any, sends: bool) -> Any:
         """See `Sender`."""
-        return _Sending(self, sums, captures) if sends else _Checking(self, sums)
-
-    def check_not_sent(self, bucket: _Bucket) -> None:
-        """See `Sender`."""
-        for buffer, captured in bucket:
-            for index in captured.segments:
-                self.check_segment((buffer, index))
-
-    def check_segment(self, key: SegmentKey) -> None:
-        """See `check_not_sent`."""
-        if key in self._window.sent:
-            raise RuntimeError(
-                f"{key[0].segments[key[1]].name!r} got a gradient after last=True had sent its sum: in the last "
-                "micro-batch, a parameter may get one only (reentrant checkpointing of a layer that is called twice "
-                "makes more: use_reentrant=False, no last=True, or in a trainer's adapter release='microbatch') (AK27)"
-            )
+        return _Sending(self, sent, sums, captures) if sends else _Checking(sent, sums)
 
     def send_complete(
-        self, buffer: FlatBuffer, segments: Iterable[int], wait_for_writers: Callable[[torch.device], None]
+        self, sent: Sent, buffer: FlatBuffer, segments: Iterable[int], wait_for_writers: Callable[[torch.device], None]
     ) -> None:
         """Note that segments are complete, and send all complete chunks up to the first incomplete one.
 
         Args:
+            sent: Of the window.
             buffer: The buffer of the segments.
             segments: The segments.
             wait_for_writers: Makes the current stream of an accelerator wait for all that have written to sums, of
                 which several may have written to one chunk, and for the next one to write to them wait for it.
         """
-        window = self._window
         with self._lock:  # or two threads would send the same chunk
-            window.complete.update((buffer, index) for index in segments)
+            sent.complete.update((buffer, index) for index in segments)
             if not self._group.own:
                 return
-            while window.count < self._common and self._chunks[window.count].segment_keys <= window.complete:
-                for chunk in (self._chunks[window.count], *(chunk for chunk, *_ in window.flying)):
+            while sent.count < self._common and self._chunks[sent.count].segment_keys <= sent.complete:
+                for chunk in (self._chunks[sent.count], *(chunk for chunk, *_ in sent.flying)):
                     if chunk.buffer.queues:
                         wait_for_writers(chunk.buffer.device)
-                self._send()
+                self._send(sent)
 
     @property
     def flush_at(self) -> Set[SegmentKey]:
@@ -356,21 +327,22 @@ class ChunkSender(Sender):
 
     # ---- at the end of a window
 
-    def send_before_stats(self) -> None:
+    def send_before_stats(self, sent: Sent) -> None:
         """Send chunks before the vector if a backward may have sent some, so that all ranks keep one order."""
         if self._early:
-            self._send_all()
+            self._send_all(sent)
         else:
-            self._clear_untouched()
+            self._clear_untouched(sent)
 
     def note_same_layout(self) -> None:
         """Note that all ranks have the same layout."""
         self._common = len(self._chunks)
 
-    def send_rest(self, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
+    def send_rest(self, sent: Sent, inspect: Callable[[FlatBuffer, list[Tensor]], None]) -> None:
         """Send what was not sent, and inspect chunks while the next are on their way.
 
         Args:
+            sent: Of the window.
             inspect: Inspects parts of touched segments, of half the remaining chunks at a time: few calls, the last of
                 which has one chunk. Few narrower copies may be alive, so their chunks are inspected one by one: the
                 link would wait while many are inspected.
@@ -380,10 +352,10 @@ class ChunkSender(Sender):
         ahead = _IN_FLIGHT if narrower else count
         while done < count:
             end = done + (1 if narrower else max(1, (count - done) // 2))
-            while self._window.count < min(done + ahead, count):
-                self._send()
-            while self._window.waited < end:
-                self._wait()
+            while sent.count < min(done + ahead, count):
+                self._send(sent)
+            while sent.waited < end:
+                self._wait(sent)
             parts: dict[FlatBuffer, list[Tensor]] = {}
             for chunk in self._chunks[done:end]:
                 parts.setdefault(chunk.buffer, []).extend(chunk.parts(touched=True))
@@ -394,15 +366,15 @@ class ChunkSender(Sender):
 
     # ---- inside
 
-    def _send_all(self) -> None:
-        self._clear_untouched()
-        while self._window.count < self._common:
-            self._send()
+    def _send_all(self, sent: Sent) -> None:
+        self._clear_untouched(sent)
+        while sent.count < self._common:
+            self._send(sent)
 
-    def _clear_untouched(self) -> None:
+    def _clear_untouched(self, sent: Sent) -> None:
         """Clear segments that this rank did not touch: they hold old sums, and other ranks may have touched them."""
         self._list_chunks()
-        stale = [part for chunk in self._chunks[self._window.count :] for part in chunk.parts(touched=False)]
+        stale = [part for chunk in self._chunks[sent.count :] for part in chunk.parts(touched=False)]
         if stale:
             torch._foreach_zero_(stale)
 
@@ -416,22 +388,21 @@ class ChunkSender(Sender):
             if buffer not in listed:
                 self._chunks += cut(buffer, self._group.comm_dtype)
 
-    def _send(self) -> None:
-        window = self._window
-        chunk = self._chunks[window.count]
-        window.flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
-        window.sent |= chunk.segment_keys
-        window.count += 1
-        while len(window.flying) > _IN_FLIGHT and window.flying[0][1].dtype != chunk.buffer.dtype:
-            self._wait()
+    def _send(self, sent: Sent) -> None:
+        chunk = self._chunks[sent.count]
+        sent.flying.append((chunk, *self._group.send(chunk.tensor, chunk.sent_in)))
+        sent.segments |= chunk.segment_keys
+        sent.count += 1
+        while len(sent.flying) > _IN_FLIGHT and sent.flying[0][1].dtype != chunk.buffer.dtype:
+            self._wait(sent)
 
-    def _wait(self) -> None:
-        chunk, sent, work = self._window.flying.popleft()
+    def _wait(self, sent: Sent) -> None:
+        chunk, tensor, work = sent.flying.popleft()
         work.wait()
-        if sent.dtype != chunk.buffer.dtype:
-            chunk.tensor.copy_(sent)
-            keep_until_done([sent])  # a backward may have made it on another stream
-        self._window.waited += 1
+        if tensor.dtype != chunk.buffer.dtype:
+            chunk.tensor.copy_(tensor)
+            keep_until_done([tensor])  # a backward may have made it on another stream
+        sent.waited += 1
 
 
 class _Checking:
@@ -439,26 +410,27 @@ class _Checking:
 
     flush_at: Set[SegmentKey] = frozenset()
 
-    def __init__(self, sender: ChunkSender, sums: Any) -> None:
-        self._sender = sender
+    def __init__(self, sent: Sent, sums: Any) -> None:
+        self._sent = sent
         self._sums = sums
         self.multiplier = sums.multiplier
-        self.check_writable = sender.check_segment
+        self.check_writable = sent.check_segment
 
     def leaf_ran(self, key: SegmentKey, pending: bool) -> bool:
         return False
 
     def add(self, bucket: _Bucket, micro_batch: Any) -> None:
-        self._sender.check_not_sent(bucket)
+        self._sent.check(bucket)
         self._sums.add(bucket, micro_batch)
 
 
 class _Sending(_Checking):
     """A sink that sends chunks as the last backward completes them."""
 
-    def __init__(self, sender: ChunkSender, sums: Any, captures: Any) -> None:
-        super().__init__(sender, sums)
+    def __init__(self, sender: ChunkSender, sent: Sent, sums: Any, captures: Any) -> None:
+        super().__init__(sent, sums)
         self.flush_at = sender.flush_at
+        self._sender = sender
         self._captures = captures
         self._leaves_ran: set[SegmentKey] = set()
 
@@ -476,7 +448,7 @@ class _Sending(_Checking):
             self._send_complete(buffer, complete)
 
     def _send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
-        self._sender.send_complete(buffer, segments, self._captures.inbox.order.take)
+        self._sender.send_complete(self._sent, buffer, segments, self._captures.inbox.order.take)
 
     def _is_complete(self, key: SegmentKey) -> bool:
         """Whether a segment that got a gradient gets no more in this backward."""

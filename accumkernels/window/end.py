@@ -304,6 +304,7 @@ class End:
             limit=self.limit(sum(part.max_norm for part in parts)) if parts else max_norm,
             averaged=window.phase is Phase.AVERAGED,
             idle=idle,
+            sent=window.sent,
         )
         inspector = Inspection(
             store,

@@ -40,6 +40,7 @@ class MicroBatchRunner:
         scaler: Scales losses.
         noise: Collects the sums that the noise scale needs.
         options: FusedAccumulator's.
+        add: Calls `add_of_loop`.
 
     Attributes:
         serial: Number of micro-batches ever accumulated, which the kernels store in flags.
@@ -50,7 +51,13 @@ class MicroBatchRunner:
     """
 
     def __init__(
-        self, store: Store, ranks: Ranks, scaler: LossScaler | None, noise: NoiseMeter, options: Options
+        self,
+        store: Store,
+        ranks: Ranks,
+        scaler: LossScaler | None,
+        noise: NoiseMeter,
+        options: Options,
+        add: Callable[[Bucket], None],
     ) -> None:
         self.serial = 0
         self.runs = False
@@ -65,6 +72,7 @@ class MicroBatchRunner:
         self.offload = None if store.slots is None else Offload(cast(Slots, store.slots), self)
         self.casts = CastCache(store, self) if options.cache_casts else None
         self._options = options
+        self._add = add
         self.captures = self._make_captures()
         self._watches = Watches(self)
         self._watches.follow(store.buffers)
@@ -117,8 +125,7 @@ class MicroBatchRunner:
         self.captures = self._make_captures()
 
     def _make_captures(self) -> Captures:
-        add = Hook(self, MicroBatchRunner._add_of_loop, in_graphs=True)
-        return Captures(self._store, self._options, add, owner=self)
+        return Captures(self._store, self._options, self._add, owner=self)
 
     def remove_hooks(self) -> None:
         """Take off every hook."""
@@ -233,10 +240,10 @@ class MicroBatchRunner:
         broken, failed, self.runs = False, True, True
         try:
             sink: Sink = self.offload or self._sums
-            if micro_batch.last or self._sender.begun:
+            if micro_batch.last or window.sent.count:
                 # Gradients left in `.grad`, also by an earlier backward of this micro-batch, are added after this one.
                 sends = micro_batch.last and captures.inbox.listens and not self.has_gradients
-                sink = self._sender.sink(sink, captures, sends)
+                sink = self._sender.sink(window.sent, sink, captures, sends)
             inputs = captures.begin(roots, micro_batch, sink, selects) if takes else ()
             if selects:
                 backward = functools.partial(backward, inputs)
@@ -250,7 +257,7 @@ class MicroBatchRunner:
             if takes:
                 broken = captures.end() and self.offload is None
             if failed:
-                if self._sender.begun or broken:
+                if window.sent.count or broken:
                     window.break_()
                 self.discard(window)  # or the next micro-batch would add what this one has left in `.grad`
 
@@ -259,13 +266,13 @@ class MicroBatchRunner:
         """Whether a backward has left uncounted gradients."""
         return self.is_uncounted() or any(p.grad is not None for b in self._store.buffers for p in b.params)
 
-    def _add_of_loop(self, bucket: Bucket) -> None:
+    def add_of_loop(self, window: Window, bucket: Bucket) -> None:
         """Add gradients of the loop's own backward, for which no window was prepared; the weight is 1."""
         self._store.allocate()
         if self.offload is not None:
             self.offload.add(bucket, MicroBatch(1.0, self.serial + 1))
             return
-        self._sender.check_not_sent(bucket)
+        window.sent.check(bucket)
         self._sums.add(bucket, MicroBatch(1.0, self.serial + 1))
 
     def accumulate(self, window: Window, micro_batch: MicroBatch) -> None:
@@ -310,8 +317,8 @@ class MicroBatchRunner:
             buckets.append([])
         self._sums.partial = added
         try:
-            for bucket in buckets if self._sender.begun else ():
-                self._sender.check_not_sent(bucket)
+            for bucket in buckets if window.sent.count else ():
+                window.sent.check(bucket)
             for bucket in buckets[:-1]:
                 self._sums.add(bucket, micro_batch)
             self._sums.add(buckets[-1], counted, count=True, drops=drops)
@@ -320,7 +327,7 @@ class MicroBatchRunner:
             self._count(window, micro_batch, counted.weight)
         except BaseException:
             # An op that fails has added none of its gradients, but others may have run.
-            if self._sums.partial or self._sender.begun:
+            if self._sums.partial or window.sent.count:
                 window.break_()
             raise
 
@@ -335,7 +342,7 @@ class MicroBatchRunner:
         if self.casts is not None:
             self.casts.hold()
         if micro_batch.last:
-            self._sender.end_last()
+            self._sender.end_last(window.sent)
 
     def _hand_over(self, offload: Offload, window: Window, buckets: Sequence[Bucket], micro_batch: MicroBatch) -> None:
         """Let the offload's worker check and add a micro-batch, and count it."""
@@ -383,7 +390,7 @@ class MicroBatchRunner:
             return False
         window.count_nothing()
         if micro_batch.last:
-            self._sender.end_last()
+            self._sender.end_last(window.sent)
         return True
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..buffers.parameters import move, whole
 from ..capture.inbox import MicroBatch
 from ..ranks.base import GlobalStats, backward_may_cross_ranks
+from ..ranks.sender import Sent
 from .loss_weighting import grad_weight, together
 from .verdict import Verdict, WindowGrads, clip_coefficient
 
@@ -166,6 +167,7 @@ class Window:
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
         resumed: Whether it was loaded with micro-batches of the run that saved it.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
+        sent: What was sent of it to other ranks.
         outcome: What it ended with, once it is finalized.
         exposed: Whether optimizers have got `.grad`s.
         clipped: Whether a norm was computed since it was finalized, or none is to be.
@@ -183,6 +185,7 @@ class Window:
     found_nothing: int = 0
     resumed: bool = False
     dropped: bool = False
+    sent: Sent = field(default_factory=Sent, init=False)
     outcome: Outcome | None = field(default=None, init=False)
     exposed: bool = field(default=False, init=False)
     clipped: bool = field(default=False, init=False)

@@ -10,7 +10,7 @@ from torch import nn
 
 import accumkernels as ak
 from accumkernels.ranks import sender as chunks
-from accumkernels.ranks.sender import _IN_FLIGHT, ChunkSender, cut
+from accumkernels.ranks.sender import _IN_FLIGHT, ChunkSender, Sent, cut
 from tests.support import coupled_scenarios as coupled
 from tests.support import data_parallel_metrics_scenarios as metrics
 from tests.support import data_parallel_scenarios as training
@@ -53,15 +53,15 @@ def looks_at_the_end(layers, comm_dtype, monkeypatch):
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(layers)))
     acc = ak.FusedAccumulator(model, process_group=False)
     acc.backward(model(torch.ones(2, 16)).sum())
-    group, looks = OneRank(comm_dtype), []
+    group, looks, sent = OneRank(comm_dtype), [], Sent()
     sender = ChunkSender(group, early=False)
     sender.follow(acc.engine.store.buffers)
-    sender.send_before_stats()
+    sender.send_before_stats(sent)
 
     def look(_, parts):
         looks.append((group.sent, len(group.waited), [(p.storage_offset(), p.numel()) for p in parts]))
 
-    sender.send_rest(look)
+    sender.send_rest(sent, look)
     end = 0
     for offset, numel in (span for _, _, spans in looks for span in spans):  # each sum once
         assert offset >= end
@@ -141,5 +141,5 @@ def test_a_weight_that_gets_its_gradient_in_two_ways_is_sent_once(monkeypatch):
     sender.note_same_layout()
     monkeypatch.setattr(engine.runner, "_sender", sender)
     engine.backward(loss(), engine.micro_batch(1.0, last=True))
-    sender.send_rest(lambda buffer, parts: None)
+    sender.send_rest(engine.window.sent, lambda buffer, parts: None)
     torch.testing.assert_close(engine.store.buffers[0].views[0], 2 * expected)

@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 import accumkernels as ak
 from accumkernels.capture import graph
 from accumkernels.ranks.base import LocalStats
+from accumkernels.ranks.sender import Sent
 from tests.support.models import batch, mlp
 from tests.support.ranks import logged, message, parameters
 
@@ -379,8 +380,8 @@ def chunks_go_in_the_order_of_layers(rank, size):
         optimizer, sender = sgd(acc, 0.0), acc._ranks.sender
         sent = []
 
-        def at_the_end(grad: Tensor, sender=sender, sent=sent) -> Tensor:
-            sent.append((sender._window.count, len(sender._chunks)))
+        def at_the_end(grad: Tensor, acc=acc, sender=sender, sent=sent) -> Tensor:
+            sent.append((acc.engine.window.sent.count, len(sender._chunks)))
             return grad
 
         for window in range(4):
@@ -413,7 +414,7 @@ def chunks_wait_for_no_bucket(rank, size):
     optimizer, sender, sent = sgd(acc, 0.0), acc._ranks.sender, []
     for _ in range(3):
         x = torch.ones(4, 16, requires_grad=True)
-        x.register_hook(lambda grad: sent.append(len(sender._chunks) - sender._window.count))
+        x.register_hook(lambda grad: sent.append(len(sender._chunks) - acc.engine.window.sent.count))
         acc.backward(model(x).square().mean(), last=True)
         assert "elements in the last backward: 0 fused" not in repr(acc)
         acc.step(optimizer)
@@ -457,7 +458,9 @@ def windows_look_one_ahead(rank, size):
                     assert taken == list(range(min(i + 2, 3)))
                 seen.append(i)
                 acc.backward(model(torch.ones(2, 5, dtype=torch.float64)).sum())
-                assert acc._ranks.sender.begun is (release == "backward" and i == (2 if source is batches else 0))
+                assert (acc.engine.window.sent.count > 0) is (
+                    release == "backward" and i == (2 if source is batches else 0)
+                )
             assert seen == list(source())
             acc.step(optimizer)
 
@@ -533,7 +536,7 @@ def tied_weights_in_the_last_backward(rank, size):
         for _ in range(3):
             for ids in acc.window(batches[rank]):
                 acc.backward(model(ids), len(ids))
-            assert acc._ranks.sender.begun
+            assert acc.engine.window.sent.count
             acc.finalize(sgd(acc))
             assert_close([p.grad for p in model.parameters()], expected)
             acc.zero_()
@@ -582,14 +585,13 @@ def what_devices_conclude(rank, size):
         (clean, {"norms": 1, "limit": divisors[1]}, [2.0 * size, 1.0, 2.0 * size, 1.0]),
         (clean, {"dropped": rank == 1}, [0.0] * 4),
     ):
-        given = {"dropped": False, "squares": None, "divisor": None, **options}
+        given, sent = {"dropped": False, "squares": None, "divisor": None, **options}, Sent()
         tensor = torch.tensor(state, dtype=torch.float64)
         loss = torch.tensor([6.0, 2.0], dtype=torch.float64)
         stats = acc._ranks.all_reduce_stats(
-            LocalStats(state=tensor, touched=bytes(segments), loss=lambda v=loss: v, **given)
+            LocalStats(state=tensor, touched=bytes(segments), sent=sent, loss=lambda v=loss: v, **given)
         )
-        acc._ranks.reduce(lambda buffer, parts: None)
-        acc._ranks.sender.open_window()
+        acc._ranks.reduce(sent, lambda buffer, parts: None)
         assert stats.state.tolist() == expected
         assert stats.loss.tolist() == ([0.0, 0.0] if "dropped" in options else [12.0, 4.0])
 

@@ -205,7 +205,7 @@ def live(case: Case, rank: int, store: Any, out: Path) -> None:
     after = [] if case.model == "sharded" else training.expected(CLEAN, list(range(RANKS)))
 
     def die() -> None:
-        out.write_text(json.dumps({"begun": acc._ranks.sender.begun}))
+        out.write_text(json.dumps({"begun": acc.engine.window.sent.count > 0}))
         os.kill(os.getpid(), signal.SIGSTOP if case.stops else signal.SIGKILL)
 
     number = CLEAN

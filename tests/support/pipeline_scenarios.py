@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
 from accumkernels.ranks.base import LocalStats
+from accumkernels.ranks.sender import Sent
 from tests.support.ranks import message, parameters
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -446,7 +447,9 @@ def what_devices_conclude(rank, size):
         loss = torch.tensor([6.0, 2.0], dtype=torch.float64)
         squares = torch.tensor([5.0 + rank, 0.0], dtype=torch.float64)
         given = {"dropped": False, "squares": squares, "divisor": None, **options}
-        stats = acc._ranks.all_reduce_stats(LocalStats(state=state, touched=b"", loss=lambda v=loss: v, **given))
+        stats = acc._ranks.all_reduce_stats(
+            LocalStats(state=state, touched=b"", sent=Sent(), loss=lambda v=loss: v, **given)
+        )
         used = 0.0 if empty else weight
         assert stats.state.tolist() == [used, found_inf, used, found_inf]
         assert stats.loss.tolist() == ([0.0, 0.0] if empty else [12.0, 4.0])

@@ -159,7 +159,9 @@ def fused_weights(rank, size):
                 ids = torch.randint(
                     11, (2, 4 + rank), generator=torch.Generator().manual_seed(9 * window + 3 * i + rank)
                 )
-                inner.watch = (lambda _, seen=seen, acc=acc: seen.append(acc._ranks.sender.begun)) if i == 2 else None
+                inner.watch = (
+                    (lambda _, seen=seen, acc=acc: seen.append(acc.engine.window.sent.count > 0)) if i == 2 else None
+                )
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     loss = model(ids)
                 acc.backward(loss, weight=ids.numel(), last=i == 2)

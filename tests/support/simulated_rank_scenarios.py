@@ -35,7 +35,7 @@ class OfRank(Training):
             yield
         self.waits_by_stage.setdefault(stage, []).append(self.seen.waits[before:])
         if stage == "backward":
-            self.early.append(self.acc.engine.ranks.sender.begun)
+            self.early.append(self.acc.engine.window.sent.count > 0)
 
     def data(self, window):
         """As `batches`, different on every rank."""
