@@ -86,8 +86,8 @@ class FusedOptimizer(AcceleratedOptimizer):
             super().zero_grad(set_to_none)
         elif self.gradient_state.sync_gradients:
             window = self.window
-            counted = window.micro_batch is not None and self.gradient_state.num_steps > 1
-            if window.finalized and not window.stepped:
+            counted = window.inside and self.gradient_state.num_steps > 1
+            if window.finalized and not window.state.stepped:
                 window.drop_grads(set_to_none is not False)
             elif window.finalized or not counted:
                 window.close()
@@ -373,7 +373,7 @@ class Accelerator(Stock):
                 yield
         finally:
             for window in windows:
-                window.micro_batch = None
+                window.inside = False
                 window.expected_end = window.number if self.sync_gradients else None
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -538,16 +538,16 @@ class Accelerator(Stock):
         before, several = self.loss_divided_by, len(windows) > 1
         # We divide the losses of several windows before they see them, and that of one window after it.
         divisions = several + (isinstance(before, Tensor) or before != 1)
-        sums = weight is None and windows[0].micro_batch is None
+        sums = weight is None and not windows[0].inside
         for window in _ready(windows) if several else windows:
-            if window.finalized or window.micro_batch is None:  # else `accumulate` has opened it
+            if window.finalized or not window.inside:  # else `accumulate` has opened it
                 window.open()
-            if window.micro_batch is not None or self.counts_micro_batches:
+            if window.inside or self.counts_micro_batches:
                 ends = bool(self.sync_gradients)
             else:  # other loops count themselves: DistributedDataParallel would average now, one process not yet
                 ends = window.several_ranks and not window.inside_no_sync
             window.begin(steps * before, divisions, sums=sums, ends=ends)
-        if windows[0].micro_batch and not several:
+        if windows[0].inside and windows[0].state.backwards and not several:
             self._check_first(windows)
         return weight
 
@@ -556,19 +556,17 @@ class Accelerator(Stock):
         if len(self._windows) > 1:
             self._check_first(reached)
         for window in reached:
-            inside = window.micro_batch is not None
-            if window.micro_batch is not None:
-                window.micro_batch += 1
+            window.state.backwards += 1
             if not self._reads_gradients:
                 continue
             if window.ends:
                 window.finalize()
-            elif not inside and not self.counts_micro_batches and not window.several_ranks:
+            elif not window.inside and not self.counts_micro_batches and not window.several_ranks:
                 window.show()
 
     def _check_first(self, windows: list[TrainerWindow]) -> None:
         for window in windows:
-            if window.micro_batch and window.engine.window.micro_batches:
+            if window.inside and window.state.backwards and window.engine.window.micro_batches:
                 raise RuntimeError(
                     "accelerator.backward() twice inside one accelerator.accumulate(): it would count as two "
                     "micro-batches. Add up the losses and call it once; with several optimizers, keep the parameters "

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -24,9 +25,35 @@ from ..splitting.run import BatchReport
 from ..window.coupled import CoupledLoss
 from ..window.misuse import division
 from ..window.optimizers import check_optimizer, may_call_closure, needs_closure
+from ..window.state import Window
 from .optimizer_accumulator import OptimizerAccumulator
 
 _log = logger(__name__)
+
+
+@dataclass
+class WindowState:
+    """What the trainer and its loop have done with one window, made when that opens.
+
+    Attributes:
+        window: The engine's.
+        stepped: Whether the optimizer was stepped with it.
+        left: After the step, its `.grad`s and their versions.
+        dropped: Whether `zero_grad` came before.
+        overrun: Whether a backward has reached its parameters since it ended.
+        running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
+        backwards: How many the trainer's current micro-batch has had.
+        promised: The norm to clip to in the step, and where the norm before clipping goes.
+    """
+
+    window: Window
+    stepped: bool = False
+    left: list[tuple[weakref.ref[Tensor], int] | None] = field(default_factory=list)
+    dropped: bool = False
+    overrun: bool = False
+    running: MicroBatch | None = None
+    backwards: int = 0
+    promised: tuple[float | Tensor, Tensor] | None = None
 
 
 class TrainerWindow:
@@ -57,16 +84,13 @@ class TrainerWindow:
         current: Made anew, before a forward, when the optimizer has got other parameters, and for another scaler.
         accumulator: The same for good.
         engine: The accumulator's.
-        stepped: Whether the optimizer was stepped with it.
-        dropped: Whether `zero_grad` came before.
-        overrun: Whether a backward has reached its parameters since it ended.
+        state: Of the open window, or the one that was finalized.
         requires_closure: Whether the optimizer cannot step without a closure.
         takes_closure: Whether it may call one that it is given.
         gets_closure: Whether a step gives it one.
         folds: Whether no code looks at `.grad` before the step or after it.
         splits_differ: Whether a loss function runs that other ranks may call another number of times.
-        running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
-        micro_batch: The number of backwards in the trainer's current micro-batch; None if the trainer does not say.
+        inside: Whether the trainer has said that a micro-batch of its loop begins, and not yet that it ends.
         number: The number of the window in which it began.
         expected_end: The number of the window that the trainer's last micro-batch was to end; None inside a window.
         all_windows: Those of all optimizers, held weakly, in one order on all ranks, if a backward may end it.
@@ -90,15 +114,12 @@ class TrainerWindow:
         self.ends = self.sends = False
         self.sums = False
         self.splits_differ = False
-        self.stepped = self.dropped = self.overrun = False
-        self._left: list[tuple[weakref.ref[Tensor], int] | None] = []  # `.grad`s, and their versions, after the step
         self._scaler = _enabled(scaler)
         self.requires_closure, self.takes_closure = needs_closure(optimizer), may_call_closure(optimizer)
         self.gets_closure = self.requires_closure or (closures and self.takes_closure)
         self.exclusive = exclusive
-        self.micro_batch: int | None = None
+        self.inside = False
         self.folds = False
-        self._promised: tuple[float | Tensor, Tensor] | None = None
         # Sums that are `.grad`s now: whose, and the `.grad` of which tensor, of which version.
         self._shown: list[tuple[FlatBuffer, Segment, Tensor, Tensor, int]] = []
         self._idle = False
@@ -106,12 +127,12 @@ class TrainerWindow:
         self.expected_end: int | None = None
         self.all_windows: Sequence[weakref.ref[TrainerWindow]] = ()
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
-        self.running: MicroBatch | None = None
         self._accumulate = functools.partial(
             OptimizerAccumulator, self.modules, optimizer, exclusive=exclusive, **options
         )
         self.current = self._accumulate(scaler=self._scaler, masters={})
         self.accumulator, self.engine = self.current.accumulator, self.current.engine
+        self.state = WindowState(self.engine.window)
 
     # ---- the accumulator
 
@@ -135,6 +156,7 @@ class TrainerWindow:
         self.current.engine.succeed(self.engine)
         vars(self.accumulator).update(vars(self.current.accumulator))
         self.current.accumulator, self.engine = self.accumulator, self.current.engine
+        self.state = WindowState(self.engine.window)
 
     def scales_by(self, scaler: torch.amp.GradScaler | None) -> bool:
         """Whether losses are scaled by this one."""
@@ -171,7 +193,7 @@ class TrainerWindow:
     @property
     def spent(self) -> bool:
         """Whether it has ended, and its gradients were stepped or dropped."""
-        if not self.finalized or self.stepped or self.dropped:
+        if not self.finalized or self.state.stepped or self.state.dropped:
             return self.finalized
         return all(p.grad is None for p in self.accumulator.parameters())  # by way of the model
 
@@ -200,7 +222,7 @@ class TrainerWindow:
             self.check_not_local()
         if not (waits and self.finalized and not self.spent):
             self.open()
-        self.micro_batch, self.number = 0, self.engine.window.number
+        self.state.backwards, self.inside, self.number = 0, True, self.engine.window.number
 
     def _miss_end(self) -> None:
         """Tell other ranks of a window that this rank has not ended.
@@ -238,11 +260,11 @@ class TrainerWindow:
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
         """
-        if self.stepped:
+        if self.state.stepped:
             self._open_for_own()
-        if not self.finalized:  # the user's own `zero_()` or `load_state_dict()` has opened it
-            self.stepped = self.dropped = self.overrun = False
-        else:
+        if self.state.window is not self.engine.window:  # the user's own `zero_()` or `load_state_dict()` has opened it
+            self.state = WindowState(self.engine.window)
+        if self.finalized:
             if not self.spent:
                 raise RuntimeError(
                     "backward after the last one of its window: step the optimizer before, or drop the window with "
@@ -276,7 +298,7 @@ class TrainerWindow:
                 "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
                 "all of them a weight, or none"
             )
-        self.running = None
+        self.state.running = None
         plain = sums or (not isinstance(divided_by, Tensor) and divided_by == 1)
         self.made_up_for, self.divisions, self.ends = None if plain else divided_by, divisions, ends
         self.sends = ends and self.current.sends_in_backward
@@ -355,8 +377,8 @@ class TrainerWindow:
 
     def take(self, loss: Tensor | None) -> None:
         """Count the current micro-batch; `loss` is its unscaled loss."""
-        micro_batch = self.running or self.engine.micro_batch(1.0, divided_by=self.made_up_for)
-        self.running = None
+        micro_batch = self.state.running or self.engine.micro_batch(1.0, divided_by=self.made_up_for)
+        self.state.running = None
         with torch.no_grad():
             self.engine.accumulate(micro_batch._replace(loss=loss))
         self.engine.misuse.note_loss(self._loss_divided_by)
@@ -409,9 +431,9 @@ class TrainerWindow:
         Raises:
             RuntimeError: It has ended, and a backward has reached its parameters since.
         """
-        if self.stepped:
+        if self.state.stepped:
             self._open_for_own()
-        if self.overrun and not self.spent:
+        if self.state.overrun and not self.spent:
             raise RuntimeError(
                 "a loss has reached parameters of an optimizer whose window had ended, and neither was stepped or "
                 "cleared: call optimizer.zero_grad() before its own losses, or keep its parameters out of others' "
@@ -445,7 +467,7 @@ class TrainerWindow:
     def _open_for_own(self) -> None:
         """Open the next window if a backward of the loop's own, which opens none, has left gradients since the step."""
         grads = [(entry.param, entry.param.grad) for entry in self.engine.store.named]
-        for (_, grad), left in zip(grads, self._left, strict=True):
+        for (_, grad), left in zip(grads, self.state.left, strict=True):
             if grad is not None and (left is None or left[0]() is not grad or left[1] != grad._version):
                 self.close()
                 for p, own in grads:
@@ -459,7 +481,7 @@ class TrainerWindow:
         """
         if self._shown:
             self.take_back()
-        self.running = None
+        self.state.running = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, its gradients count once
             if self.engine.window.micro_batches and not self.sums and "own backward" not in self.engine.misuse.once:
                 self.engine.misuse.once.add("own backward")
@@ -480,7 +502,7 @@ class TrainerWindow:
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; returns its norm before clipping."""
-        if self.stepped or self.overrun or not self.finalized:
+        if self.state.stepped or self.state.overrun or not self.finalized:
             self.finalize()
         if not self.finalized:
             return torch.zeros(())
@@ -489,8 +511,9 @@ class TrainerWindow:
     def clip_in_step(self, max_norm: float | Tensor) -> Tensor:
         """Clip in `step`, which fills in the norm returned here; no code looks at `.grad` before."""
         store = self.engine.store
-        self._promised = max_norm, torch.zeros((), dtype=store.layout.result_dtype, device=store.layout.device)
-        return self._promised[1]
+        norm = torch.zeros((), dtype=store.layout.result_dtype, device=store.layout.device)
+        self.state.promised = max_norm, norm
+        return norm
 
     def step(self, result: Any, *, again: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """Step the optimizer and update the scale, as GradScaler does; a window with an overflow is skipped.
@@ -505,9 +528,10 @@ class TrainerWindow:
         """
         if self.engine.ranks.ends_together:
             self.check_not_local()
-        max_norm, norm = self._promised or (None, None)
+        state = self.state
+        max_norm, norm = state.promised or (None, None)
         found = self._step(result, max_norm, again, kwargs)
-        self._promised = None  # kept if it raises: the next step clips, too
+        state.promised = None  # kept if it raises: the next step clips, too
         if norm is not None and found is not None:
             norm.copy_(found)
 
@@ -515,9 +539,9 @@ class TrainerWindow:
         self, result: Any, max_norm: float | Tensor | None, again: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Tensor | None:
         """Step, and return the norm before clipping, with `max_norm`."""
-        if self.stepped:
+        if self.state.stepped:
             self._open_for_own()
-        if self.stepped:
+        if self.state.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
         with contextlib.nullcontext() if self._scaler is None else separated(self._scaler, self.optimizer):
@@ -527,15 +551,15 @@ class TrainerWindow:
                     ran = self.accumulator.micro_batches > 0
                     if ran or self.several_ranks:
                         norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
-                        self._reset()
+                        self.state = WindowState(self.engine.window)
                         self._idle = not ran and not self.engine.ending.last.reached
                         return norm
-            if self.overrun or not self.finalized:
+            if self.state.overrun or not self.finalized:
                 self.finalize()
             # After `finalize`, which has asked the other ranks, sums are those of all.
             self._idle = self.engine.window.micro_batches == 0 and 1 not in self.engine.store.touched_bytes()
             if self._idle:  # as in stock torch: nothing moves, and schedulers go on
-                self._left, self.stepped = [None] * len(self.engine.store.named), self.finalized
+                self.state.left, self.state.stepped = [None] * len(self.engine.store.named), self.finalized
                 if self._scaler is None and not self.gets_closure:
                     self.optimizer.step(**kwargs)
                 return None
@@ -552,12 +576,12 @@ class TrainerWindow:
                 elif not self.engine.ending.was_skipped():
                     self.optimizer.step(*args, **kwargs)
         if self.engine.ranks.size > 1:
-            self.dropped = self.spent  # all ranks drop it, or the next end says which do not
-        self._left = [
+            self.state.dropped = self.spent  # all ranks drop it, or the next end says which do not
+        self.state.left = [
             None if (grad := entry.param.grad) is None else (weakref.ref(grad), grad._version)
             for entry in self.engine.store.named
         ]
-        self.stepped = True  # last: what an interrupt leaves would count again, as the loop's own
+        self.state.stepped = True  # last: what an interrupt leaves would count again, as the loop's own
         return norm
 
     @property
@@ -623,25 +647,20 @@ class TrainerWindow:
         """
         if self.engine.window.sent.count and not self.finalized:
             self.finalize()
-        dropped = self.dropped or (self.finalized and not self.stepped)
+        dropped = self.state.dropped or (self.finalized and not self.state.stepped)
         self._shown = []
         self.accumulator.zero_()
         if dropped:
             self.engine.window.miss_end()
-        self._reset()
+        self.state = WindowState(self.engine.window)
 
     def drop_grads(self, set_to_none: bool) -> None:
         """Run the optimizer's own `zero_grad`, which drops a window that has ended and was not stepped.
 
         A step before the next window finds what is left in `.grad`, and updates the scale by what was there.
         """
-        self.dropped = self.finalized and not self.stepped
+        self.state.dropped = self.finalized and not self.state.stepped
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
-
-    def _reset(self) -> None:
-        self.stepped = self.dropped = self.overrun = False
-        self.running = self._promised = None
-        self.micro_batch = None if self.micro_batch is None else 0
 
 
 def _enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:

@@ -319,6 +319,29 @@ def test_accelerate_drops_a_stepped_window_by_its_accumulator(precision):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def test_accelerate_forgets_the_clipping_of_a_step_that_failed():
+    """A window that is dropped by its accumulator takes with it what the next step would have clipped by."""
+    accelerator, twin = make(of_accelerate.Accelerator, steps=1), mlp()
+    accelerator.reads_gradients = False
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+    x, y = batch(SIZE)
+    with accelerator.accumulate(model):
+        accelerator.backward(mse_loss(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+        hook = optimizer.optimizer.register_step_pre_hook(interrupts)
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer.step()
+        hook.remove()
+        accelerator.accumulator.zero_()
+    with accelerator.accumulate(model):
+        accelerator.backward(mse_loss(model(x), y))
+        optimizer.step()
+    mse_loss(twin(x), y).backward()
+    momentum(twin.parameters()).step()
+    assert_close(twin, model)
+
+
 def interrupts(*_):
     """As Ctrl-C there does."""
     raise KeyboardInterrupt
