@@ -182,6 +182,7 @@ class FusedAccumulation(pl.Callback):
             for name in _COMMUNICATE:
                 self._set(strategy, name, self._communicating(getattr(strategy, name)))
         else:
+            self._set(precision, "pre_backward", self._pre_backward)
             for optimizer in strategy._lightning_optimizers:
                 if (window := self._window_of(optimizer)) is not None:
                     zero_grad = functools.partial(_zero_grad, window, self._drops)
@@ -295,18 +296,20 @@ class FusedAccumulation(pl.Callback):
         begins, self._begins = self._begins, False
         return begins or self._manual
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Open the next window after a step, which manual optimization may take inside a batch."""
-        if self._split is not None:  # `_training_step` has run it
-            return
+    def _pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
+        """Open the next window after a step, which manual optimization may take inside a batch.
+
+        Not a hook of ours, since Lightning's finders train without callbacks.
+        """
         if self._begins:
-            self._say_not_cleared(pl_module)
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        if pl_module.automatic_optimization:  # where Lightning divides, even by 1
-            ends = not trainer.fit_loop._should_accumulate()
-            self._begin(trainer.accumulate_grad_batches, 1 + scaled, ends)
+            self._say_not_cleared(module)
+        scaled = getattr(self._precision, "scaler", None) is not None
+        if module.automatic_optimization:  # where Lightning divides, even by 1
+            ends = not module.trainer.fit_loop._should_accumulate()
+            self._begin(module.trainer.accumulate_grad_batches, 1 + scaled, ends)
         else:  # we cannot know which backward is the last
             self._begin(1, int(scaled))
+        return type(self._precision).pre_backward(self._precision, tensor, module)
 
     def _say_not_cleared(self, pl_module: pl.LightningModule) -> None:
         """Say once that the module's `optimizer_zero_grad` has left gradients, if there are any."""

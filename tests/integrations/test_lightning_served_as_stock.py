@@ -18,6 +18,7 @@ pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import (  # noqa: E402
     BackboneFinetuning,
     LambdaCallback,
+    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
@@ -648,6 +649,34 @@ def test_scale_batch_size(mode, tmp_path):
         found.append((size, model))
     assert found[0][0] == found[1][0] > 1
     assert_close(found[0][1], found[1][1])
+
+
+class FindsLater(LearningRateFinder):
+    """Before the first epoch, inside `fit`: https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html."""
+
+    def on_fit_start(self, trainer, pl_module):
+        """Not here."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            self.lr_find(trainer, pl_module)
+
+
+def finder():
+    """Of six steps, which would go beyond what the model trains."""
+    return FindsLater(0.01, 1.0, num_training_steps=6, early_stop_threshold=None, update_attr=False)
+
+
+def test_a_finder_inside_fit(tmp_path):
+    """It trains without callbacks, as Lightning does."""
+    found = []
+    for callbacks in ([], [FusedAccumulation()]):
+        one = finder()
+        model = Module(lambda module: torch.optim.SGD(module.parameters(), lr=0.01))
+        quiet_trainer(one, *callbacks, epochs=8, default_root_dir=tmp_path).fit(model)
+        found.append(one.optimal_lr.results["loss"])
+    assert len(found[0]) == 6
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_optimizers_that_share_parameters(caplog):
