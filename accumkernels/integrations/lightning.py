@@ -233,6 +233,10 @@ class FusedAccumulation(pl.Callback):
         """
         reads = not self._nobody_reads_gradients(pl_module)
         self._read_elsewhere = trainer.strategy.reduce_boolean_decision(reads, all=False)
+        self._load_over()
+
+    def _load_over(self) -> None:
+        """Load the state over what was trained or loaded since `on_fit_start`."""
         for window in self._windows:
             window.close()
             window.accumulator.refresh_masters()
@@ -615,6 +619,8 @@ class FusedAccumulation(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until `fit` makes the accumulators."""
         self._saved = dict(state_dict) or None
+        if self._windows:  # a finder of Lightning's restores what it has trained
+            self._load_over()
 
 
 def _zero_grad(window: TrainerWindow, drops: Callable[[], bool], set_to_none: bool = True) -> None:

@@ -679,6 +679,27 @@ def test_a_finder_inside_fit(tmp_path):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+def test_masters_after_a_finder_inside_fit(tmp_path):
+    """They are restored as the model is, with the bits below the model's rounding."""
+
+    class Ends(pl.Callback):
+        def on_train_end(self, trainer, module):
+            if any(one is self for one in trainer.callbacks):
+                trained.append([p.clone() for p in FusedAccumulation.of(trainer).accumulator.parameters()])
+
+    class In16Bit(Module):
+        def loss(self, data):
+            return super().loss([t.bfloat16() for t in data])
+
+    trained = []
+    for callbacks in ([], [finder()]):
+        callbacks += [FusedAccumulation(master_weights=True), Ends()]
+        one = quiet_trainer(*callbacks, epochs=8, precision="bf16-true", default_root_dir=tmp_path)
+        one.fit(In16Bit(lambda module: torch.optim.SGD(module.parameters(), lr=0.01)))
+    assert all(map(same_bits, *trained))
+    assert all(p.dtype == torch.float32 for p in trained[0])
+
+
 def test_optimizers_that_share_parameters(caplog):
     """Are left to Lightning, with a warning."""
 
