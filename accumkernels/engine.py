@@ -432,7 +432,7 @@ class Engine:
             self.flush()
             self.store.check_sums(self.window.micro_batches, self.options.overflow is not None)
             self.patience.silence()
-        saved = save(self.store, self.ranks, self.window, self.runner.serial, reduced=reduced)
+        saved = save(self.store, self.ranks, self.window, self.runner.serial, reduced=reduced, sums=whole)
         reduced = reduced and self.ranks.reduces_sums
         joined = saved["sums"].values() if reduced else None
         saved |= {

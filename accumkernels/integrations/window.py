@@ -603,13 +603,13 @@ class TrainerWindow:
         Args:
             whole: Whether the open window is in it. Without, this may be called at any moment, on any ranks.
         """
-        if not whole:
-            return self.engine.state_dict(reduced=False, whole=False)
-        if self.spent:
-            self.close()
-        done = self.accumulator.micro_batches
-        if self.several_ranks:  # and any of them may be inside a window
+        done = 0 if self.spent else self.accumulator.micro_batches
+        if whole and self.several_ranks:  # and any of them may be inside a window
             (done,) = self.engine.ranks.largest([done], self.engine.store.layout.device)
+        if whole and self.spent and (done or self.engine.store.unplaced()):
+            self.close()
+        if not whole or self.spent:  # whose `.grad`s hooks may look at until the trainer clears them
+            return self.engine.state_dict(reduced=False, whole=False)
         return self.accumulator.state_dict(reduced=self.several_ranks and done > 0)
 
     @contextlib.contextmanager

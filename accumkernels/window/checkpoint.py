@@ -57,7 +57,7 @@ def saved_by_dcp() -> bool:
     return False
 
 
-def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bool) -> dict[str, Any]:
+def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bool, sums: bool) -> dict[str, Any]:
     """Save the window, its sums, the masters, and which gradients were not finite; synchronises.
 
     Args:
@@ -66,6 +66,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
         window: The open window.
         serial: Number of micro-batches ever accumulated.
         reduced: Whether the state covers all ranks; for DTensors it always does. Saving is collective then.
+        sums: Whether to copy the window's sums.
 
     Raises:
         RuntimeError: the state should cover all ranks, but they accumulate different parameters.
@@ -75,7 +76,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
     state, flags, of_window = store.state().clone(), [b.flags.clone() for b in store.buffers], window.state_dict()
     loss = window.loss.sums()
     losses = torch.zeros_like(state[:2]) if loss is None else loss
-    touched = [buffer.touched for buffer in store.buffers]
+    touched = [buffer.touched if sums else bytearray(len(buffer.touched)) for buffer in store.buffers]
     tensors = [buffer.tensor for buffer in store.buffers]
 
     if of_all:

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     BackboneFinetuning,
     LambdaCallback,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
@@ -216,6 +217,30 @@ def test_hooks_of_objects(where):
         return module
 
     assert_close(*both(make, *([] if hasattr(pl.LightningModule, where) else [HOOKS[where]])))
+
+
+def test_gradients_after_a_checkpoint(tmp_path):
+    """They stay until Lightning clears them, as where none is saved."""
+
+    class Looks(Module):
+        def look(self):
+            seen[-1].append([p.grad.clone() for p in self.parameters()])
+
+        def on_train_batch_end(self, outputs, data, index):
+            if index % 4 == 3:
+                self.look()
+
+        def on_before_zero_grad(self, optimizer):
+            if self.trainer.global_step:
+                self.look()
+
+    seen = []
+    for ours in (False, True):
+        seen.append([])
+        callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=1), *([FusedAccumulation()] if ours else [])]
+        quiet_trainer(*callbacks, enable_checkpointing=True, epochs=2).fit(Looks())
+    assert len(seen[0]) == 7
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-5, atol=1e-7)
 
 
 class EditsInStep(Module):
