@@ -79,6 +79,7 @@ class FusedAccumulation(pl.Callback):
         self._read_elsewhere = False  # whether code on another rank looks at `.grad`
         self._batch_weight: float | Tensor = 1.0
         self._windows: list[TrainerWindow] = []
+        self._optimizers: list[Optimizer] = []  # the Trainer's
         self._loss: Tensor | None = None  # of the last backward, not scaled
         self._stepped: list[int] = []  # indices of windows that this batch has stepped
         self._before: list[int] = []  # micro-batches of each window that are not this batch's
@@ -158,6 +159,7 @@ class FusedAccumulation(pl.Callback):
                 TrainerWindow([model], optimizer, scaler, exclusive=exclusive, closures=True, **self._options)
             )
         self._before = [0] * len(self._windows)
+        self._optimizers = list(trainer.optimizers)
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand
         self._load()
@@ -235,6 +237,24 @@ class FusedAccumulation(pl.Callback):
         self._read_elsewhere = trainer.strategy.reduce_boolean_decision(reads, all=False)
         self._load_over()
 
+    def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the accumulators anew if a hook has given the Trainer other optimizers.
+
+        Raises:
+            RuntimeError: That was inside a window.
+        """
+        if trainer.optimizers == self._optimizers or self._precision is None:
+            return
+        if done := max((0 if w.spent else w.accumulator.micro_batches for w in self._windows), default=0):
+            raise RuntimeError(
+                f"the Trainer got other optimizers after {done} micro-batches of a window, which they will not see: "
+                "set them between windows, as in on_train_epoch_start, or drop the window before, with "
+                "FusedAccumulation.of(trainer).accumulator.zero_()"
+            )
+        self._release()
+        self.on_fit_start(trainer, pl_module)
+        self.on_train_start(trainer, pl_module)
+
     def _load_over(self) -> None:
         """Load the state over what was trained or loaded since `on_fit_start`."""
         for window in self._windows:
@@ -281,6 +301,7 @@ class FusedAccumulation(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Open the next window after a step, unless hooks may look at its gradients, and ask for the batch's weight."""
+        self._follow(trainer, pl_module)
         for window in self._windows:
             if self._manual or window.folds or window.current.outgrown:
                 window.open()
@@ -305,6 +326,7 @@ class FusedAccumulation(pl.Callback):
 
         Not a hook of ours, since Lightning's finders train without callbacks.
         """
+        self._follow(module.trainer, module)  # `on_train_batch_start` of a module comes after ours
         if self._begins:
             self._say_not_cleared(module)
         scaled = getattr(self._precision, "scaler", None) is not None

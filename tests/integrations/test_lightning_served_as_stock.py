@@ -327,6 +327,31 @@ def test_zero_grad_clears_a_late_parameter():
     assert_close(stock, ours)
 
 
+class Swaps(Module):
+    """The Trainer gets another optimizer before a batch of the second epoch."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def on_train_batch_start(self, data, index):
+        if self.trainer.current_epoch == 1 and index == self.at:
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_another_optimizer(at, caplog):
+    """Between windows: it gets the gradients."""
+    assert_close(*both(lambda: Swaps(at), epochs=3))
+    assert caplog.records == []
+
+
+def test_another_optimizer_inside_a_window():
+    """Is refused: its step would not see what was accumulated for the last one."""
+    with pytest.raises(RuntimeError, match="other optimizers after 2 micro-batches"):
+        quiet_trainer(FusedAccumulation(), epochs=2).fit(Swaps(2))
+
+
 class Penalized(Module):
     """Runs a backward of its own in each batch, which Lightning does not divide."""
 
