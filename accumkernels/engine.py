@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .arguments import Options, Split, as_scalar
 from .batch_statistics import synchronised_batchnorm, warn_of_batchnorm
+from .buffers.flat import SquaredNorms
 from .buffers.parameters import named_parameters
 from .buffers.store import Store
 from .capture.inbox import Bucket, MicroBatch
@@ -109,7 +110,7 @@ class Engine:
         half_life = None if isinstance(options.noise_scale, bool) else float(options.noise_scale)
         self.noise = NoiseMeter(half_life, options.noise_scale is not False, self.ranks)
         add = Hook(self, Engine._add_of_loop, in_graphs=True)
-        self.runner = MicroBatchRunner(self.store, self.ranks, self.scaler, self.noise, options, add)
+        self.runner = MicroBatchRunner(self.store, self.ranks, self.scaler, options, add)
         self.ending = End(self.store, self.ranks, self.scaler, options.overflow, self.noise)
         self.misuse = MisuseDetector(self.store, self.ranks, self.scaler, self.runner.is_uncounted, self.runner.flush)
         self.patience = Patience(self)
@@ -173,12 +174,11 @@ class Engine:
         """Open a window, new or from a state, after `number` others have ended."""
         device = self.store.layout.devices[0]
         if state is None:
-            self.window = Window(number, WindowLoss(device))
+            self.window = Window(number, WindowLoss(device), squares=SquaredNorms() if self.noise.on else None)
         else:
+            squares = self.noise.load_state_dict(state["noise_scale"], self.store.layout.device)
             loss = torch.tensor(state["loss"], dtype=torch.float64, device=device) if any(state["loss"]) else None
-            self.window = Window.of_state(state["window"], WindowLoss(device, loss))
-        if self.noise.on or self.noise.measuring:
-            self.noise.open_window()
+            self.window = Window.of_state(state["window"], WindowLoss(device, loss), squares)
         self.runner.open_window()
         self.misuse.open_window(self.window)
 
@@ -191,7 +191,7 @@ class Engine:
 
     def micro_batch(self, weight: float | Tensor, **about: Any) -> MicroBatch:
         """Make the next micro-batch, with other fields of `MicroBatch`."""
-        return MicroBatch(weight, self.runner.serial + 1, **about)
+        return MicroBatch(weight, self.runner.serial + 1, squares=self.window.squares, **about)
 
     @profiled
     def accumulate(self, micro_batch: MicroBatch) -> None:
@@ -206,7 +206,7 @@ class Engine:
             self.patience.record(self.window.micro_batches)
 
     def _add_of_loop(self, bucket: Bucket) -> None:
-        self.runner.add_of_loop(self.window, bucket)
+        self.runner.add_of_loop(self.window, self.micro_batch(1.0), bucket)
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, **kwargs: Any) -> None:
         """Run a micro-batch: backward of its plain loss, with arguments of `Tensor.backward`, and `accumulate`."""
@@ -437,7 +437,7 @@ class Engine:
         joined = saved["sums"].values() if reduced else None
         saved |= {
             **self.ending.state_dict(),
-            "noise_scale": self.noise.state_dict(self.store.layout.device, joined),
+            "noise_scale": self.noise.state_dict(self.window.squares, self.store.layout.device, joined),
         }
         if self.batches.learned.batches and not (self.store.sharded or reduced):
             saved["batches"] = self.batches.learned.state()
@@ -457,7 +457,6 @@ class Engine:
         self.patience.silence()  # the run that saved it is over, too, and may have ended windows
         self.runner.resume(state["serial"])
         self.ending.load_state_dict(state)
-        self.noise.load_state_dict(state["noise_scale"], self.store.layout.device)
         if "batches" in state:
             self.batches.learned.load(state["batches"])
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..devices import is_accelerator, keep_until_done
 from ..errors import logger
 from ..ops.schema import State
-from .parameters import NamedParameter, is_dtensor, local
+from .parameters import NamedParameter, is_dtensor, local, move
 
 # ---- Large CPU tensors on huge pages, if the system grants them on request: an eighth less time per pass
 
@@ -489,6 +489,43 @@ class FlatBuffer:
             ranges.append((start, s.offset + s.numel))
             previous = s.index
         return [self.tensor[start:end] for start, end in ranges]
+
+
+class SquaredNorms:
+    """The squared norms of one window's micro-batches, which the accumulate pass adds up on each device."""
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, Tensor] = {}
+        self._seen: tuple[int, dict[FlatBuffer, set[int]]] = 0, {}  # which segments got a gradient in a micro-batch
+
+    @classmethod
+    def of(cls, sums: Tensor) -> SquaredNorms:
+        """Go on from the sums of a window that was saved."""
+        norms = cls()
+        norms._found[sums.device] = sums
+        return norms
+
+    def at(self, buffer: FlatBuffer, segments: Sequence[int], serial: int) -> Tensor:
+        """Return the pass's `sq_norm` output for the gradients of micro-batch `serial`.
+
+        The squared norms of a micro-batch's buckets add up, unless a parameter's gradient comes in several parts; then
+        the window does not count.
+        """
+        device = buffer.device
+        if device not in self._found:
+            self._found[device] = torch.zeros(2, dtype=torch.float64, device=device)
+        if serial != self._seen[0]:
+            self._seen = serial, {}
+        seen = self._seen[1].setdefault(buffer, set())
+        if not seen.isdisjoint(segments):
+            self._found[device].fill_(torch.nan)
+        seen.update(segments)
+        return self._found[device]
+
+    def sums(self, device: torch.device) -> Tensor:
+        """Return fp64 `[2]`: `sum w_i |g_i|^2` and the squared norm of the window's sum."""
+        parts = [move(norms, device) for norms in self._found.values()]
+        return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 
 
 def buffer_dtype(dtype: torch.dtype) -> torch.dtype:

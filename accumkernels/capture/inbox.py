@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..buffers.flat import FlatBuffer
+from ..buffers.flat import FlatBuffer, SquaredNorms
 from ..buffers.parameters import is_dtensor, is_offloaded, local_grad
 from ..buffers.store import Store
 from ..devices import StreamOrder, Streams, is_accelerator, is_capturing
@@ -41,6 +41,7 @@ class MicroBatch(NamedTuple):
         divided_by: What a trainer has divided its loss by. Gradients are multiplied by it while they are added, so that
             sums, norms and divisors are those of the undivided loss; None: by nothing.
         scale: The loss scale that its gradients carry, where they are added later; None: the GradScaler's own.
+        squares: Where the squared norms of its gradients are added up; None: they are not measured.
     """
 
     weight: float | Tensor
@@ -52,6 +53,7 @@ class MicroBatch(NamedTuple):
     unit: float | None = 1.0
     divided_by: float | Tensor | None = None
     scale: Tensor | None = None
+    squares: SquaredNorms | None = None
 
     @property
     def undivided(self) -> Tensor | None:

@@ -157,8 +157,8 @@ def run_for_all(
     if windows:
         loss, weighed = windows[0].weigh(loss, weight, last=alone and windows[0].sends)
     for window in windows:
-        tag = window.engine.micro_batch(1.0).tag
-        window.state.running = weighed._replace(tag=tag, divided_by=window.made_up_for)
+        its = window.engine.micro_batch(1.0)
+        window.state.running = weighed._replace(tag=its.tag, squares=its.squares, divided_by=window.made_up_for)
     _run(windows, functools.partial(backward, loss), loss, shared=not alone, leaves=leaves)
 
 

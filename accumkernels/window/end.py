@@ -280,7 +280,7 @@ class End:
         """
         store, checks = self._store, self._overflow is not None
         state = store.state()
-        squares = self._noise.sums(store.layout.device) if self._noise.measuring else None
+        squares = None if window.squares is None else window.squares.sums(store.layout.device)
         touched = store.touched_bytes()
         if not self._graphs and is_capturing(state.device):
             self._graphs = True

@@ -26,7 +26,6 @@ from ..ranks.base import PendingUnit, Ranks
 from .grad_scaler import LossScaler, backward_from, current_scale, loss_scale, scaled_backward
 from .loss_weighting import LossWeighting, SharedLoss, grad_weight
 from .misuse import warn_of_nothing
-from .noise_scale import NoiseMeter
 from .optimizers import owned
 from .state import Window
 
@@ -38,7 +37,6 @@ class MicroBatchRunner:
         store: Flat buffers and states.
         ranks: Their sender decides which gradients go out while a backward runs.
         scaler: Scales losses.
-        noise: Collects the sums that the noise scale needs.
         options: FusedAccumulator's.
         add: Calls `add_of_loop`.
 
@@ -55,7 +53,6 @@ class MicroBatchRunner:
         store: Store,
         ranks: Ranks,
         scaler: LossScaler | None,
-        noise: NoiseMeter,
         options: Options,
         add: Callable[[Bucket], None],
     ) -> None:
@@ -66,7 +63,6 @@ class MicroBatchRunner:
         self._sender = ranks.sender
         self._scaler = scaler
         self._overflow = options.overflow
-        self._noise = noise
         self._weighting = LossWeighting(ranks.weight_key)
         self._once: set[str] = set()  # what was said, and is not again
         self.offload = None if store.slots is None else Offload(cast(Slots, store.slots), self)
@@ -76,7 +72,7 @@ class MicroBatchRunner:
         self.captures = self._make_captures()
         self._watches = Watches(self)
         self._watches.follow(store.buffers)
-        self._sums = Sums(store, ranks, noise, options)
+        self._sums = Sums(store, ranks, options)
         self._shared_loss = SharedLoss(store, Hook(self, MicroBatchRunner.is_uncounted))
 
     # ---- the life of a window
@@ -266,14 +262,14 @@ class MicroBatchRunner:
         """Whether a backward has left uncounted gradients."""
         return self.is_uncounted() or any(p.grad is not None for b in self._store.buffers for p in b.params)
 
-    def add_of_loop(self, window: Window, bucket: Bucket) -> None:
+    def add_of_loop(self, window: Window, micro_batch: MicroBatch, bucket: Bucket) -> None:
         """Add gradients of the loop's own backward, for which no window was prepared; the weight is 1."""
         self._store.allocate()
         if self.offload is not None:
-            self.offload.add(bucket, MicroBatch(1.0, self.serial + 1))
+            self.offload.add(bucket, micro_batch)
             return
         window.sent.check(bucket)
-        self._sums.add(bucket, MicroBatch(1.0, self.serial + 1))
+        self._sums.add(bucket, micro_batch)
 
     def accumulate(self, window: Window, micro_batch: MicroBatch) -> None:
         """Add a micro-batch's gradients, and count it."""
@@ -337,7 +333,7 @@ class MicroBatchRunner:
             self._shared_loss.forget()
         self.serial = micro_batch.tag
         window.count(weight, micro_batch.ran_backward)
-        if self._noise.measuring or window.weighed_after:
+        if window.squares is not None or window.weighed_after:
             window.note_order(weight)
         if self.casts is not None:
             self.casts.hold()
@@ -405,7 +401,6 @@ class Sums(Sink):
     Args:
         store: The flat buffers and states.
         ranks: Drop a micro-batch together if its gradients are sharded.
-        noise: Collects the sums that the noise scale needs.
         options: FusedAccumulator's; the scaler has the scale that gradients carry.
 
     Attributes:
@@ -413,19 +408,18 @@ class Sums(Sink):
             gradients before it adds any, but may run out of memory after it has added some.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, noise: NoiseMeter, options: Options) -> None:
+    def __init__(self, store: Store, ranks: Ranks, options: Options) -> None:
         self._store = store
         self._ranks = ranks
         self._scaler = options.scaler
         self._checks = options.overflow is not None
-        self._noise = noise
         self.partial = False
 
     # ---- as a sink
 
     def multiplier(self, micro_batch: MicroBatch) -> float | Tensor | None:
         """See `Sink`."""
-        if self._noise.on or isinstance(micro_batch.unit, PendingUnit):
+        if micro_batch.squares is not None or isinstance(micro_batch.unit, PendingUnit):
             return None  # only backward knows what is left of the weight
         weight = micro_batch.weight if micro_batch.loss_weight is None else grad_weight(micro_batch)
         if self._scaler is not None or micro_batch.divided_by is not None:
@@ -460,9 +454,8 @@ class Sums(Sink):
         carried = loss_scale(scaler, micro_batch) if scaled else None
         for buffer, (segments, grads) in bucket:
             squares = weighted = None
-            if self._noise.measuring:
-                self._noise.record(buffer, segments, micro_batch.tag)
-                squares = self._noise.squares(buffer.device)
+            if micro_batch.squares is not None:
+                squares = micro_batch.squares.at(buffer, segments, micro_batch.tag)
                 weighted = squares if plain else torch.zeros_like(squares)
             counts = count and plain and buffer is first
             count = count and not counts

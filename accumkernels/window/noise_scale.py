@@ -23,13 +23,13 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..buffers.flat import FlatBuffer
+from ..buffers.flat import SquaredNorms
 from ..buffers.parameters import move
 from ..ops.schema import State
 from ..ranks.base import Ranks
@@ -101,8 +101,7 @@ class NoiseMeter:
         ranks: Tell how many rows of squares there are, if each rank has its own.
 
     Attributes:
-        on: Whether to measure windows, from the next `open_window` on.
-        measuring: Whether the open window is measured.
+        on: Whether windows are measured that open from now on.
     """
 
     def __init__(self, half_life: float | None, on: bool, ranks: Ranks) -> None:
@@ -110,53 +109,17 @@ class NoiseMeter:
         self._ranks = ranks
         self._keep = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._sums: Tensor | None = None
-        self._squares: dict[torch.device, Tensor] = {}
-        self.measuring = False
-        self._seen: tuple[int, dict[FlatBuffer, set[int]]] = 0, {}  # which segments got a gradient in a micro-batch
 
-    def turn_on(self, now: bool) -> None:
-        """Measure from the next window on, or (`now`) from the open one on, which holds nothing yet."""
+    def turn_on(self) -> None:
+        """Measure from the next window on."""
         self._ranks.check_noise_scale()
         self.on = True
-        if now:
-            self.open_window()
 
     def succeed(self, before: NoiseMeter) -> None:
         """Go on from where another one has stopped."""
         self._sums = before._sums
         if before.on:
-            self.turn_on(now=False)
-
-    def open_window(self) -> None:
-        """Clear the squares of the window that ended."""
-        self.measuring = self.on
-        for squares in self._squares.values():
-            squares.zero_()
-        self._seen = 0, {}
-
-    def squares(self, device: torch.device) -> Tensor:
-        """Return the accumulate pass's `sq_norm` output on `device`, in a window that is measured."""
-        if device not in self._squares:
-            self._squares[device] = torch.zeros(2, dtype=torch.float64, device=device)
-        return self._squares[device]
-
-    def record(self, buffer: FlatBuffer, segments: Sequence[int], serial: int) -> None:
-        """Note which gradients the accumulate pass adds for micro-batch `serial`.
-
-        The squared norms of a micro-batch's buckets add up, unless a parameter's gradient comes in several parts; then
-        the window does not count.
-        """
-        if serial != self._seen[0]:
-            self._seen = serial, {}
-        seen = self._seen[1].setdefault(buffer, set())
-        if not seen.isdisjoint(segments):
-            self._squares[buffer.device].fill_(torch.nan)
-        seen.update(segments)
-
-    def sums(self, device: torch.device) -> Tensor:
-        """Return fp64 `[2]`: `sum w_i |g_i|^2` and the squared norm of the window's sum."""
-        parts = [move(squares, device) for squares in self._squares.values()]
-        return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
+            self.turn_on()
 
     def end_window(self, state: Tensor, skip: Tensor, sums: Tensor) -> None:
         """Add a window that ends, unless it is skipped or has fewer than two micro-batches with weight.
@@ -164,7 +127,7 @@ class NoiseMeter:
         Args:
             state: The accumulator's state, fp64 `[4]`.
             skip: 0-d, 1.0 where the step does not happen.
-            sums: The result of `sums()`, or its sum over ranks.
+            sums: Those of the window's `SquaredNorms`, or their sum over ranks.
         """
         weight, used = state[State.WEIGHT], state[State.USED]
         of_micro_batches, of_sum = sums
@@ -178,41 +141,46 @@ class NoiseMeter:
         averaged.copy_(torch.where(counts, averaged * self._keep + window, averaged))
         self._sums[_Sums.WINDOWS] += counts
 
-    def state_dict(self, device: torch.device, joined: Iterable[Tensor] | None = None) -> dict[str, object]:
+    def state_dict(
+        self, norms: SquaredNorms | None, device: torch.device, joined: Iterable[Tensor] | None = None
+    ) -> dict[str, object]:
         """Return the averages and the open window's sums, with one row for each rank that has its own.
 
         Args:
+            norms: The window's, if it is measured.
             device: The first device.
             joined: The window's sums over all ranks, if the state covers all of them; collective then.
         """
         squares = None
-        if self._squares or (joined is not None and self.on):
-            total = self.sums(device)
+        if norms is not None or (joined is not None and self.on):
+            total = (norms or SquaredNorms()).sums(device)
             if joined is not None:
                 total = self._ranks.joined(total)
                 total[1] = sum(move(sum_.double().square().sum(), device) for sum_ in joined)
             squares = self._ranks.gather_rows(total).tolist()
         return {
             "on": self.on,
-            "measuring": self.measuring,
+            "measuring": norms is not None,
             "averages": None if self._sums is None else self._sums.tolist(),
             "squares": squares,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Load a `state_dict`, with averages on `device`."""
-        self.on, self.measuring = state["on"], state["measuring"]
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> SquaredNorms | None:
+        """Load a `state_dict`, with averages on `device`, and return what belongs to its window."""
+        self.on = state["on"]
         averages, rows = (
             None if state[key] is None else torch.tensor(state[key], dtype=torch.float64, device=device)
             for key in ("averages", "squares")
         )
         self._sums = averages
-        self._squares = {}
-        if rows is not None:
-            row, ranks = self._ranks.shard, self._ranks.shards
-            if len(rows) != ranks:  # the sharding differs from the saved one, so only the sum matters
-                rows = torch.nn.functional.pad(rows.sum(0, keepdim=True), (0, 0, 0, ranks - 1))
-            self._squares[device] = rows[row].clone()
+        if not state["measuring"]:
+            return None
+        if rows is None:
+            return SquaredNorms()
+        row, ranks = self._ranks.shard, self._ranks.shards
+        if len(rows) != ranks:  # the sharding differs from the saved one, so only the sum matters
+            rows = torch.nn.functional.pad(rows.sum(0, keepdim=True), (0, 0, 0, ranks - 1))
+        return SquaredNorms.of(rows[row].clone())
 
     def read(self) -> NoiseScale:
         """Take a snapshot of the averages."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..buffers.flat import SquaredNorms
 from ..buffers.parameters import move, whole
 from ..capture.inbox import MicroBatch
 from ..ranks.base import GlobalStats, backward_may_cross_ranks
@@ -162,6 +163,7 @@ class Window:
             are none.
         host_weight: Sum of the weights; None if only the device knows one of them, or the divisor.
         weighed_after: Whether a user's own loop left a weight other than 1 to the accumulate pass.
+        squares: The squared norms of its micro-batches; None if they are not measured.
         weights: A number that tells apart the sequences of its micro-batches' weights.
         counted_by_backward: Whether the accumulator ran the backward of the last micro-batch.
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
@@ -180,6 +182,7 @@ class Window:
     unsynced: Unsynced | None = None
     host_weight: float | None = 0.0
     weighed_after: bool = False
+    squares: SquaredNorms | None = None
     weights: float | Tensor = 0.0
     counted_by_backward: bool = False
     found_nothing: int = 0
@@ -219,6 +222,10 @@ class Window:
     def count_nothing(self) -> None:
         """Count an `accumulate` call that found no gradient."""
         self.found_nothing += 1
+
+    def measure(self) -> None:
+        """Measure its micro-batches, of which there was none yet."""
+        self.squares = SquaredNorms()
 
     def weigh_late(self) -> None:
         """Note that a user's own loop left a weight other than 1 to the accumulate pass."""
@@ -357,7 +364,7 @@ class Window:
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], loss: WindowLoss) -> Window:
+    def of_state(cls, state: Mapping[str, Any], loss: WindowLoss, squares: SquaredNorms | None) -> Window:
         """Make the window that `state_dict` has saved."""
         return cls(
             number=state["number"],
@@ -366,5 +373,6 @@ class Window:
             micro_batches=state["micro_batches"],
             host_weight=None if state["decided_on_device"] else state["host_weight"],
             resumed=state["micro_batches"] > 0,
+            squares=squares,
             dropped=state["dropped"],
         )

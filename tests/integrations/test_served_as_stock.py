@@ -591,3 +591,26 @@ def test_the_noise_scale_is_that_of_undivided_losses():
     mine, truth = accelerator.accumulator.noise_scale(), acc.noise_scale()
     assert mine.trace == pytest.approx(truth.trace, rel=1e-5)
     assert mine.grad_squared_norm == pytest.approx(truth.grad_squared_norm, rel=1e-5)
+
+
+def test_each_optimizer_has_its_own_noise_scale():
+    """One backward reaches the parameters of both; each measures those that it steps."""
+    accelerator, count = make(Accelerator, accumulator_options={"noise_scale": True}), 4
+    model, twin = mlp(), mlp()
+    parts = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+    model, *optimizers = accelerator.prepare(model, *(torch.optim.SGD(part, lr=0.0) for part in parts))
+    for i in range(count):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, i))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    every = [torch.autograd.grad(loss_of(twin, i), list(twin.parameters())) for i in range(count)]
+    for optimizer, ndim in zip(optimizers, (2, 1), strict=True):
+        flat = [torch.cat([g.double().flatten() for g in grads if g.ndim == ndim]) for grads in every]
+        of_mean = torch.stack(flat).mean(0).square().sum()
+        trace = (sum(g.square().sum() for g in flat) - count * of_mean) / (count - 1)
+        found = optimizer.window.accumulator.noise_scale()
+        assert found.windows == 1
+        assert found.trace == pytest.approx(trace.item(), rel=1e-5)  # sums are fp32
+        assert found.grad_squared_norm == pytest.approx((of_mean - trace / count).item(), rel=1e-4)

@@ -64,7 +64,7 @@ def continue_mid_window(rank, size):
             assert resumed.micro_batches == 2
             assert resumed.weight == acc.weight
             cpu = torch.device("cpu")
-            squares = [one.engine.noise.squares(cpu) for one in (resumed, acc)]
+            squares = [one.engine.window.squares.sums(cpu) for one in (resumed, acc)]
             assert torch.equal(*squares), "each rank has its own"
             norms = []
             for m, a, o in ((model, acc, optimizer), (other, resumed, theirs)):
