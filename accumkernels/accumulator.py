@@ -338,8 +338,6 @@ class FusedAccumulator:
         loss_scale = current_scale(self.engine.options.scaler)
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
-        if self.engine.runner.offload is not None:
-            metrics["offload_wait"] = self.engine.runner.offload.seconds_before
         if self.engine.noise.on:
             metrics["noise_scale"] = self.engine.noise.read().tensor()
         return metrics

@@ -390,7 +390,7 @@ class Engine:
         if self.scaler is not None:
             self.scaler.withdraw()
         if self.runner.offload is not None:
-            self.runner.offload.open_window()
+            self.runner.offload.drop()
         self.store.drop_grads()
         self.store.open_window()
         if window.outcome is not None and window.outcome.idle:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -84,10 +83,6 @@ class Offload(Sink):
     Args:
         slots: Where gradients are copied to.
         owner: The worker ends with it.
-
-    Attributes:
-        seconds: How long this window's end, and reads of its sums, have waited for the worker.
-        seconds_before: The same for the window before.
     """
 
     def __init__(self, slots: Slots, owner: object) -> None:
@@ -97,7 +92,6 @@ class Offload(Sink):
         self._alive: dict[torch.device, _Alive] = {}
         self._buckets: list[HostBucket] = []  # of the micro-batch that runs
         self._sources: Callable[[], Sequence[torch.Stream]] = tuple
-        self.seconds = self.seconds_before = 0.0
 
     def begin(self, sources: Callable[[], Sequence[torch.Stream]]) -> None:
         """Tell which streams have computed the current micro-batch's gradients."""
@@ -234,11 +228,7 @@ class Offload(Sink):
         Raises:
             RuntimeError: the worker raised, and says what; the window is lost.
         """
-        begin = time.perf_counter()
-        try:
-            self._worker.wait()
-        finally:
-            self.seconds += time.perf_counter() - begin
+        self._worker.wait()
         error = self._worker.error
         if error is not None:
             raise RuntimeError(
@@ -246,15 +236,14 @@ class Offload(Sink):
                 "broken: drop it by acc.zero_()"
             ) from error
 
-    def open_window(self) -> None:
+    def drop(self) -> None:
         """Drop what was submitted and not added, and an error with it."""
         self.discard()
         self._worker.cancel()
-        self.seconds_before, self.seconds = self.seconds, 0.0
 
     def remove(self) -> None:
         """End the worker."""
-        self.open_window()
+        self.drop()
         self._worker.stop()
 
 

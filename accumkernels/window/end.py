@@ -39,6 +39,7 @@ class _Last(NamedTuple):
         micro_batches: Number of its `accumulate` calls.
         verdict: fp64, see `ops.schema.VerdictField`; nobody changes it any more. None: no window has ended.
         loss: See `WindowLoss.sums`; called when metrics are read.
+        waited: See `Window`.
         norm: Its norm, if it was computed.
         counted: How many windows have ended, and were skipped, whose verdicts the host has.
         skipped_before: How many windows in a row before it took no step, as far as the host knows.
@@ -50,6 +51,7 @@ class _Last(NamedTuple):
     micro_batches: int = 0
     verdict: Tensor | None = None
     loss: Callable[[], Tensor | None] = lambda: None
+    waited: float = 0.0
     norm: Tensor | None = None
     counted: tuple[float, float] = (0.0, 0.0)
     skipped_before: int = 0
@@ -177,6 +179,8 @@ class End:
         if self._counts is not None:
             ended = self._counts.clone()
         found: dict[str, float | Tensor] = {"windows": ended[0], "windows_skipped": ended[1]}
+        if self._store.slots is not None:
+            found["offload_wait"] = last.waited
         if last.verdict is not None:
             verdict, loss = last.verdict.clone(), last.loss()
             found["micro_batches"] = last.micro_batches
@@ -350,7 +354,7 @@ class End:
         skip = verdict.skip
         counted, skipped = self._count(verdict.exact)
         captured, reached = self._graphs and is_capturing(skip.device), 1 in self.steps.plan.touched
-        about = window.micro_batches, verdict.exact, window.loss.sums
+        about = window.micro_batches, verdict.exact, window.loss.sums, window.waited
         before = self._count_skipped() if self.last.skipped is True else 0  # a frame less for nearly all
         self.last = _Last(skipped, captured, reached, *about, counted=counted, skipped_before=before)
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if

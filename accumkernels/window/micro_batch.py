@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -91,9 +92,11 @@ class MicroBatchRunner:
     def flush(self, window: Window) -> None:
         """Add what captures keep over micro-batches, or what is on its way to the host, before sums are read."""
         if self.offload is not None:
+            begin = time.perf_counter()
             try:
                 self.offload.wait()
             finally:
+                window.note_wait(time.perf_counter() - begin)
                 if self.offload.failed:
                     window.break_()
         if self.captures.graph is not None:

@@ -169,6 +169,7 @@ class Window:
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
         resumed: Whether it was loaded with micro-batches of the run that saved it.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
+        waited: Seconds for which its end, and reads of its sums, have waited for gradients to be added on the host.
         sent: What was sent of it to other ranks.
         outcome: What it ended with, once it is finalized.
         exposed: Whether optimizers have got `.grad`s.
@@ -188,6 +189,7 @@ class Window:
     found_nothing: int = 0
     resumed: bool = False
     dropped: bool = False
+    waited: float = field(default=0.0, init=False)
     sent: Sent = field(default_factory=Sent, init=False)
     outcome: Outcome | None = field(default=None, init=False)
     exposed: bool = field(default=False, init=False)
@@ -226,6 +228,10 @@ class Window:
     def measure(self) -> None:
         """Measure its micro-batches, of which there was none yet."""
         self.squares = SquaredNorms()
+
+    def note_wait(self, seconds: float) -> None:
+        """Note a wait for gradients to be added on the host."""
+        self.waited += seconds
 
     def weigh_late(self) -> None:
         """Note that a user's own loop left a weight other than 1 to the accumulate pass."""

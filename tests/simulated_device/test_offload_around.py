@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import signal
 import subprocess
 import sys
@@ -221,6 +222,22 @@ def test_metrics_have_the_loss():
     assert metrics["loss"].item() == pytest.approx(expected, rel=1e-12)
     assert metrics["micro_batches_used"].item() == 2
     assert metrics["offload_wait"] >= 0.0
+
+
+def test_the_wait_is_that_of_the_last_finished_window(monkeypatch):
+    """By a clock that goes on by a second at each look; a window that is dropped does not count."""
+    seconds = itertools.count()
+    monkeypatch.setattr("accumkernels.window.micro_batch.time.perf_counter", lambda: float(next(seconds)))
+    model = mlp()
+    acc, optimizer = build(model)
+    assert acc.metrics()["offload_wait"] == 0.0
+    acc.backward(loss_of(model, 0))
+    acc.step(optimizer)
+    waited = acc.metrics()["offload_wait"]
+    assert waited > 0.0
+    acc.backward(loss_of(model, 1))
+    acc.zero_()
+    assert acc.metrics()["offload_wait"] == waited
 
 
 def test_the_scale_may_change_inside_a_window():
