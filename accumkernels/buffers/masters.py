@@ -233,6 +233,9 @@ class Masters(Follower):
 
     def _round(self, pairs: Sequence[_Pair]) -> None:
         """Round masters into the model's parameters: one pass per device."""
+        others = list(self._pairs.values()) if len(pairs) < len(self._pairs) else []
+        versions = _versions(list(map(_param, others)))
+        kept = [p for p, version in zip(others, versions, strict=True) if version == self._versions[id(p.master)]]
         parts: dict[torch.device, tuple[ModuleType, list[Tensor], list[Tensor]]] = {}
         away = [pair for pair in pairs if local(pair.master).device != local(pair.param).device]
         if away and self._slots is not None:
@@ -251,6 +254,9 @@ class Masters(Follower):
             of_device.scaled_copy_(outputs, inputs)
         # Our ops do not bump version counters by themselves, and a backward through old values must fail.
         torch.autograd.graph.increment_version(list(map(_param, pairs)))
+        # Slices of one tensor share its counter: those whose masters were not rounded now were not edited by this.
+        versions = _versions(list(map(_param, kept)))
+        self._versions.update(zip([id(p.master) for p in kept], versions, strict=True))
         self._stamp(pairs)
 
     def round_late(self, unseen: bool) -> None:

@@ -302,6 +302,33 @@ def test_a_shared_weight():
     assert torch.equal(master[2], torch.full((5,), 3.0))
 
 
+@pytest.mark.parametrize("long_form", [False, True])
+def test_slices_of_one_tensor_with_an_optimizer_each(long_form):
+    """They share a version counter, and rounding one is no edit of the other."""
+    flat = torch.linspace(-1, 1, 16).bfloat16()
+    slices = [nn.Parameter(part) for part in flat.split(8)]
+    truth = [part.float() for part in flat.clone().split(8)]
+    with ak.FusedAccumulator(slices, master_weights=True) as acc:
+        masters = list(acc.parameters())
+        optimizers = [torch.optim.SGD([master], lr=2**-6) for master in masters]
+        for _ in range(3):
+            with torch.no_grad():  # an edit of one, which the other's step does not hide
+                slices[1][3] += 1
+            truth[1][3] = slices[1][3].item()
+            acc.backward((slices[0].sum() - 2 * slices[1].sum()).float())
+            if long_form:
+                acc.finalize(*optimizers)
+                for optimizer in optimizers:
+                    optimizer.step()
+                acc.zero_()
+            else:
+                acc.step(*optimizers)
+            truth = [truth[0] - 2**-6, truth[1] + 2**-5]
+            for param, master, values in zip(slices, masters, truth, strict=True):
+                assert torch.equal(master, values)
+                assert torch.equal(param, values.bfloat16())
+
+
 @pytest.mark.parametrize("name", ["channels last", "not dense"])
 def test_strides(name):
     """Edits of parameters whose memory order is not that of their indices."""
