@@ -480,7 +480,7 @@ class _Parts:
         self._divided_by = divided_by
         self._last = last
         self._begins = engine.window.micro_batches == 0 and not engine.window.dropped
-        self._before = engine.window.loss.sums()
+        self._before = self._sums()
 
     def add(self, part: Any, indices: Sequence[int], whole: bool, last: bool, asks: bool) -> tuple[bool, Any]:
         """Add a part."""
@@ -536,12 +536,15 @@ class _Parts:
 
     def loss(self) -> Tensor:
         """The loss of what was added."""
-        engine = self._engine
-        if engine.options.overflow == "microbatch":
-            engine.flush()  # which may be where micro-batches are dropped
-        sums = engine.window.loss.sums()
+        sums = self._sums()
         if sums is None:
-            sums = torch.zeros(2, dtype=torch.float64, device=engine.store.layout.devices[0])
+            sums = torch.zeros(2, dtype=torch.float64, device=self._engine.store.layout.devices[0])
         if self._before is not None:
             sums = sums - self._before
         return sums[0] / sums[1]
+
+    def _sums(self) -> Tensor | None:
+        """The window's sums of losses and weights until now."""
+        if self._engine.options.overflow == "microbatch":
+            self._engine.flush()  # which may be where micro-batches are dropped
+        return self._engine.window.loss.sums()

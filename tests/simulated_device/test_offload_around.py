@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accumkernels import FusedAccumulator, find_batch_size, memory_report
-from accumkernels.offload import checks, slots
+from accumkernels.offload import checks, sink, slots
 from tests import simulated_device as sim
 from tests.examples.test_planning import load
 from tests.support.doc_blocks import ROOT, run_page
@@ -555,6 +555,23 @@ def test_backward_batch():
     expected = torch.autograd.grad(model(x).float().square().mean() * 24, model[0].weight)[0]
     torch.testing.assert_close(acc.main_grad(model[0].weight), expected.cpu().float(), rtol=0.05, atol=0.05)
     acc.step(optimizer)
+
+
+def test_backward_batch_after_a_dropped_micro_batch(monkeypatch):
+    """Its loss is that of what it has added, also where the worker drops the one before it only later."""
+    model = mlp(FP32)
+    acc, _ = build(model, overflow="microbatch")
+    wait = sink.HostBucket.wait
+    monkeypatch.setattr(sink.HostBucket, "wait", lambda bucket: (threading.Event().wait(0.1), wait(bucket)))
+    x = torch.cat([batch(n, FP32) for n in range(2)])
+    for infinite in (False, True):  # its loss is finite, its gradients are not
+        loss = loss_of(model, 2)
+        loss.register_hook(lambda grad, infinite=infinite: grad * (float("inf") if infinite else 1.0))
+        acc.backward(loss, weight=3)
+    report = acc.backward_batch(x, lambda part: model(part).square().mean())
+    with torch.no_grad():
+        torch.testing.assert_close(report.loss.cpu(), model(x).square().mean().cpu().double(), rtol=1e-6, atol=0)
+    assert acc.weight == 3 + len(x)
 
 
 def test_twins_are_told_apart():
