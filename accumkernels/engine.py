@@ -33,7 +33,7 @@ from .splitting.memory import Memory, memory_of
 from .splitting.packing import Packer
 from .splitting.run import BatchReport, BatchRunner, LossAndWeight, adding_nothing
 from .splitting.sample_mean import SampleMean
-from .window.checkpoint import check, load, save, share, without_window
+from .window.checkpoint import ALL_RANKS, check, load, save, share, without_window
 from .window.coupled import CoupledLoss
 from .window.end import End, Part
 from .window.grad_scaler import LossScaler
@@ -178,7 +178,8 @@ class Engine:
         else:
             squares = self.noise.load_state_dict(state["noise_scale"], self.store.layout.device)
             loss = torch.tensor(state["loss"], dtype=torch.float64, device=device) if any(state["loss"]) else None
-            self.window = Window.of_state(state["window"], WindowLoss(device, loss), squares)
+            of_all = state["rank"] == ALL_RANKS
+            self.window = Window.of_state(state["window"], WindowLoss(device, loss), squares, of_all)
         self.runner.open_window()
         self.misuse.open_window(self.window)
 

@@ -265,10 +265,12 @@ SAME_WINDOW: Table = {
         "by all of them (AK30)",
         int,
     ),
-    "resumed": Alike(
+    "resumed": ANY,
+    "loaded": Alike(
         "some ranks have resumed this window inside and others have not, by rank {}: load on all ranks what was saved "
         "at the same moment; state_dict(reduced=True) makes one state for all (AK31)",
-        bool,
+        lambda found: listed([kind == max(found["loaded"]) for kind in found["loaded"]]),
+        if_any="resumed",
     ),
 }
 

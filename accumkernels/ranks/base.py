@@ -34,6 +34,7 @@ class LocalStats(NamedTuple):
         micro_batches: How many this rank ran.
         window: The window's number.
         resumed: Whether the window was loaded inside: with micro-batches of the run that saved it.
+        loaded: See `Window`.
         loss: Makes fp64 `[2]`, the weighted sum of losses and the sum of their weights; None if no loss is known.
         norms: How many norms the step clips by: 0, 1 for the norm of all parameters, 1 + n for a list of n parts.
         limit: fp64 0-d, the clipping norm, added up over parts; None without clipping.
@@ -52,6 +53,7 @@ class LocalStats(NamedTuple):
     micro_batches: int = 0
     window: int = 0
     resumed: bool = False
+    loaded: int = 0
     loss: Callable[[], Tensor | None] = lambda: None
     norms: int = 0
     limit: Tensor | None = None

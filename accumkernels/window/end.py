@@ -303,6 +303,7 @@ class End:
             micro_batches=window.micro_batches,
             window=window.number,
             resumed=window.resumed,
+            loaded=window.loaded,
             loss=window.loss.sums,
             norms=1 + len(parts) if parts else int(max_norm is not None),
             limit=self.limit(sum(part.max_norm for part in parts)) if parts else max_norm,

@@ -168,6 +168,8 @@ class Window:
         counted_by_backward: Whether the accumulator ran the backward of the last micro-batch.
         found_nothing: Number of `accumulate` calls that found no gradient and counted nothing.
         resumed: Whether it was loaded with micro-batches of the run that saved it.
+        loaded: 2 if it was loaded with micro-batches of all ranks; 1 if it was loaded otherwise, as by a rank that had
+            not begun it when others had; 0 if it was not loaded.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
         waited: Seconds for which its end, and reads of its sums, have waited for gradients to be added on the host.
         sent: What was sent of it to other ranks.
@@ -188,6 +190,7 @@ class Window:
     counted_by_backward: bool = False
     found_nothing: int = 0
     resumed: bool = False
+    loaded: int = 0
     dropped: bool = False
     waited: float = field(default=0.0, init=False)
     sent: Sent = field(default_factory=Sent, init=False)
@@ -370,15 +373,19 @@ class Window:
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], loss: WindowLoss, squares: SquaredNorms | None) -> Window:
+    def of_state(
+        cls, state: Mapping[str, Any], loss: WindowLoss, squares: SquaredNorms | None, of_all_ranks: bool
+    ) -> Window:
         """Make the window that `state_dict` has saved."""
+        resumed = state["micro_batches"] > 0
         return cls(
             number=state["number"],
             loss=loss,
             phase=Phase.AVERAGED if state["averaged"] else Phase.OPEN,
             micro_batches=state["micro_batches"],
             host_weight=None if state["decided_on_device"] else state["host_weight"],
-            resumed=state["micro_batches"] > 0,
+            resumed=resumed,
+            loaded=1 + (resumed and of_all_ranks),
             squares=squares,
             dropped=state["dropped"],
         )

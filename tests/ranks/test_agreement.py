@@ -51,6 +51,11 @@ def test_resumed_beside_empty(found):
             assert same
 
 
+def test_resumed_before_the_first(found):
+    """A rank's own state of a window that it had not begun is part of that window all the same."""
+    assert max(of(found, scenarios.resumed_before_the_first)) < EXACT
+
+
 def test_static_graph_later(found):
     """Silent from the first backward on."""
     for errors in of(found, scenarios.static_graph_later):

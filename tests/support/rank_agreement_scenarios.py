@@ -95,6 +95,22 @@ def resumed_beside_empty(rank, size):
     return found
 
 
+def resumed_before_the_first(rank, size):
+    """Rank 0 is inside a window that others have not begun when each saves its own; they load that, and go on."""
+    model, acc, optimizer = _build()
+    twin = mlp(torch.float64)
+    if rank == 0:
+        acc.backward(_loss(model, 0, 0, 0))
+    state = acc.state_dict()
+    acc.zero_()
+    acc.load_state_dict(state)
+    acc.backward(_loss(model, rank, 0, 1))
+    acc.finalize(optimizer)
+    for other, i in ((0, 0), *((other, 1) for other in range(size))):
+        (_loss(twin, other, 0, i) / (size + 1)).backward()
+    return relative_error(grads_of(acc), [p.grad for p in twin.parameters()])
+
+
 def static_graph_later(rank, size):
     """`_set_static_graph()` once there is an accumulator: the error of gradients, which nobody averages twice."""
     model = mlp(torch.float64)
@@ -118,4 +134,10 @@ def static_graph_later(rank, size):
     return found
 
 
-SCENARIOS = [missed_end, iterated_in_parts, resumed_beside_empty, static_graph_later]
+SCENARIOS = [
+    missed_end,
+    iterated_in_parts,
+    resumed_beside_empty,
+    resumed_before_the_first,
+    static_graph_later,
+]
