@@ -304,9 +304,10 @@ class FusedAccumulator:
         If the constructor's `noise_scale` did not turn the measurement on, the first call does so from the next window
         on. The accumulate pass then takes the squared norms of the micro-batches' gradients and of their sum. Only
         windows count that were not skipped and have at least two micro-batches of positive weight, with FSDP2 the same
-        weights on all ranks. `float()` of the result is in the unit of `weight`; reading it synchronises, calling this
-        method does not. The estimate assumes that a micro-batch of weight w is a mean over w independent samples; with
-        sum-reduced losses and `divisor`, the unit is the micro-batch.
+        weights on all ranks; with `release="backward"`, none with several backwards in a micro-batch, as
+        `backward_coupled` has. `float()` of the result is in the unit of `weight`; reading it synchronises, calling
+        this method does not. The estimate assumes that a micro-batch of weight w is a mean over w independent samples;
+        with sum-reduced losses and `divisor`, the unit is the micro-batch.
 
         The estimator follows McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162),
         appendix A.1, extended to unequal weights; see `accumkernels.window.noise_scale`.

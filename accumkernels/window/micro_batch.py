@@ -198,7 +198,9 @@ class MicroBatchRunner:
         """Run backward of part of a micro-batch, from gradients with the loss scale and the weight's part in them."""
         self.inspect_part(tensors, micro_batch)
         backward, selects = backward_from(tensors, grads)
-        if self.captures.add_early:
+        # A squared norm is not the sum of those of the parts.
+        whole = micro_batch.squares is not None and self._options.release == "auto" and self.offload is None
+        if self.captures.add_early and not whole:
             self.run(window, backward, tensors, micro_batch, selects=selects)
         else:  # sum them in `.grad` as torch does: captures would keep those of every part
             self._shared_loss.run(functools.partial(backward, ()) if selects else backward, micro_batch)

@@ -275,6 +275,24 @@ def test_a_loss_with_parameters_of_the_encoders(overflow):
     assert acc.noise_scale().windows == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"fuse_weight_gradients": True}, {"release": "microbatch"}], ids=str)
+def test_noise_scale(options):
+    """By hand in float64, also where a bucket holds less than all gradients."""
+    model = Towers().eval()
+    acc = ak.FusedAccumulator(model, bucket_bytes=64, noise_scale=True, **options)
+    batches, weights = [data(1), data(2)], [1.0, 3.0]
+    grads = [torch.cat([g.flatten() for g in truth(model, [pair], [0])[0]]) for pair in batches]
+    for (x, y), weight in zip(batches, weights, strict=True):
+        acc.backward_coupled(chunked(x, y), model.encode, model.loss, weight=weight)
+    acc.step(torch.optim.SGD(acc.parameters(), lr=0.1))
+    mean = (grads[0] + 3 * grads[1]) / 4
+    trace = grads[0].square().sum() + 3 * grads[1].square().sum() - 4 * mean.square().sum()
+    found = acc.noise_scale()
+    assert found.windows == 1
+    assert found.trace == pytest.approx(trace.item(), rel=1e-9)
+    assert found.grad_squared_norm == pytest.approx((mean.square().sum() - trace / 4).item(), rel=1e-9)
+
+
 def test_random_numbers_go_on_after_the_loss():
     """The second pass draws the numbers of the first again; what comes next is what comes after the loss."""
     model = Towers()
