@@ -313,9 +313,7 @@ class FusedAccumulator:
         appendix A.1, extended to unequal weights; see `accumkernels.window.noise_scale`.
         """
         if not self.engine.noise.on:
-            self.engine.noise.turn_on()
-            if self.micro_batches == 0:
-                self.engine.window.measure()
+            self.engine.measure_noise()
         return self.engine.noise.read()
 
     def metrics(self) -> dict[str, float | Tensor]:

@@ -173,6 +173,7 @@ class Engine:
     def _open(self, number: int = 0, state: Mapping[str, Any] | None = None) -> None:
         """Open a window, new or from a state, after `number` others have ended."""
         device = self.store.layout.devices[0]
+        self._begun = False  # whether a micro-batch of it was made, which knows where its squared norms go
         if state is None:
             self.window = Window(number, WindowLoss(device), squares=SquaredNorms() if self.noise.on else None)
         else:
@@ -183,6 +184,12 @@ class Engine:
         self.runner.open_window()
         self.misuse.open_window(self.window)
 
+    def measure_noise(self) -> None:
+        """Measure the noise scale from now on; from the next window on if this one holds a part of a micro-batch."""
+        self.noise.turn_on()
+        if not (self._begun or self.window.micro_batches):
+            self.window.measure()
+
     def make_room(self) -> None:
         """Before a window's first micro-batch: do what that would do for parameters that were unfrozen."""
         if self.window.micro_batches == 0 and self.window.phase is Phase.OPEN and self.store.unplaced():
@@ -192,6 +199,7 @@ class Engine:
 
     def micro_batch(self, weight: float | Tensor, **about: Any) -> MicroBatch:
         """Make the next micro-batch, with other fields of `MicroBatch`."""
+        self._begun = True
         return MicroBatch(weight, self.runner.serial + 1, squares=self.window.squares, **about)
 
     @profiled

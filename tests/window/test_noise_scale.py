@@ -110,6 +110,29 @@ def test_on_from_the_first_call():
     assert acc.noise_scale().windows == 2
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["in a hook", "after own buckets"])
+def test_on_while_a_micro_batch_is_under_way(own):
+    """Its window, which would lack a part of that micro-batch, does not count; the next one is right."""
+    acc, params, optimizer = build(release="backward", bucket_bytes=4)
+    generator = torch.Generator().manual_seed(5)
+    for window in range(2):
+        pair = [sample_mean(generator, 1) for _ in range(2)]
+        for index, gradient in enumerate(pair):
+            turns_on, x = not (window or index), torch.cat(params)
+            if turns_on and not own:
+                x.register_hook(lambda _: acc.noise_scale() and None)
+            loss = (x * gradient.float()).sum()
+            if own:
+                loss.backward()
+                assert turns_on is False or math.isnan(acc.noise_scale().trace)
+                acc.accumulate()
+            else:
+                acc.backward(loss)
+        acc.step(optimizer)
+    assert acc.noise_scale().windows == 1
+    assert acc.noise_scale().trace == pytest.approx(float((pair[0] - pair[1]).square().sum() / 2), rel=1e-5)
+
+
 def test_half_life():
     """With a half-life of one window the mean is 2/3 the second window and 1/3 the first."""
     acc, params, optimizer = build(noise_scale=1)
