@@ -72,6 +72,7 @@ class Options:
     Attributes:
         in_trainer: Whether a trainer runs the loop: with `release="backward"`, gradients of the user's own backwards
             stay in `.grad` then, since nobody knows by that time what the trainer divides its losses by.
+        make_notes: See `Window.notes`.
 
     Raises:
         TypeError, ValueError: Names the argument, its value and what is accepted.
@@ -90,6 +91,7 @@ class Options:
     comm_dtype: torch.dtype | Literal["auto"] = torch.float32
     memory_limit: Any = None  # an int, once checked
     in_trainer: bool = False
+    make_notes: Callable[[], Any] = type(None)
 
     def __post_init__(self) -> None:
         scaler = expect(self.scaler, torch.amp.GradScaler | None, "scaler", "a torch.amp.GradScaler or None")

@@ -174,13 +174,15 @@ class Engine:
         """Open a window, new or from a state, after `number` others have ended."""
         device = self.store.layout.devices[0]
         self._begun = False  # whether a micro-batch of it was made, which knows where its squared norms go
+        notes = self.options.make_notes()
         if state is None:
-            self.window = Window(number, WindowLoss(device), squares=SquaredNorms() if self.noise.on else None)
+            squares = SquaredNorms() if self.noise.on else None
+            self.window = Window(number, WindowLoss(device), squares=squares, notes=notes)
         else:
             squares = self.noise.load_state_dict(state["noise_scale"], self.store.layout.device)
-            loss = torch.tensor(state["loss"], dtype=torch.float64, device=device) if any(state["loss"]) else None
-            of_all = state["rank"] == ALL_RANKS
-            self.window = Window.of_state(state["window"], WindowLoss(device, loss), squares, of_all)
+            sums = torch.tensor(state["loss"], dtype=torch.float64, device=device) if any(state["loss"]) else None
+            of_all, loss = state["rank"] == ALL_RANKS, WindowLoss(device, sums)
+            self.window = Window.of_state(state["window"], of_all, loss=loss, squares=squares, notes=notes)
         self.runner.open_window()
         self.misuse.open_window(self.window)
 

@@ -25,7 +25,6 @@ from ..splitting.run import BatchReport
 from ..window.coupled import CoupledLoss
 from ..window.misuse import division
 from ..window.optimizers import check_optimizer, may_call_closure, needs_closure
-from ..window.state import Window
 from .optimizer_accumulator import OptimizerAccumulator
 
 _log = logger(__name__)
@@ -33,10 +32,9 @@ _log = logger(__name__)
 
 @dataclass
 class WindowState:
-    """What the trainer and its loop have done with one window, made when that opens.
+    """What the trainer and its loop have done with one window.
 
     Attributes:
-        window: The engine's.
         stepped: Whether the optimizer was stepped with it.
         left: After the step, its `.grad`s and their versions.
         dropped: Whether `zero_grad` came before.
@@ -46,7 +44,6 @@ class WindowState:
         promised: The norm to clip to in the step, and where the norm before clipping goes.
     """
 
-    window: Window
     stepped: bool = False
     left: list[tuple[weakref.ref[Tensor], int] | None] = field(default_factory=list)
     dropped: bool = False
@@ -84,7 +81,6 @@ class TrainerWindow:
         current: Made anew, before a forward, when the optimizer has got other parameters, and for another scaler.
         accumulator: The same for good.
         engine: The accumulator's.
-        state: Of the open window, or the one that was finalized.
         requires_closure: Whether the optimizer cannot step without a closure.
         takes_closure: Whether it may call one that it is given.
         gets_closure: Whether a step gives it one.
@@ -128,11 +124,10 @@ class TrainerWindow:
         self.all_windows: Sequence[weakref.ref[TrainerWindow]] = ()
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self._accumulate = functools.partial(
-            OptimizerAccumulator, self.modules, optimizer, exclusive=exclusive, **options
+            OptimizerAccumulator, self.modules, optimizer, exclusive=exclusive, make_notes=WindowState, **options
         )
         self.current = self._accumulate(scaler=self._scaler, masters={})
         self.accumulator, self.engine = self.current.accumulator, self.current.engine
-        self.state = WindowState(self.engine.window)
 
     # ---- the accumulator
 
@@ -156,7 +151,6 @@ class TrainerWindow:
         self.current.engine.succeed(self.engine)
         vars(self.accumulator).update(vars(self.current.accumulator))
         self.current.accumulator, self.engine = self.accumulator, self.current.engine
-        self.state = WindowState(self.engine.window)
 
     def scales_by(self, scaler: torch.amp.GradScaler | None) -> bool:
         """Whether losses are scaled by this one."""
@@ -187,6 +181,8 @@ class TrainerWindow:
         plain = self.gets_closure and self._scaler is None
         return plain and all(store.target(entry.param) is entry.param for entry in store.named)
 
+    # Of the open window, or the one that was finalized. The user's own `zero_()` opens one, too. No frame, as below.
+    state = property(attrgetter("engine.window.notes"))
     # Whether `.grad` holds the averaged gradient, as also after a step that has raised. Asked often: it has no frame.
     finalized = property(attrgetter("engine.window.phase.is_finalized"))
 
@@ -262,8 +258,6 @@ class TrainerWindow:
         """
         if self.state.stepped:
             self._open_for_own()
-        if self.state.window is not self.engine.window:  # the user's own `zero_()` or `load_state_dict()` has opened it
-            self.state = WindowState(self.engine.window)
         if self.finalized:
             if not self.spent:
                 raise RuntimeError(
@@ -551,7 +545,6 @@ class TrainerWindow:
                     ran = self.accumulator.micro_batches > 0
                     if ran or self.several_ranks:
                         norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
-                        self.state = WindowState(self.engine.window)
                         self._idle = not ran and not self.engine.ending.last.reached
                         return norm
             if self.state.overrun or not self.finalized:
@@ -652,7 +645,6 @@ class TrainerWindow:
         self.accumulator.zero_()
         if dropped:
             self.engine.window.miss_end()
-        self.state = WindowState(self.engine.window)
 
     def drop_grads(self, set_to_none: bool) -> None:
         """Run the optimizer's own `zero_grad`, which drops a window that has ended and was not stepped.

@@ -171,6 +171,7 @@ class Window:
         loaded: 2 if it was loaded with micro-batches of all ranks; 1 if it was loaded otherwise, as by a rank that had
             not begun it when others had; 0 if it was not loaded.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
+        notes: What a trainer has done with it, as its adapter notes there.
         waited: Seconds for which its end, and reads of its sums, have waited for gradients to be added on the host.
         sent: What was sent of it to other ranks.
         outcome: What it ended with, once it is finalized.
@@ -192,6 +193,7 @@ class Window:
     resumed: bool = False
     loaded: int = 0
     dropped: bool = False
+    notes: Any = None
     waited: float = field(default=0.0, init=False)
     sent: Sent = field(default_factory=Sent, init=False)
     outcome: Outcome | None = field(default=None, init=False)
@@ -373,19 +375,16 @@ class Window:
         }
 
     @classmethod
-    def of_state(
-        cls, state: Mapping[str, Any], loss: WindowLoss, squares: SquaredNorms | None, of_all_ranks: bool
-    ) -> Window:
-        """Make the window that `state_dict` has saved."""
+    def of_state(cls, state: Mapping[str, Any], of_all_ranks: bool, **fields: Any) -> Window:
+        """Make the window that `state_dict` has saved, alone or of all ranks, with other fields of the class."""
         resumed = state["micro_batches"] > 0
         return cls(
             number=state["number"],
-            loss=loss,
             phase=Phase.AVERAGED if state["averaged"] else Phase.OPEN,
             micro_batches=state["micro_batches"],
             host_weight=None if state["decided_on_device"] else state["host_weight"],
             resumed=resumed,
             loaded=1 + (resumed and of_all_ranks),
-            squares=squares,
             dropped=state["dropped"],
+            **fields,
         )

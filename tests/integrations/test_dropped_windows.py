@@ -342,6 +342,28 @@ def test_accelerate_forgets_the_clipping_of_a_step_that_failed():
     assert_close(twin, model)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["", "step"])
+def test_accelerate_steps_a_window_that_its_accumulator_opened(again):
+    """`zero_()` inside `accumulate` opens a window like any other: once it is stepped, the loop goes on."""
+    accelerator, twin = make(of_accelerate.Accelerator, steps=1), mlp()
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+    other = momentum(twin.parameters())
+    x, y = batch(SIZE)
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            accelerator.accumulator.zero_()
+            accelerator.backward(mse_loss(model(x), y))
+            optimizer.step()
+            if again:  # without gradients: as in stock, nothing moves
+                accelerator.accumulator.zero_()
+                optimizer.step()
+        other.zero_grad()
+        mse_loss(twin(x), y).backward()
+        other.step()
+    assert_close(twin, model)
+
+
 def interrupts(*_):
     """As Ctrl-C there does."""
     raise KeyboardInterrupt
