@@ -158,7 +158,7 @@ class FusedAccumulation(pl.Callback):
             self._windows.append(
                 TrainerWindow([model], optimizer, scaler, exclusive=exclusive, closures=True, **self._options)
             )
-        self._before = [0] * len(self._windows)
+        self._before, self._stepped = [0] * len(self._windows), []
         self._optimizers = list(trainer.optimizers)
         if hasattr(strategy, "_pl_static_graph_delay_done"):
             strategy._pl_static_graph_delay_done = True  # or manual optimization reduces a first static graph by hand

@@ -346,6 +346,33 @@ def test_another_optimizer(at, caplog):
     assert caplog.records == []
 
 
+class Merges(Module):
+    """Manual: steps the second of two optimizers, and goes on in the same batch with one for all parameters."""
+
+    def __init__(self):
+        super().__init__(lambda module: [torch.optim.SGD(part.parameters(), lr=0.1) for part in module.children()])
+        self.automatic_optimization = False
+
+    def step(self, optimizer, loss):
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def training_step(self, data, index):
+        if index == 0:
+            self.step(self.optimizers()[1], mse_loss(self.head(self.backbone(data[0]).detach()), data[1]))
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+        self.step(self.optimizers(), self.loss(data))
+
+
+def test_fewer_optimizers_inside_a_batch():
+    """Those that were stepped in it are gone when the batch's metrics are logged."""
+    stock, ours = Merges(), Merges()
+    quiet_trainer(steps=1).fit(stock)
+    quiet_trainer(FusedAccumulation(metrics=True), steps=1).fit(ours)
+    assert_close(stock, ours)
+
+
 def test_another_optimizer_inside_a_window():
     """Is refused: its step would not see what was accumulated for the last one."""
     with pytest.raises(RuntimeError, match="other optimizers after 2 micro-batches"):
