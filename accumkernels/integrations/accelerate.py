@@ -87,7 +87,7 @@ class FusedOptimizer(AcceleratedOptimizer):
         elif self.gradient_state.sync_gradients:
             window = self.window
             counted = window.inside and self.gradient_state.num_steps > 1
-            if window.finalized and not window.state.stepped:
+            if window.finalized and not window.notes.stepped:
                 window.drop_grads(set_to_none is not False)
             elif window.finalized or not counted:
                 window.close()
@@ -547,7 +547,7 @@ class Accelerator(Stock):
             else:  # other loops count themselves: DistributedDataParallel would average now, one process not yet
                 ends = window.several_ranks and not window.inside_no_sync
             window.begin(steps * before, divisions, sums=sums, ends=ends)
-        if windows[0].inside and windows[0].state.backwards and not several:
+        if windows[0].inside and windows[0].notes.backwards and not several:
             self._check_first(windows)
         return weight
 
@@ -556,7 +556,7 @@ class Accelerator(Stock):
         if len(self._windows) > 1:
             self._check_first(reached)
         for window in reached:
-            window.state.backwards += 1
+            window.notes.backwards += 1
             if not self._reads_gradients:
                 continue
             if window.ends:
@@ -566,7 +566,7 @@ class Accelerator(Stock):
 
     def _check_first(self, windows: list[TrainerWindow]) -> None:
         for window in windows:
-            if window.inside and window.state.backwards and window.engine.window.micro_batches:
+            if window.inside and window.notes.backwards and window.engine.window.micro_batches:
                 raise RuntimeError(
                     "accelerator.backward() twice inside one accelerator.accumulate(): it would count as two "
                     "micro-batches. Add up the losses and call it once; with several optimizers, keep the parameters "

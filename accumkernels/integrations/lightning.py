@@ -501,7 +501,7 @@ class FusedAccumulation(pl.Callback):
 
     def _take(self) -> None:
         """Take the gradients of the last backward, each for the optimizer that steps its parameter."""
-        waiting = [one for one in self._windows if one.state.running is not None and (one.exclusive or one.reached)]
+        waiting = [one for one in self._windows if one.notes.running is not None and (one.exclusive or one.reached)]
         take_all(waiting, self._loss)
 
     # ---- the end of a window, in place of the precision plugin's
@@ -527,7 +527,7 @@ class FusedAccumulation(pl.Callback):
         result = NOT_RUN if again is not None and ran and not window.finalized else closure()
         self._take()
         if (
-            window.state.stepped and not self._manual
+            window.notes.stepped and not self._manual
         ):  # an epoch without backwards: StochasticWeightAveraging's for BatchNorm
             window.open()
         if self._manual:
@@ -647,6 +647,6 @@ class FusedAccumulation(pl.Callback):
 
 def _zero_grad(window: TrainerWindow, drops: Callable[[], bool], set_to_none: bool = True) -> None:
     """`zero_grad` of an optimizer: as in Lightning, it drops what was accumulated; an open window, if it `drops` it."""
-    if drops() and not (window.finalized and not window.state.stepped):
+    if drops() and not (window.finalized and not window.notes.stepped):
         window.close()
     window.drop_grads(set_to_none)  # also of parameters that were added to the optimizer since

@@ -123,7 +123,7 @@ def backward_coupled_of_all(
             run_for_all(is_open, loss, weight, lambda loss: windows[0].scaled(loss).backward())
 
         def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], _: bool) -> None:
-            if is_open and (micro_batch := is_open[0].state.running) is not None:
+            if is_open and (micro_batch := is_open[0].notes.running) is not None:
                 is_open[0].engine.runner.inspect_part(tensors, micro_batch)
             _run(is_open, functools.partial(torch.autograd.backward, tensors, grads), tensors[0], shared=True)
 
@@ -158,16 +158,16 @@ def run_for_all(
         loss, weighed = windows[0].weigh(loss, weight, last=alone and windows[0].sends)
     for window in windows:
         its = window.engine.micro_batch(1.0)
-        window.state.running = weighed._replace(tag=its.tag, squares=its.squares, divided_by=window.made_up_for)
+        window.notes.running = weighed._replace(tag=its.tag, squares=its.squares, divided_by=window.made_up_for)
     _run(windows, functools.partial(backward, loss), loss, shared=not alone, leaves=leaves)
 
 
 def _run(windows: Sequence[TrainerWindow], backward: Callable[[], Any], root: Tensor, **how: bool) -> None:
     """Run a backward of the micro-batch that is under way in all windows, whose captures may add gradients early."""
     for window in windows:
-        assert window.state.running is not None
+        assert window.notes.running is not None
         run = functools.partial(window.engine.runner.run, window.engine.window)
-        backward = functools.partial(run, backward, (root,), window.state.running, **how)
+        backward = functools.partial(run, backward, (root,), window.notes.running, **how)
     backward()
 
 
@@ -190,7 +190,7 @@ def _count(windows: Sequence[TrainerWindow], run: Callable[[list[TrainerWindow]]
         loss = run(is_open)
         reached = [window for window in is_open if window.reached]
         for window in ended:
-            window.state.overrun |= window.reached
+            window.notes.overrun |= window.reached
             for entry in window.engine.store.named:
                 entry.param.grad = None
         take_all(reached, loss)

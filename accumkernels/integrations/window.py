@@ -31,7 +31,7 @@ _log = logger(__name__)
 
 
 @dataclass
-class WindowState:
+class WindowNotes:
     """What the trainer and its loop have done with one window.
 
     Attributes:
@@ -124,7 +124,7 @@ class TrainerWindow:
         self.all_windows: Sequence[weakref.ref[TrainerWindow]] = ()
         self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self._accumulate = functools.partial(
-            OptimizerAccumulator, self.modules, optimizer, exclusive=exclusive, make_notes=WindowState, **options
+            OptimizerAccumulator, self.modules, optimizer, exclusive=exclusive, make_notes=WindowNotes, **options
         )
         self.current = self._accumulate(scaler=self._scaler, masters={})
         self.accumulator, self.engine = self.current.accumulator, self.current.engine
@@ -182,14 +182,14 @@ class TrainerWindow:
         return plain and all(store.target(entry.param) is entry.param for entry in store.named)
 
     # Of the open window, or the one that was finalized. The user's own `zero_()` opens one, too. No frame, as below.
-    state = property(attrgetter("engine.window.notes"))
+    notes = property(attrgetter("engine.window.notes"))
     # Whether `.grad` holds the averaged gradient, as also after a step that has raised. Asked often: it has no frame.
     finalized = property(attrgetter("engine.window.phase.is_finalized"))
 
     @property
     def spent(self) -> bool:
         """Whether it has ended, and its gradients were stepped or dropped."""
-        if not self.finalized or self.state.stepped or self.state.dropped:
+        if not self.finalized or self.notes.stepped or self.notes.dropped:
             return self.finalized
         return all(p.grad is None for p in self.accumulator.parameters())  # by way of the model
 
@@ -218,7 +218,7 @@ class TrainerWindow:
             self.check_not_local()
         if not (waits and self.finalized and not self.spent):
             self.open()
-        self.state.backwards, self.inside, self.number = 0, True, self.engine.window.number
+        self.notes.backwards, self.inside, self.number = 0, True, self.engine.window.number
 
     def _miss_end(self) -> None:
         """Tell other ranks of a window that this rank has not ended.
@@ -256,7 +256,7 @@ class TrainerWindow:
         Raises:
             RuntimeError: the last one was neither stepped nor dropped.
         """
-        if self.state.stepped:
+        if self.notes.stepped:
             self._open_for_own()
         if self.finalized:
             if not self.spent:
@@ -292,7 +292,7 @@ class TrainerWindow:
                 "a backward with a weight and one without in one window, outside of accelerator.accumulate(): give "
                 "all of them a weight, or none"
             )
-        self.state.running = None
+        self.notes.running = None
         plain = sums or (not isinstance(divided_by, Tensor) and divided_by == 1)
         self.made_up_for, self.divisions, self.ends = None if plain else divided_by, divisions, ends
         self.sends = ends and self.current.sends_in_backward
@@ -371,8 +371,8 @@ class TrainerWindow:
 
     def take(self, loss: Tensor | None) -> None:
         """Count the current micro-batch; `loss` is its unscaled loss."""
-        micro_batch = self.state.running or self.engine.micro_batch(1.0, divided_by=self.made_up_for)
-        self.state.running = None
+        micro_batch = self.notes.running or self.engine.micro_batch(1.0, divided_by=self.made_up_for)
+        self.notes.running = None
         with torch.no_grad():
             self.engine.accumulate(micro_batch._replace(loss=loss))
         self.engine.misuse.note_loss(self._loss_divided_by)
@@ -425,9 +425,9 @@ class TrainerWindow:
         Raises:
             RuntimeError: It has ended, and a backward has reached its parameters since.
         """
-        if self.state.stepped:
+        if self.notes.stepped:
             self._open_for_own()
-        if self.state.overrun and not self.spent:
+        if self.notes.overrun and not self.spent:
             raise RuntimeError(
                 "a loss has reached parameters of an optimizer whose window had ended, and neither was stepped or "
                 "cleared: call optimizer.zero_grad() before its own losses, or keep its parameters out of others' "
@@ -461,7 +461,7 @@ class TrainerWindow:
     def _open_for_own(self) -> None:
         """Open the next window if a backward of the loop's own, which opens none, has left gradients since the step."""
         grads = [(entry.param, entry.param.grad) for entry in self.engine.store.named]
-        for (_, grad), left in zip(grads, self.state.left, strict=True):
+        for (_, grad), left in zip(grads, self.notes.left, strict=True):
             if grad is not None and (left is None or left[0]() is not grad or left[1] != grad._version):
                 self.close()
                 for p, own in grads:
@@ -475,7 +475,7 @@ class TrainerWindow:
         """
         if self._shown:
             self.take_back()
-        self.state.running = None
+        self.notes.running = None
         if self.reached:  # `loss.backward()` in place of the trainer's: as in stock, its gradients count once
             if self.engine.window.micro_batches and not self.sums and "own backward" not in self.engine.misuse.once:
                 self.engine.misuse.once.add("own backward")
@@ -496,7 +496,7 @@ class TrainerWindow:
 
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradient of all parameters; returns its norm before clipping."""
-        if self.state.stepped or self.state.overrun or not self.finalized:
+        if self.notes.stepped or self.notes.overrun or not self.finalized:
             self.finalize()
         if not self.finalized:
             return torch.zeros(())
@@ -506,7 +506,7 @@ class TrainerWindow:
         """Clip in `step`, which fills in the norm returned here; no code looks at `.grad` before."""
         store = self.engine.store
         norm = torch.zeros((), dtype=store.layout.result_dtype, device=store.layout.device)
-        self.state.promised = max_norm, norm
+        self.notes.promised = max_norm, norm
         return norm
 
     def step(self, result: Any, *, again: Callable[[], Any] | None = None, **kwargs: Any) -> None:
@@ -522,10 +522,10 @@ class TrainerWindow:
         """
         if self.engine.ranks.ends_together:
             self.check_not_local()
-        state = self.state
-        max_norm, norm = state.promised or (None, None)
+        notes = self.notes
+        max_norm, norm = notes.promised or (None, None)
         found = self._step(result, max_norm, again, kwargs)
-        state.promised = None  # kept if it raises: the next step clips, too
+        notes.promised = None  # kept if it raises: the next step clips, too
         if norm is not None and found is not None:
             norm.copy_(found)
 
@@ -533,9 +533,9 @@ class TrainerWindow:
         self, result: Any, max_norm: float | Tensor | None, again: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Tensor | None:
         """Step, and return the norm before clipping, with `max_norm`."""
-        if self.state.stepped:
+        if self.notes.stepped:
             self._open_for_own()
-        if self.state.stepped:
+        if self.notes.stepped:
             raise RuntimeError("optimizer.step() twice for one window: no backward has run since the last step")
         self._idle = False
         with contextlib.nullcontext() if self._scaler is None else separated(self._scaler, self.optimizer):
@@ -547,12 +547,12 @@ class TrainerWindow:
                         norm = self.accumulator.step(self.optimizer, max_norm=max_norm, divisor=self._divisor())
                         self._idle = not ran and not self.engine.ending.last.reached
                         return norm
-            if self.state.overrun or not self.finalized:
+            if self.notes.overrun or not self.finalized:
                 self.finalize()
             # After `finalize`, which has asked the other ranks, sums are those of all.
             self._idle = self.engine.window.micro_batches == 0 and 1 not in self.engine.store.touched_bytes()
             if self._idle:  # as in stock torch: nothing moves, and schedulers go on
-                self.state.left, self.state.stepped = [None] * len(self.engine.store.named), self.finalized
+                self.notes.left, self.notes.stepped = [None] * len(self.engine.store.named), self.finalized
                 if self._scaler is None and not self.gets_closure:
                     self.optimizer.step(**kwargs)
                 return None
@@ -569,12 +569,12 @@ class TrainerWindow:
                 elif not self.engine.ending.was_skipped():
                     self.optimizer.step(*args, **kwargs)
         if self.engine.ranks.size > 1:
-            self.state.dropped = self.spent  # all ranks drop it, or the next end says which do not
-        self.state.left = [
+            self.notes.dropped = self.spent  # all ranks drop it, or the next end says which do not
+        self.notes.left = [
             None if (grad := entry.param.grad) is None else (weakref.ref(grad), grad._version)
             for entry in self.engine.store.named
         ]
-        self.state.stepped = True  # last: what an interrupt leaves would count again, as the loop's own
+        self.notes.stepped = True  # last: what an interrupt leaves would count again, as the loop's own
         return norm
 
     @property
@@ -640,7 +640,7 @@ class TrainerWindow:
         """
         if self.engine.window.sent.count and not self.finalized:
             self.finalize()
-        dropped = self.state.dropped or (self.finalized and not self.state.stepped)
+        dropped = self.notes.dropped or (self.finalized and not self.notes.stepped)
         self._shown = []
         self.accumulator.zero_()
         if dropped:
@@ -651,7 +651,7 @@ class TrainerWindow:
 
         A step before the next window finds what is left in `.grad`, and updates the scale by what was there.
         """
-        self.state.dropped = self.finalized and not self.state.stepped
+        self.notes.dropped = self.finalized and not self.notes.stepped
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
 
 
