@@ -41,7 +41,7 @@ from .window.loss_items import has_class_weights, is_plain_mean
 from .window.micro_batch import MicroBatchRunner
 from .window.misuse import MisuseDetector, Patience
 from .window.noise_scale import NoiseMeter
-from .window.state import Phase, Window, WindowLoss
+from .window.state import Observed, Phase, Window, WindowLoss
 
 _log = logger(__name__)
 
@@ -112,7 +112,8 @@ class Engine:
         add = Hook(self, Engine._add_of_loop, in_graphs=True)
         self.runner = MicroBatchRunner(self.store, self.ranks, self.scaler, options, add)
         self.ending = End(self.store, self.ranks, self.scaler, options.overflow, self.noise)
-        self.misuse = MisuseDetector(self.store, self.ranks, self.scaler, self.runner.is_uncounted, self.runner.flush)
+        uncounted, flush = self.runner.is_uncounted, self.runner.flush
+        self.misuse = MisuseDetector(self, self.store, self.ranks, self.scaler, uncounted, flush)
         self.patience = Patience(self)
         self._open()
 
@@ -170,21 +171,21 @@ class Engine:
 
     # ---- open
 
-    def _open(self, number: int = 0, state: Mapping[str, Any] | None = None) -> None:
-        """Open a window, new or from a state, after `number` others have ended."""
+    def _open(self, number: int = 0, observed: Observed | None = None, state: Mapping[str, Any] | None = None) -> None:
+        """Open a window, new or from a state, after `number` others have ended; `observed` is what they leave."""
         device = self.store.layout.devices[0]
         self._begun = False  # whether a micro-batch of it was made, which knows where its squared norms go
         notes = self.options.make_notes()
         if state is None:
             squares = SquaredNorms() if self.noise.on else None
-            self.window = Window(number, WindowLoss(device), squares=squares, notes=notes)
+            observed = observed or Observed()
+            self.window = Window(number, WindowLoss(device), squares=squares, notes=notes, observed=observed)
         else:
             squares = self.noise.load_state_dict(state["noise_scale"], self.store.layout.device)
             sums = torch.tensor(state["loss"], dtype=torch.float64, device=device) if any(state["loss"]) else None
             of_all, loss = state["rank"] == ALL_RANKS, WindowLoss(device, sums)
             self.window = Window.of_state(state["window"], of_all, loss=loss, squares=squares, notes=notes)
         self.runner.open_window()
-        self.misuse.open_window(self.window)
 
     def measure_noise(self) -> None:
         """Measure the noise scale from now on; from the next window on if this one holds a part of a micro-batch."""
@@ -235,7 +236,7 @@ class Engine:
 
         def backward(loss: Tensor) -> None:
             nonlocal micro_batch
-            self.misuse.inspect_loss(loss, made)
+            self.misuse.inspect_loss(self.window, loss, made)
             micro_batch = self.runner.backward(self.window, loss, micro_batch, {})
 
         def backward_part(tensors: Sequence[Tensor], grads: Sequence[Tensor], ends: bool) -> None:
@@ -282,7 +283,7 @@ class Engine:
         parts = _Parts(self, call, unweighted, max_over_ranks, divided_by, last)
         report = self.batches.run(samples, packer, budget, parts, self.drawing(batch))
         if len(report.sizes) > 1:  # a loop does not divide by a number that is found here
-            self.misuse.note_loss(None)
+            self.window.observed.divisors.append(None)
         return report
 
     @functools.cached_property
@@ -407,7 +408,7 @@ class Engine:
         if window.outcome is not None and window.outcome.idle:
             self.give_back(window.outcome.idle)
             self.store.allocate()
-        self._open(window.number + ended)
+        self._open(window.number + ended, window.observe_next(ended))
 
     def give_back(self, idle: bytes) -> None:
         """Between windows, free the segments of frozen parameters; the same on all ranks that sum them."""
@@ -518,7 +519,7 @@ class _Parts:
 
     def _add(self, loss: Tensor, weight: float, last: bool) -> None:
         engine, kind = self._engine, self._engine.store.layout.devices[0].type
-        engine.misuse.inspect_loss(loss)
+        engine.misuse.inspect_loss(engine.window, loss)
         if last:  # also where it fails, and is discarded
             engine.window.sent.mark()
         micro_batch = engine.micro_batch(weight, last=last, divided_by=self._divided_by)

@@ -307,7 +307,7 @@ class TrainerWindow:
             **kwargs: Of `Tensor.backward`.
         """
         engine = self.engine
-        engine.misuse.inspect_loss(loss, self.divisions)
+        engine.misuse.inspect_loss(engine.window, loss, self.divisions)
         engine.backward(loss / divide_by, self._next(weight, self.sends), **kwargs)
 
     def backward_coupled(
@@ -375,7 +375,7 @@ class TrainerWindow:
         self.notes.running = None
         with torch.no_grad():
             self.engine.accumulate(micro_batch._replace(loss=loss))
-        self.engine.misuse.note_loss(self._loss_divided_by)
+        self.engine.window.observed.divisors.append(self._loss_divided_by)
 
     @property
     def reached(self) -> bool:

@@ -8,7 +8,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -24,38 +23,18 @@ from ..hooks import Follower, follow
 from ..ranks.base import Ranks, backward_may_cross_ranks
 from ..ranks.ddp import first_wrapped
 from .grad_scaler import LossScaler
-from .loss_items import Items, is_divided_sum, items_at, unequal_items
+from .loss_items import is_divided_sum, unequal_items
 from .optimizers import owned
-from .state import Phase, Window
+from .state import Observed, Phase, Window
 
 _log = logger(__name__)
-
-
-@dataclass
-class _Seen:
-    """What was seen of one window.
-
-    Attributes:
-        window: The window.
-        after_drop: Whether zero_() dropped the one before, with micro-batches in it.
-        divisors: What each of the losses was divided by that acc.backward got; None where that is not known.
-        stepped: Ids of the optimizers that were stepped.
-        leftovers: Whether gradients were there before its first backward, and before no other so far.
-        items: What each of the losses averages that came without a weight; None where that is not known.
-    """
-
-    window: Window
-    after_drop: bool = False
-    divisors: list[float | None] = field(default_factory=list)
-    stepped: set[int] = field(default_factory=set)
-    leftovers: bool = False
-    items: list[Items | None] = field(default_factory=list)
 
 
 class MisuseDetector(Follower):
     """Watches what a loop does beside its calls of one accumulator. It never reads from a device in every window.
 
     Args:
+        engine: The accumulator's, held weakly: its window is the one that optimizers and torch's clipping meet.
         store: Holds the parameters.
         ranks: If other ranks take part in a window, only all of them together know whether it is empty.
         scaler: The accumulator's scaler.
@@ -68,12 +47,14 @@ class MisuseDetector(Follower):
 
     def __init__(
         self,
+        engine: Any,
         store: Store,
         ranks: Ranks,
         scaler: LossScaler | None,
         uncounted: Callable[[], bool],
         flush: Callable[[Window], None],
     ) -> None:
+        self._engine = weakref.ref(engine)
         self._store = store
         self._ranks = ranks
         self._scaler = scaler
@@ -81,23 +62,15 @@ class MisuseDetector(Follower):
         self._flush = flush
         self.once: set[str] = set()
         self._own_backwards = 0  # windows that ran a loop's own backward and were stepped without a scaler
-        self._drops = 0  # windows that zero_() dropped since the last step that needed none
-        self._seen = _Seen(Window())
         follow(self)
-
-    def open_window(self, window: Window) -> None:
-        """See a new window, which replaces the last one, ended or dropped."""
-        last = self._seen.window
-        dropped = last.phase is Phase.OPEN and last.micro_batches > 0 and not last.dropped
-        self._drops += dropped
-        self._seen = _Seen(window, dropped)
 
     # ---- a loss
 
-    def inspect_loss(self, loss: object, made: int = 0) -> None:
+    def inspect_loss(self, window: Window, loss: object, made: int = 0) -> None:
         """Look at the last node of the loss's graph, before its backward.
 
         Args:
+            window: That it belongs to.
             loss: The loss.
             made: How many of its last nodes a trainer has made, by divisions or a loss scale that are made up for.
 
@@ -112,20 +85,11 @@ class MisuseDetector(Follower):
             factor, divided_by = division(loss, made)
             if factor is not None:
                 self._check_not_scaled(factor)
-        seen = self._seen
-        seen.divisors.append(divided_by)
-        if (first := seen.window.micro_batches == 0) or seen.leftovers:
-            self._inspect_leftovers(first)
+        window.observed.divisors.append(divided_by)
+        if (first := window.micro_batches == 0) or window.observed.leftovers:
+            self._inspect_leftovers(window.observed, first)
 
-    def note_loss(self, divided_by: float | None) -> None:
-        """Note what a loss of this window was divided by, if that is known."""
-        self._seen.divisors.append(divided_by)
-
-    def note_items(self, loss: Tensor, caller: Any) -> None:
-        """Note what a loss averages that came without a weight, from a frame of the loop's."""
-        self._seen.items.append(items_at(loss, caller))
-
-    def _inspect_leftovers(self, first: bool) -> None:
+    def _inspect_leftovers(self, observed: Observed, first: bool) -> None:
         """Look for gradients that another loss left before a window, and that its first backward adds.
 
         A generator's loss leaves gradients in the discriminator. A stock loop drops them by the zero_grad before the
@@ -133,23 +97,26 @@ class MisuseDetector(Follower):
         has gradients before the first one too, and means them; but it also has them before the second one.
 
         Args:
+            observed: Of the window.
             first: Whether it is the first backward of its window; an earlier first one may have failed.
         """
         if "leftovers" in self.once:
             return
         grads = [p.grad for buffer in self._store.buffers for p in buffer.params if p.grad is not None]
-        self._seen.leftovers = self._seen.leftovers and not first
-        if not grads and not self._uncounted():
+        uncounted = self._uncounted()
+        there = bool(grads) or uncounted
+        if first and there is not observed.leftovers:
+            observed.note_leftovers(there)
+        if not there:
             return
-        self._seen.leftovers = first
-        if not first and self._uncounted():
+        if not first and uncounted:
             _log.warning(
                 "gradients of another loss were added while its backward ran (release='backward'), and count in the "
                 "micro-batch of this acc.backward: zero_grad() in between cannot take them back. Ask for what you "
                 "need, torch.autograd.grad(loss, inputs), or freeze the parameters meanwhile; if the gradients are "
                 "meant, pass the sum of the losses to acc.backward"
             )
-        if not first or not (self._uncounted() or any(map(_is_something, grads))):
+        if not first or not (uncounted or any(map(_is_something, grads))):
             self.once.add("leftovers")  # they are meant, or zeros, as zero_grad(set_to_none=False) leaves them
 
     def _check_not_scaled(self, factor: Tensor) -> None:
@@ -197,13 +164,13 @@ class MisuseDetector(Follower):
 
     # ---- the end of a window
 
-    def inspect_end(self, caller: str, divisor: object) -> None:
+    def inspect_end(self, window: Window, caller: str, divisor: object) -> None:
         """Look at a window before it ends.
 
         Raises:
             RuntimeError: none of its micro-batches had a gradient.
         """
-        window = self._seen.window
+        observed = window.observed
         calls = window.micro_batches + window.found_nothing
         single = self._ranks.size == 1 and not self._ranks.ends_together
         if calls and single and 1 not in self._store.touched_bytes() and not window.dropped:
@@ -212,28 +179,33 @@ class MisuseDetector(Follower):
                 "backward and accumulate() throws gradients away; a loss that reaches none of the accumulator's "
                 "parameters makes none. acc.zero_() drops the window (AK19)"
             )
-        if divisor is None and self._seen.divisors and self._seen.divisors[0] is not None:
-            self._warn_of_division(self._seen.divisors[0])
-        if self._seen.items and divisor is None and "unequal items" not in self.once:
-            self._warn_of_unequal()
-        if self._drops:
-            self._warn_of_drops()
+        if divisor is None and observed.divisors and observed.divisors[0] is not None:
+            self._warn_of_division(window, observed.divisors[0])
+        if observed.items and divisor is None and "unequal items" not in self.once:
+            self._warn_of_unequal(window)
+        if observed.drops > 1 and (observed.after_drop or window.micro_batches == 0):
+            self._warn(
+                "drops",
+                "zero_() has dropped %d windows with micro-batches that no step has used: step() opens the next "
+                "window itself; delete zero_() before backward and before step()",
+                observed.drops,
+            )
         if "averages" not in self.once:
             self._warn_of_averages()
-        if self._seen.leftovers:
+        if observed.leftovers:
             self._warn(
                 "leftovers",
                 "gradients of another loss were there before this window's first acc.backward, which has added them: "
                 "keep the parameters out of that loss, module.requires_grad_(False), or drop its gradients by "
                 "acc.zero_() before the window. If they are meant, pass the sum of the losses to acc.backward (AK39)",
             )
-        if caller == "step()" and window.micro_batches > len(self._seen.divisors) and self._scaler is None:
+        if caller == "step()" and window.micro_batches > len(observed.divisors) and self._scaler is None:
             self._own_backwards += 1
             if self._own_backwards == 2:  # by now, another model's scaler would have been updated
                 self._warn_of_scaler()
 
-    def _warn_of_division(self, by: float) -> None:
-        count, divisors = self._seen.window.micro_batches, self._seen.divisors
+    def _warn_of_division(self, window: Window, by: float) -> None:
+        count, divisors = window.micro_batches, window.observed.divisors
         if count < 2 or divisors != [by] * count or abs(by / count - 1) > 1e-6:
             return
         self._warn(
@@ -245,8 +217,8 @@ class MisuseDetector(Follower):
             count,
         )
 
-    def _warn_of_unequal(self) -> None:
-        counts = unequal_items(self._seen.items, self._seen.window.micro_batches, self.once)
+    def _warn_of_unequal(self, window: Window) -> None:
+        counts = unequal_items(window.observed.items, window.micro_batches, self.once)
         if counts is not None:
             self._warn(
                 "unequal items",
@@ -272,17 +244,6 @@ class MisuseDetector(Follower):
                 name,
             )
 
-    def _warn_of_drops(self) -> None:
-        if self._drops > 1 and (self._seen.after_drop or self._seen.window.micro_batches == 0):
-            self._warn(
-                "drops",
-                "zero_() has dropped %d windows with micro-batches that no step has used: step() opens the next "
-                "window itself; delete zero_() before backward and before step()",
-                self._drops,
-            )
-        if not self._seen.after_drop:
-            self._drops = 0
-
     def _warn_of_scaler(self) -> None:
         """Look for a GradScaler that has scaled losses but was never updated, because nothing stepped through it."""
         for scaler in _scalers():
@@ -304,32 +265,40 @@ class MisuseDetector(Follower):
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Refuse a step without gradients, or with gradients other than those that `finalize` made."""
-        if self._seen.window.phase is not Phase.FINALIZED:
+        engine = self._engine()
+        if engine is None:
+            return
+        window = engine.window
+        if window.phase is not Phase.FINALIZED:
             if not has_closure:  # a closure has yet to compute the gradients
-                self._check_closed(optimizer)
-        elif id(optimizer) not in self._seen.stepped and self._seen.window.exposed:
-            self._check_handed_out(optimizer)
+                self._check_closed(window, optimizer)
+        elif id(optimizer) not in window.observed.stepped and window.exposed:
+            self._check_handed_out(window, optimizer)
             scaled = self._scaler is not None and self._scaler.unscales(optimizer)
-            if scaled and self._holds(owned((optimizer,))):
+            if scaled and self._holds(window, owned((optimizer,))):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}: scaler.update() came between acc.finalize() and this step, which "
                     "unscales averages that are unscaled already: call scaler.update() once, after all steps. If each "
                     "step updates, as optimizer.step() of Lightning Fabric does, give each optimizer an accumulator, "
                     "and finalize it right before its step"
                 )
-            unknown = self._seen.window.clipped and self._scaler is None and "unscaling" not in self.once
-            if unknown and self._holds(owned((optimizer,))):  # another accumulator's optimizer may have a scale
+            unknown = window.clipped and self._scaler is None and "unscaling" not in self.once
+            if unknown and self._holds(window, owned((optimizer,))):  # another accumulator's optimizer may have a scale
                 self._check_not_unscaled_late(optimizer)
 
     def after_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Check that what a closure computed was finalized."""
-        self._seen.stepped.add(id(optimizer))
-        if has_closure and self._seen.window.phase is not Phase.FINALIZED and not torch.compiler.is_compiling():
-            self._check_closed(optimizer)
+        engine = self._engine()
+        if engine is None:
+            return
+        window = engine.window
+        window.observed.stepped.add(id(optimizer))
+        if has_closure and window.phase is not Phase.FINALIZED and not torch.compiler.is_compiling():
+            self._check_closed(window, optimizer)
 
-    def _check_closed(self, optimizer: Optimizer) -> None:
-        count = self._seen.window.micro_batches
-        if (count or self._uncounted()) and self._holds(owned((optimizer,))):
+    def _check_closed(self, window: Window, optimizer: Optimizer) -> None:
+        count = window.micro_batches
+        if (count or self._uncounted()) and self._holds(window, owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside a window: the gradients of {count} micro-batches are in the "
                 "accumulator, and this step would not see them. Call acc.step(optimizer) instead, or, in the long "
@@ -337,12 +306,12 @@ class MisuseDetector(Follower):
                 "step the optimizer that it has prepared (AK20)"
             )
 
-    def _check_handed_out(self, optimizer: Optimizer) -> None:
+    def _check_handed_out(self, window: Window, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:  # nearly always the first group has one
             for p in group["params"]:
                 if p.grad is not None:
                     return
-        if "dropped grads" not in self.once and self._holds(owned((optimizer,))):
+        if "dropped grads" not in self.once and self._holds(window, owned((optimizer,))):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() finds no .grad of those that finalize() handed out: delete "
                 "zero_grad() between finalize() and the step; acc.zero_() comes after it"
@@ -365,9 +334,13 @@ class MisuseDetector(Follower):
 
     def before_clip(self, params: list[Tensor]) -> None:
         """Refuse torch's clipping if the accumulator holds every gradient, or if masters have some."""
-        if self._has_uncounted_or_sums() and all(p.grad is None for p in params) and self._holds(params):
+        engine = self._engine()
+        if engine is None:
+            return
+        window = engine.window
+        if self._has_sums(window) and all(p.grad is None for p in params) and self._holds(window, params):
             self._refuse_clipping()
-        if self._store.masters is not None and self._seen.window.exposed:
+        if self._store.masters is not None and window.exposed:
             masters = (self._store.target(p) for p in params if p.grad is None)
             if any(master.grad is not None for master in masters):
                 raise RuntimeError(
@@ -378,13 +351,13 @@ class MisuseDetector(Follower):
 
     def before_norm(self, grads: list[Tensor]) -> None:
         """Refuse torch's norm of no gradients at all while the accumulator has some."""
-        if not grads and self._has_uncounted_or_sums():
+        engine = self._engine()
+        if not grads and engine is not None and self._has_sums(engine.window):
             self._refuse_clipping()
 
-    def _has_uncounted_or_sums(self) -> bool:
-        """Whether gradients are in the accumulator, where torch does not see them."""
-        open_ = self._seen.window.phase is not Phase.FINALIZED
-        return open_ and (self._seen.window.micro_batches > 0 or self._uncounted())
+    def _has_sums(self, window: Window) -> bool:
+        """Whether gradients are in the accumulator, counted or not, where torch does not see them."""
+        return window.phase is not Phase.FINALIZED and (window.micro_batches > 0 or self._uncounted())
 
     def _refuse_clipping(self) -> NoReturn:
         raise RuntimeError(
@@ -394,12 +367,12 @@ class MisuseDetector(Follower):
             "own means: accelerator.clip_grad_norm_(), self.clip_gradients() (AK21)"
         )
 
-    def _holds(self, params: list[Tensor]) -> bool:
-        """Whether this window has a sum for one of these parameters or masters."""
+    def _holds(self, window: Window, params: list[Tensor]) -> bool:
+        """Whether the window has a sum for one of these parameters or masters."""
         if self._uncounted():  # captures hold gradients of parameters that are not touched yet
             return any(self._store.segment_of(p) is not None for p in params)
-        if self._seen.window.phase is not Phase.FINALIZED:
-            self._flush(self._seen.window)
+        if window.phase is not Phase.FINALIZED:
+            self._flush(window)
         touched = {id(t) for _, s in self._store.touched() for t in (s.param, self._store.target(s.param))}
         return any(id(p) in touched for p in params)
 

@@ -17,6 +17,7 @@ from ..buffers.parameters import move, whole
 from ..capture.inbox import MicroBatch
 from ..ranks.base import GlobalStats, backward_may_cross_ranks
 from ..ranks.sender import Sent
+from .loss_items import Items
 from .loss_weighting import grad_weight, together
 from .verdict import Verdict, WindowGrads, clip_coefficient
 
@@ -151,6 +152,31 @@ class Outcome(NamedTuple):
 
 
 @dataclass
+class Observed:
+    """What was observed of one window beside the accumulator's own calls; see `misuse.MisuseDetector`.
+
+    Attributes:
+        drops: How many windows with micro-batches were dropped before it, since one ended that came after no drop.
+        after_drop: Whether the last one was.
+        divisors: What each of the losses was divided by that acc.backward got; None where that is not known.
+        items: What each of the losses averages that came without a weight; None where that is not known.
+        stepped: Ids of the optimizers that were stepped.
+        leftovers: Whether gradients of another loss were there before its first backward.
+    """
+
+    drops: int = 0
+    after_drop: bool = False
+    divisors: list[float | None] = field(default_factory=list, init=False)
+    items: list[Items | None] = field(default_factory=list, init=False)
+    stepped: set[int] = field(default_factory=set, init=False)
+    leftovers: bool = field(default=False, init=False)
+
+    def note_leftovers(self, there: bool) -> None:
+        """Note whether gradients were there before the first backward."""
+        self.leftovers = there
+
+
+@dataclass
 class Window:
     """Counts, flags and losses of one window; the store holds the sums themselves.
 
@@ -172,6 +198,7 @@ class Window:
             not begun it when others had; 0 if it was not loaded.
         dropped: Whether `discard` dropped it: it ends as if it were empty, on all ranks if there are several.
         notes: What a trainer has done with it, as its adapter notes there.
+        observed: What was observed of it.
         waited: Seconds for which its end, and reads of its sums, have waited for gradients to be added on the host.
         sent: What was sent of it to other ranks.
         outcome: What it ended with, once it is finalized.
@@ -194,6 +221,7 @@ class Window:
     loaded: int = 0
     dropped: bool = False
     notes: Any = None
+    observed: Observed = field(default_factory=Observed)
     waited: float = field(default=0.0, init=False)
     sent: Sent = field(default_factory=Sent, init=False)
     outcome: Outcome | None = field(default=None, init=False)
@@ -260,6 +288,12 @@ class Window:
             self.dropped = True
             if self.phase is Phase.BROKEN:
                 self.phase = Phase.OPEN
+
+    def observe_next(self, ended: bool) -> Observed:
+        """What is known of the window after this one, which has `ended` or was dropped."""
+        dropped = not ended and self.phase is Phase.OPEN and self.micro_batches > 0 and not self.dropped
+        before = 0 if ended and not self.observed.after_drop else self.observed.drops
+        return Observed(before + dropped, dropped)
 
     def miss_end(self) -> None:
         """Note that the loop has gone on to the next window without ending this one, as other ranks have."""
