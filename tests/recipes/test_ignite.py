@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("ignite")
 
 from ignite.engine import Engine, Events, supervised_training_step  # noqa: E402
+from ignite.handlers import FastaiLRFinder  # noqa: E402
 
 import accumkernels as ak  # noqa: E402
 from tests.support.recipes import batches, check, classifier, difference, recipe, together, train_big  # noqa: E402
@@ -79,4 +80,22 @@ def test_epochs_of_unknown_or_other_lengths(cut):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=cut), lambda engine: engine.terminate_epoch())
     loader = torch.utils.data.DataLoader(Stream(data), batch_size=None)
     trainer.run(loader, max_epochs=2, epoch_length=len(data) if cut else None)
+    check("ignite", difference(model, ours, truth))
+
+
+@pytest.mark.filterwarnings("ignore:Run completed without loss diverging")
+def test_a_search_for_the_learning_rate_leaves_nothing_behind():
+    """FastaiLRFinder terminates a run inside a window, and restores the model: its gradients are of other weights."""
+    model, data, loss_fn = classifier(), batches(SIZES), nn.CrossEntropyLoss()
+    windows = [together(data[:STEPS]), together(data[STEPS:])]
+    truth = train_big(model, windows, lambda twin, window: loss_fn(twin(window[0]), window[1]), sgd)
+
+    ours = copy.deepcopy(model)
+    acc = ak.FusedAccumulator(ours)
+    optimizer = sgd(acc.parameters())
+    trainer = recipe("ignite")["fused_trainer"](ours, acc, optimizer, loss_fn, STEPS)
+    found = FastaiLRFinder()
+    with found.attach(trainer, {"model": ours, "optimizer": optimizer}, float, num_iter=2, end_lr=1.0) as search:
+        search.run(data)
+    trainer.run(data, max_epochs=1)
     check("ignite", difference(model, ours, truth))
