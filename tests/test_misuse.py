@@ -239,6 +239,22 @@ def zero_grad_between():
         loop.acc.step(loop.optimizer)
 
 
+def optimizers_in_backward():
+    """Hooks that step each parameter as soon as it has its gradient, as torch's tutorial and torchtune have them."""
+    loop = Loop()
+    own = {param: torch.optim.AdamW([param]) for param in loop.model.parameters()}
+
+    def step(param):
+        own[param].step()
+        own[param].zero_grad()
+
+    for param in own:
+        param.register_post_accumulate_grad_hook(step)
+    for x, y in loop.windows(1)[0]:
+        loop.acc.backward(loop.loss(x, y))
+    loop.acc.step(loop.optimizer)
+
+
 def zero_grad_before_step():
     """zero_grad between finalize and the step."""
     loop = Loop()
@@ -442,6 +458,7 @@ MISUSES = {
     "no update": Misuse(without_update, RuntimeError, "call scaler.update()"),
     "counted twice": Misuse(counted_twice, None, "Delete acc.accumulate()"),
     "zero_grad before accumulate": Misuse(zero_grad_between, RuntimeError, "no gradient was found in any of this"),
+    "optimizers in backward": Misuse(optimizers_in_backward, RuntimeError, "so does a hook that steps an optimizer"),
     "zero_grad before the step": Misuse(zero_grad_before_step, RuntimeError, "delete zero_grad() between finalize()"),
     "zero_ in every micro-batch": Misuse(zero_in_every_micro_batch, None, "delete zero_() before backward"),
     "zero_ before step": Misuse(zero_before_step, None, "before step()"),

@@ -176,8 +176,9 @@ class MisuseDetector(Follower):
         if calls and single and 1 not in self._store.touched_bytes() and not window.dropped:
             raise RuntimeError(
                 f"{caller}: no gradient was found in any of this window's {calls} micro-batches. zero_grad() between "
-                "backward and accumulate() throws gradients away; a loss that reaches none of the accumulator's "
-                "parameters makes none. acc.zero_() drops the window (AK19)"
+                "backward and accumulate() throws gradients away, and so does a hook that steps an optimizer in "
+                "backward, after each micro-batch: remove it. A loss that reaches none of the accumulator's parameters "
+                "makes none. acc.zero_() drops the window (AK19)"
             )
         if divisor is None and observed.divisors and observed.divisors[0] is not None:
             self._warn_of_division(window, observed.divisors[0])
@@ -454,8 +455,8 @@ def warn_of_nothing(ran_backward: bool, after_backward: bool) -> None:
     """
     if ran_backward:
         _log.warning(
-            "backward() found no gradient: the loss reaches none of the accumulator's parameters. It counts as a "
-            "micro-batch whose gradient is zero"
+            "backward() found no gradient: the loss reaches none of the accumulator's parameters, or a hook took what "
+            "it found, as one does that steps an optimizer. It counts as a micro-batch whose gradient is zero"
         )
     elif after_backward:
         _log.warning(
