@@ -16,7 +16,6 @@ others would change the state of its heap, and the least of `--processes` is kep
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
 import resource
 import sys
@@ -33,6 +32,7 @@ from .harness.arguments import command_line, listed, usable
 from .harness.case import DTYPES, Case
 from .harness.machine import environment
 from .harness.measure import Flush, Timer, median_and_spread, milliseconds
+from .harness.processes import in_new_process
 from .harness.results import Row, write_csv
 from .harness.shapes import lists
 from .harness.tables import Table, track
@@ -168,12 +168,10 @@ def run_windows(layers: int, width: int, method: str | int, repetitions: int) ->
 
 def measure_windows(layers: int, width: int, repetitions: int, processes: int, about: Row) -> list[Row]:
     """A row for stock, the default, whole micro-batches and each size of bucket."""
-    context = multiprocessing.get_context("spawn")
     found: dict[str | int, list[tuple[list[float], float]]] = {}
     for _ in range(processes):
         for method in (STOCK, DEFAULT, WHOLE_MICRO_BATCHES, *WINDOW_SIZES):
-            with context.Pool(1) as pool:
-                found.setdefault(method, []).append(pool.apply(run_windows, (layers, width, method, repetitions)))
+            found.setdefault(method, []).append(in_new_process(run_windows, layers, width, method, repetitions))
     best = {method: min(runs, key=lambda taken: median_and_spread(taken[0])[0]) for method, runs in found.items()}
     stock = median_and_spread(best[STOCK][0])[0]
     rows = []

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
@@ -220,12 +218,6 @@ def run(job: Job) -> list[Measured]:
     if job.table == "window":
         return _windows(job, case, timer)
     return _host(job, case) if job.table == "host" else _other_jobs(job, case, timer)
-
-
-def run_apart(job: Job) -> list[Measured]:
-    """Measure a job in a process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(run, job).result()
 
 
 def merge(measured: Sequence[Measured]) -> list[Measured]:

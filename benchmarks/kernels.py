@@ -33,10 +33,11 @@ from . import kernel_rows
 from .harness.arguments import command_line, listed, usable
 from .harness.case import DTYPES
 from .harness.machine import environment, version
+from .harness.processes import in_new_process
 from .harness.results import Row, write_csv, write_json
 from .harness.shapes import NAMES, Shapes, lists
 from .harness.tables import progress
-from .kernel_jobs import Job, Measured, merge, run, run_apart
+from .kernel_jobs import Job, Measured, merge, run
 from .methods import compute, host, other_jobs, peers, window
 
 TABLES = ("accumulate", "window", "host", "other jobs")
@@ -116,7 +117,7 @@ def measure(arguments: argparse.Namespace, work: Sequence[Job], what: str) -> li
     for job in work:
         method = job.methods[0] if len(job.methods) == 1 else f"{len(job.methods)} methods"
         progress(f"{what}: {job.table}, {method}")
-        measured += run(job) if arguments.processes == 0 else run_apart(job)
+        measured += run(job) if arguments.processes == 0 else in_new_process(run, job)
     progress("")
     return merge(measured)
 

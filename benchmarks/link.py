@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import pickle
-import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,7 +24,7 @@ import torch.distributed as dist
 
 from .harness.machine import environment
 from .harness.measure import median_and_spread
-from .harness.processes import start
+from .harness.processes import free_ports, start
 from .harness.results import Row, groups, write_csv
 from .harness.tables import Table
 from .methods.link import BACKWARD, BYTES, LAYERS, METHODS, NO_SYNC, Device, Link, Window, chunks_over
@@ -41,18 +38,19 @@ RANKS = 2
 HOSTS = ("waits", "runs ahead")  # of the device
 
 
-def _rank(rank: int, port: int, path: str, counts: list[int], ahead: bool, reduction: float, windows: int) -> None:
-    """One process: every method, in turns; rank 0 writes what was measured."""
+def _rank(
+    rank: int, port: int, counts: list[int], ahead: bool, reduction: float, windows: int
+) -> dict[tuple[int, str], list[float]]:
+    """One process: every method, in turns."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, timedelta(minutes=5), world_size=RANKS, rank=rank)
     link = Link(BYTES / (reduction * BACKWARD * LAYERS), Device(ahead))
     with chunks_over(link):
         seconds = _windows(link.device, {name: method(link) for name, method in METHODS.items()}, counts, windows)
-    if rank == 0:
-        Path(path).write_bytes(pickle.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()
+    return seconds
 
 
 def _windows(
@@ -78,13 +76,7 @@ def _windows(
 
 def measure(host: str, counts: list[int], reduction: float, windows: int, about: Row) -> list[Row]:
     """A row per method and number of micro-batches."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "measured")
-        start(_rank, (port, str(path), counts, host == HOSTS[1], reduction, windows), RANKS)
-        seconds = pickle.loads(path.read_bytes())
+    seconds, *_ = start(_rank, (*free_ports(1), counts, host == HOSTS[1], reduction, windows), RANKS)
     found = []
     for (count, name), samples in seconds.items():
         median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))

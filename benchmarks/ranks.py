@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import pickle
-import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +32,7 @@ from accumkernels.demo.model import GPT
 from . import simulated
 from .harness.machine import environment
 from .harness.measure import median_and_spread
-from .harness.processes import start
+from .harness.processes import free_ports, start
 from .harness.results import Row, groups, write_csv, write_json
 from .harness.tables import Table
 from .methods.ranks import METHODS, NO_SYNC, Window
@@ -104,8 +101,8 @@ def _held(device: torch.device) -> int:
     return found.field_4 + found.field_7  # in arenas, and in mappings of their own
 
 
-def _rank(rank: int, ranks: int, port: int, path: str, setting: Setting) -> None:
-    """One process: every method, in turns; rank 0 writes what was measured."""
+def _rank(rank: int, ranks: int, port: int, setting: Setting) -> tuple[dict[str, Any], ...]:
+    """One process: every method, in turns; by method, seconds, megabytes sent and held, and the difference."""
     torch.set_num_threads(setting.threads)
     device = torch.device("cuda", rank) if setting.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -157,21 +154,14 @@ def _rank(rank: int, ranks: int, port: int, path: str, setting: Setting) -> None
             seconds[name].append(timed(windows[name]))
     first = trained[NO_SYNC]
     apart = {name: ((moved - first).norm() / first.norm()).item() for name, moved in trained.items()}
-    if rank == 0:
-        Path(path).write_bytes(pickle.dumps((seconds, sent, held, apart)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    return seconds, sent, held, apart
 
 
 def measure(ranks: int, setting: Setting, about: Row) -> list[Row]:
     """A row per method."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "measured")
-        start(_rank, (ranks, port, str(path), setting), ranks)
-        seconds, sent, held, apart = pickle.loads(path.read_bytes())
+    (seconds, sent, held, apart), *_ = start(_rank, (ranks, *free_ports(1), setting), ranks)
     size = SIZES[setting.model]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())

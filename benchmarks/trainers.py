@@ -19,12 +19,8 @@ listed as such.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import pickle
-import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +33,7 @@ import torch.multiprocessing as mp
 from .harness.gradient_bytes import GradientBytes
 from .harness.machine import environment, version
 from .harness.measure import median_and_spread, milliseconds
-from .harness.processes import start
+from .harness.processes import free_ports, start
 from .harness.results import Row, groups, read_csv, write_csv
 from .harness.tables import Table
 from .methods.trainers import OPTIONS, TRAINERS, WITHOUT, Clock, Model, Task, as_launched, reset
@@ -81,10 +77,8 @@ def _train(trainer: str, task: Task, method: str, wait: Callable[[], object], go
     return Measured(timed.seconds, held.gradient_peak)
 
 
-def _process(
-    index: int, trainer: str, task: Task, threads: int, ports: list[int], turns: list[Any], folder: str
-) -> None:
-    """One rank of one method; rank 0 writes what it measured."""
+def _process(index: int, trainer: str, task: Task, threads: int, ports: list[int], turns: list[Any]) -> Measured:
+    """One rank of one method."""
     method, rank = divmod(index, task.ranks)
     torch.set_num_threads(max(1, threads // task.ranks))
     if task.ranks > 1:
@@ -97,28 +91,18 @@ def _process(
         as_launched()
     wait, go_on = turns[index].acquire, turns[(index + task.ranks) % len(turns)].release
     measured = _train(trainer, task, list(OPTIONS)[method], wait, go_on)
-    if rank == 0:
-        Path(folder, str(method)).write_bytes(pickle.dumps(measured))
     if task.ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as sockets:
-        found = [sockets.enter_context(socket.socket()) for _ in range(count)]
-        for free in found:
-            free.bind(("127.0.0.1", 0))
-        return [free.getsockname()[1] for free in found]
+    return measured
 
 
 def measure(trainer: str, task: Task, threads: int) -> dict[str, Measured]:
     """Run all methods of a trainer in turns, each with so many threads in all its ranks."""
     turns = [mp.get_context("spawn").Semaphore(int(i < task.ranks)) for i in range(len(OPTIONS) * task.ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (trainer, task, threads, _free_ports(len(OPTIONS)), turns, folder)
-        start(_process, arguments, len(turns), [f"accumkernels.integrations.{trainer}"])
-        return {name: pickle.loads(Path(folder, str(i)).read_bytes()) for i, name in enumerate(OPTIONS)}
+    arguments = (trainer, task, threads, free_ports(len(OPTIONS)), turns)
+    found = start(_process, arguments, len(turns), [f"accumkernels.integrations.{trainer}"])
+    return dict(zip(OPTIONS, found[:: task.ranks], strict=True))  # of each method, rank 0's
 
 
 def joined(runs: Sequence[dict[str, Measured]]) -> dict[str, Measured]:

@@ -15,16 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +30,7 @@ from accumkernels.planning.costs import StepCosts, measure_step_costs
 
 from .harness.machine import environment
 from .harness.measure import Timer
+from .harness.processes import in_new_process
 from .harness.results import Row, groups, write_csv, write_json
 from .methods.verdict import CASES, Case, loop
 
@@ -94,18 +92,10 @@ def _train(case: Case, counts: list[int], duration: float, parts: dict[int, list
             gc.collect()
 
 
-def _process(_: int, name: str, path: str, duration: float) -> None:
-    """A process of its own, which writes what was measured."""
+def measure_on_one_thread(name: str, duration: float) -> Measured:
+    """Measure a case on one thread, in a process of its own."""
     torch.set_num_threads(1)
-    Path(path).write_bytes(pickle.dumps(measure(CASES[name], duration)))
-
-
-def spawn(name: str, duration: float) -> Measured:
-    """Measure a case in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "measured")
-        mp.spawn(_process, (name, str(path), duration))
-        return pickle.loads(path.read_bytes())
+    return measure(CASES[name], duration)
 
 
 def rows(name: str, case: Case, measured: Measured, about: Row) -> list[Row]:
@@ -165,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: list[Row] = []
     for number in map(int, arguments.cases.split(",")):
         name = names[number - 1]
-        added = rows(name, CASES[name], spawn(name, arguments.duration), about)
+        added = rows(name, CASES[name], in_new_process(measure_on_one_thread, name, arguments.duration), about)
         show(console, added)
         found += added
         if arguments.csv:
