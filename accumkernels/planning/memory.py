@@ -143,21 +143,14 @@ class Meter(LiveBytes):
         self.moments: list[int] = []
         self._memory = memory
         self._foreign = 0  # bytes on the device that do not belong to the training
-        self._unrounded = LiveBytes(device=device)
         self._records = False  # whether a part runs
-
-    def add(self, tensors: Iterable[Tensor]) -> int:
-        """See `LiveBytes`."""
-        tensors = list(tensors)
-        self._unrounded.add(tensors)
-        return super().add(tensors)
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op, and record."""
         result = super().call(func, args, kwargs)
-        self._unrounded.add(tensors_of(result))
+        self.add(tensors_of(result))
         if self._records:
-            self.moments.append(self._unrounded.live)
+            self.moments.append(self.exact)
         return result
 
     def begin(self, training: Training, optimizer: Optimizer) -> int:

@@ -24,10 +24,11 @@ BLOCK = 512  # bytes; the caching allocators of CUDA and XPU round up to multipl
 
 
 class _StorageReference(weakref.ref):
-    """A weak reference that remembers the key and the size of its storage."""
+    """A weak reference that remembers the key of its storage, and its size as counted and without rounding."""
 
-    __slots__ = ("key", "nbytes")
+    __slots__ = ("exact", "key", "nbytes")
 
+    exact: int
     key: int
     nbytes: int
 
@@ -55,14 +56,15 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         peak: The most bytes alive after any op, or after one that was refused.
+        exact: What `live` was when it was last read or added to, without rounding.
     """
 
     def __init__(self, limit: int | None = None, granularity: int = 1, device: torch.device | None = None) -> None:
         super().__init__()
         self._of = None if device is None or device.type == "cpu" else device
         self._live = 0
-        self._eager: Any = contextlib.nullcontext()
-        self.peak = 0
+        self._eager = contextlib.ExitStack()
+        self.peak = self.exact = 0
         self._limit = limit
         self._granularity = granularity
         self._storages: dict[int, _StorageReference] = {}
@@ -75,9 +77,9 @@ class LiveBytes(TorchDispatchMode):
         """Bytes alive now."""
         while self._dead:
             reference = self._dead.popleft()
-            if self._storages.get(reference.key) is reference:
-                del self._storages[reference.key]
-                self._live -= reference.nbytes
+            del self._storages[reference.key]
+            self._live -= reference.nbytes
+            self.exact -= reference.exact
         return self._live
 
     def add(self, tensors: Iterable[Tensor]) -> int:
@@ -109,9 +111,10 @@ class LiveBytes(TorchDispatchMode):
         if self._of is not None and tensor.device != self._of:
             return
         reference = _StorageReference(storage, self._dead.append)
-        reference.key, reference.nbytes = storage._cdata, self._rounded(storage)
+        reference.key, reference.exact, reference.nbytes = storage._cdata, storage.nbytes(), self._rounded(storage)
         self._storages[reference.key] = reference
         self._live += reference.nbytes
+        self.exact += reference.exact
 
     def _check(self, more: int = 0) -> None:
         live = self.live
@@ -125,13 +128,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> LiveBytes:
         # Under a mode torch.compile gives up on the functions that it meets, for good: these are compiled later.
-        self._eager = eagerly()
-        self._eager.__enter__()
+        self._eager.enter_context(eagerly())
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._eager.__exit__(*exc)
+        self._eager.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._limit is not None:
