@@ -19,7 +19,7 @@ from accumkernels import doctor, ops
 from .. import devices
 from ..planning.commands import UserError
 from . import report
-from .data import Corpus, Window
+from .data import LINE, Corpus, Window
 from .methods import METHODS, BigBatch
 from .model import GPT
 from .train import (
@@ -128,9 +128,6 @@ def run_command(name: str, out: Path, work: Callable[[Display], None]) -> int:
 # ---- Runs the demo, from the command line's arguments to its files
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}
-# A micro-batch is one line of text, as on a card that is full: its gradients then cost as much as its layers. Lines are
-# unequal, as samples are.
-CONTEXT = 64
 # Memory is measured with a batch that a card cannot take at once. Its budget is half as much again as what weights,
 # gradients and AdamW's moments take in fp32, 16 bytes per parameter; what is left is for activations.
 LINES_AT_A_TIME = 8
@@ -223,11 +220,12 @@ def _demo(
 
     def build(shape: Shape, number: int) -> GPT:
         torch.manual_seed(number)
-        return shape.build(CONTEXT).to(device)
+        return shape.build().to(device)
 
-    corpus = Corpus(1, ACCUMULATION_STEPS, device, seed, longest=CONTEXT, separator=b"\n")
+    # A micro-batch is one line, as on a card that is full: its gradients then cost as much as its layers.
+    corpus = Corpus(1, ACCUMULATION_STEPS, device, seed)
     lines = LINES_AT_A_TIME * ACCUMULATION_STEPS
-    large = Corpus(LINES_AT_A_TIME, ACCUMULATION_STEPS, device, seed, longest=CONTEXT, separator=b"\n").window(0)
+    large = Corpus(LINES_AT_A_TIME, ACCUMULATION_STEPS, device, seed).window(0)
     shape, fitting = choose_size(seconds_per_window(build(SHAPES[-1], seed), corpus, amp_dtype))
     steps = steps or fitting
     model = build(shape, seed)
@@ -236,7 +234,7 @@ def _demo(
     versions = versions_and_device(device)
     console.print(
         f"A byte-level GPT of {parameters / 1e6:.0f} M parameters on Python's standard library: {steps} windows of "
-        f"{ACCUMULATION_STEPS} micro-batches of one line, up to {CONTEXT} bytes, {amp}, on {versions['device']}, "
+        f"{ACCUMULATION_STEPS} micro-batches of one line, up to {LINE} bytes, {amp}, on {versions['device']}, "
         f"{torch.get_num_threads()} threads; FusedAccumulator's backend: {versions['backend']}.",
         highlight=False,
     )
@@ -248,12 +246,10 @@ def _demo(
         del methods  # before there are more
         seeds = runs[:1]
         for number in range(1, SEEDS):
-            name = f"{BigBatch.name}, seed {seed + number}"
-            display.begin_training([name], steps)
-            again = train(
-                [copied(BigBatch, build(shape, seed + number), amp_dtype, name)], corpus, steps, display.trained
-            )
-            seeds += again
+            again = copied(BigBatch, build(shape, seed + number), amp_dtype)
+            again.name += f", seed {seed + number}"
+            display.begin_training([again.name], steps)
+            seeds += train([again], corpus, steps, display.trained)
     display.stage = "while writing the files"
     ends = [run.final_loss for run in seeds]
     batch, budget = f"{lines} lines", BUDGET_PER_PARAMETER * parameters
@@ -288,7 +284,7 @@ def _demo(
         "steps": steps,
         "seed": seed,
         "parameters": parameters,
-        "context": CONTEXT,
+        "context": LINE,
         "accumulation_steps": ACCUMULATION_STEPS,
         "autocast": amp,
         "max_norm": MAX_NORM,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 CONTEXT = 128  # bytes of the longest sample
+LINE = 64  # the same of the demo, whose samples are lines of text: unequal, as samples are
 SHORTEST = 8  # bytes; shorter paragraphs are left out
 PADDING_STEP = 16  # padded lengths are multiples of this, so that few distinct shapes occur
 IGNORE = -100  # target of padding, `ignore_index` of the loss
@@ -104,24 +105,14 @@ class Corpus:
         accumulation_steps: Micro-batches of a full window.
         device: The device of the batches.
         seed: Determines the order of the samples.
-        longest, separator: As in `read_samples`.
     """
 
-    def __init__(
-        self,
-        micro_batch_size: int,
-        accumulation_steps: int,
-        device: torch.device,
-        seed: int = 0,
-        longest: int = CONTEXT,
-        separator: bytes = b"\n\n",
-    ) -> None:
+    def __init__(self, micro_batch_size: int, accumulation_steps: int, device: torch.device, seed: int = 0) -> None:
         self.micro_batch_size = micro_batch_size
         self.window_size = micro_batch_size * accumulation_steps
         self.device = device
         self._training, validation = (
-            self._shuffled(read_samples(files, longest=longest, separator=separator), seed)
-            for files in (TRAINING_FILES, VALIDATION_FILES)
+            self._shuffled(read_samples(files, LINE, b"\n"), seed) for files in (TRAINING_FILES, VALIDATION_FILES)
         )
         self._validation = validation[:VALIDATION_SAMPLES]
 

@@ -30,7 +30,6 @@ class Method(abc.ABC):
         init_scale: Of the GradScaler; None for none.
         max_norm: To clip the gradient to; None: it is not clipped.
         cache_casts: Whether FusedAccumulator keeps autocast's copies: only the optimizer may change weights.
-        name: Instead of the class's.
     """
 
     name: str
@@ -45,9 +44,7 @@ class Method(abc.ABC):
         init_scale: float | None = None,
         max_norm: float | None = None,
         cache_casts: bool = True,
-        name: str | None = None,
     ) -> None:
-        self.name = name or type(self).name
         self.model = model
         self.loss = loss
         self.optimizer = optimizer

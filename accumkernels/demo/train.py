@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..devices import is_accelerator
 from ..splitting.memory import memory_of
-from .data import Batch, Corpus, Window
+from .data import LINE, Batch, Corpus, Window
 from .methods import BigBatch, Method, StockAccumulation, distance, gradient
 from .model import GPT
 from .report import Run
@@ -30,14 +30,13 @@ MAX_NORM = 1.0
 INIT_SCALE = 2.0**12
 
 
-def copied(cls: type[Method], model: nn.Module, amp_dtype: torch.dtype | None, name: str | None = None) -> Method:
+def copied(cls: type[Method], model: nn.Module, amp_dtype: torch.dtype | None) -> Method:
     """A method that trains a copy of `model` on its device, with AdamW.
 
     Args:
         cls: How.
         model: Copied.
         amp_dtype: Of autocast; None disables it. float16 comes with a GradScaler.
-        name: Instead of the class's.
     """
     model = copy.deepcopy(model)
     device = next(model.parameters()).device
@@ -48,7 +47,7 @@ def copied(cls: type[Method], model: nn.Module, amp_dtype: torch.dtype | None, n
 
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     init_scale = INIT_SCALE if amp_dtype is torch.float16 else None
-    return cls(model, loss, optimizer, ACCUMULATION_STEPS, init_scale=init_scale, max_norm=MAX_NORM, name=name)
+    return cls(model, loss, optimizer, ACCUMULATION_STEPS, init_scale=init_scale, max_norm=MAX_NORM)
 
 
 def train_window(method: Method, window: Window, learning_rate: float) -> Tensor:
@@ -78,9 +77,9 @@ class Shape(NamedTuple):
     depth: int
     heads: int
 
-    def build(self, context: int) -> GPT:
+    def build(self) -> GPT:
         """A model with random weights."""
-        return GPT(width=self.width, depth=self.depth, heads=self.heads, context=context)
+        return GPT(width=self.width, depth=self.depth, heads=self.heads, context=LINE)
 
     @property
     def cost(self) -> int:
