@@ -12,8 +12,8 @@ by window. Of compiled models the graphs are counted that all windows took, with
 
 from __future__ import annotations
 
+import functools
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,10 +24,10 @@ from accumkernels.demo.model import GPT
 from .harness.arguments import command_line, usable
 from .harness.case import DTYPES
 from .harness.machine import environment
-from .harness.measure import median_and_spread, milliseconds
+from .harness.measure import median_and_spread, milliseconds, take_turns
 from .harness.results import Row, write_csv
-from .harness.tables import Table, track
-from .methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build, graphs_compiled
+from .harness.tables import Table
+from .methods.training import SIZES, Batch, Fused, Loop, Method, Size, Stock, batches, build
 
 STOCK = "stock GradScaler + clip_grad_norm_"
 METHODS = (
@@ -46,14 +46,6 @@ COLUMNS = (
     *("fused", "in_16_bits", "graphs"),
     *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def floor(
@@ -103,22 +95,11 @@ def windows(
     loops: dict[str, Loop] = {method.name: build(method, size, dtype, device, compiled) for method in methods}
     bare, step = floor(size, dtype, device, compiled), optimizer_step(size, device)
     calls: dict[str, Callable[[], object]] = {
-        **{name: (lambda loop=loop: loop.window(data)) for name, loop in loops.items()},  # type: ignore[misc]
+        **{name: functools.partial(loop.window, data) for name, loop in loops.items()},
         FLOOR: lambda: bare(data),
         OPTIMIZER: step,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    graphs = dict.fromkeys(calls, 0)
-    warm_up = 2
-    for repetition in track(range(repetitions + warm_up), "windows"):
-        names = list(calls)
-        for turn in range(len(names)):
-            name = names[(repetition + turn) % len(names)]
-            before = graphs_compiled() if compiled else 0
-            taken = _timed(calls[name], device)
-            graphs[name] += graphs_compiled() - before if compiled else 0
-            if repetition >= warm_up:
-                seconds[name].append(taken)
+    seconds, graphs = take_turns(calls, device, repetitions, "windows")
     seen: dict[str, Row] = {name: {**loop.ways()} for name, loop in loops.items()}
     for name in loops if compiled else ():
         seen[name]["graphs"] = graphs[name]

@@ -11,12 +11,11 @@ other choices of `release` and fusion, which is how the defaults were found.
 
 from __future__ import annotations
 
-import csv
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,8 @@ from accumkernels.demo.model import GPT
 from .harness.arguments import command_line, listed, usable
 from .harness.case import DTYPES
 from .harness.machine import environment
-from .harness.results import Row, write_csv
+from .harness.measure import wall_seconds
+from .harness.results import Row, read_csv, write_csv
 from .harness.tables import Table, progress
 from .methods.training import SIZES, STOCK, Fused, Loop, Method, Size, Stock, batches, build
 
@@ -70,7 +70,7 @@ def measure(size: Size, mode: str, options: Sequence[str], device: torch.device,
     while windows < FEWEST or time.perf_counter() - begin < seconds:
         for turn in range(len(names)):
             name = names[(windows + turn) % len(names)]  # nobody always goes first
-            times[name].append(loops[name].seconds(data))
+            times[name].append(wall_seconds(functools.partial(loops[name].window, data), device))
         windows += 1
     rows: list[Row] = []
     for name in options:
@@ -83,13 +83,6 @@ def measure(size: Size, mode: str, options: Sequence[str], device: torch.device,
         row.update((way, float(f"{part:.3f}")) for way, part in loops[name].ways().items())
         rows.append(row)
     return rows
-
-
-def _read(file: Path | None) -> list[Row]:
-    if file is None or not file.exists():
-        return []
-    with file.open(newline="") as stream:
-        return [dict(row) for row in csv.DictReader(stream)]
 
 
 def _key(row: Row) -> tuple[str, ...]:
@@ -125,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = listed(parser, "options", arguments.options, OPTIONS)
     device = usable(arguments.device, arguments.threads)
     about = environment(device)
-    found = _read(arguments.csv)
+    found: list[Row] = [*read_csv(arguments.csv)] if arguments.csv and arguments.csv.exists() else []
     for model in models:
         for tokens in map(int, arguments.tokens.split(",")):
             for mode in modes:

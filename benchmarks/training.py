@@ -10,6 +10,7 @@ version of accumkernels does not have is listed with what its constructor says.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ from .harness.arguments import command_line, listed, usable
 from .harness.case import DTYPES
 from .harness.live_storages import LiveStorages
 from .harness.machine import environment
-from .harness.measure import median_and_spread, milliseconds
+from .harness.measure import median_and_spread, milliseconds, take_turns
 from .harness.results import Row, groups, write_csv, write_json
 from .harness.tables import Table, progress
-from .methods.training import METHODS, SIZES, STOCK, Batch, Loop, Method, Size, batches, build, graphs_compiled
+from .methods.training import METHODS, SIZES, STOCK, Batch, Method, Size, batches, build
 
 COLUMNS = (
     *("model", "parameters", "method", "device", "dtype", "micro_batches", "tokens_per_micro_batch"),
@@ -112,34 +113,16 @@ def measure(
             continue
         # Alone beside stock's loop: what any other holds or looks for would be in the times.
         loops = {m.name: build(m, size, dtype, device, compiled) for m in (methods[0], method)}
-        seconds, graphs = take_turns(loops, data, windows, compiled, f"{micro_batches} micro-batches, {method.name}")
+        calls = {name: functools.partial(loop.window, data) for name, loop in loops.items()}
+        seconds, graphs = take_turns(calls, device, windows, f"{micro_batches} micro-batches, {method.name}: window")
         peak, ways = peaks[method.name], loops[method.name].ways()
         found[method.name] = Result(seconds[method.name], seconds[STOCK], peak, ways, graphs[method.name])
         if STOCK not in found:
             found[STOCK] = Result(seconds[STOCK], seconds[STOCK], peaks[STOCK], loops[STOCK].ways(), graphs[STOCK])
-        del loops
+        del loops, calls
         gc.collect()
     progress("")
     return {m.name: found[m.name] for m in methods if m.name in found}
-
-
-def take_turns(
-    loops: dict[str, Loop], data: list[Batch], windows: int, compiled: bool, what: str
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """The seconds of each loop's windows, and the graphs that were compiled in them; two of each come before."""
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    graphs = dict.fromkeys(loops, 0)
-    names = list(loops)
-    for window in range(-2, windows):
-        progress(f"{what}: window {window + 1} of {windows}")
-        for turn in range(len(names)):
-            name = names[(window + turn) % len(names)]  # nobody always goes first
-            before = graphs_compiled() if compiled else 0
-            took = loops[name].seconds(data)
-            graphs[name] += graphs_compiled() - before if compiled else 0
-            if window >= 0:
-                seconds[name].append(took)
-    return seconds, graphs
 
 
 def rows(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .tables import track
 
 Call = Callable[[], object]
 # Cycles for which a GPU is kept busy before a measurement, some 5 ms: the host runs ahead, as in training, so that what
@@ -55,6 +58,39 @@ class Timer:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
+
+
+def wall_seconds(call: Call, device: torch.device) -> float:
+    """Seconds until the device has done a call."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def take_turns(
+    calls: Mapping[str, Call], device: torch.device, repetitions: int, what: str
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """The seconds of each call, and the graphs that Dynamo has compiled in it; two calls of each warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    graphs = dict.fromkeys(calls, 0)
+    names = list(calls)
+    for repetition in track(range(repetitions + 2), what):
+        for turn in range(len(names)):
+            name = names[(repetition + turn) % len(names)]  # nobody always goes first
+            before = _graphs_compiled()
+            took = wall_seconds(calls[name], device)
+            graphs[name] += _graphs_compiled() - before
+            if repetition >= 2:
+                seconds[name].append(took)
+    return seconds, graphs
+
+
+def _graphs_compiled() -> int:
+    """How many graphs Dynamo has compiled so far; importing it takes a second."""
+    compiles = "torch._dynamo" in sys.modules
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) if compiles else 0
 
 
 def host_seconds(call: Call, before: Call, repetitions: int, device: torch.device) -> list[float]:

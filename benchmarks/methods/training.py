@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import re
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,14 +67,6 @@ class Loop(abc.ABC):
     @abc.abstractmethod
     def window(self, batches: list[Batch]) -> None:
         """One optimizer step."""
-
-    def seconds(self, batches: list[Batch]) -> float:
-        """Time of a window, the device's included."""
-        start = time.perf_counter()
-        self.window(batches)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
 
     def ways(self) -> dict[str, float]:
         """Shares of the model's elements: `fused` and taken `in_16_bits`; nothing where no accumulator is."""
@@ -185,11 +176,6 @@ def build(method: Method, size: Size, dtype: torch.dtype, device: torch.device, 
     if compiled:
         model.compile()
     return method.loop(model, dtype, **method.options)
-
-
-def graphs_compiled() -> int:
-    """How many graphs Dynamo has compiled so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def batches(size: Size, micro_batches: int, device: torch.device) -> list[Batch]:
