@@ -28,7 +28,6 @@ from .window.checkpoint import saved_by_dcp
 from .window.coupled import CoupledLoss
 from .window.end import read_parts, select
 from .window.grad_scaler import current_scale
-from .window.loss_items import items_at
 from .window.noise_scale import NoiseScale
 from .window.state import Phase
 
@@ -388,14 +387,10 @@ class FusedAccumulator:
         with self._turn("backward()"):
             engine.check_open("backward()")
             last = self._ranks.reduces_sums and self._check_last(last)
-            engine.misuse.inspect_loss(engine.window, loss)
-            if weight is None:
-                weight = 1.0
-                if "unequal items" not in engine.misuse.once:
-                    caller = sys._getframe(1).f_back  # above `opaque`; None if C has called
-                    engine.window.observed.items.append(items_at(loss, caller))
-            else:  # a wrong one is an error before backward runs
-                weight = as_scalar(weight, "weight", self._store.layout.devices[0])
+            caller = sys._getframe(1).f_back if weight is None else None  # above `opaque`; None if C has called
+            engine.misuse.inspect_loss(engine.window, loss, caller=caller)
+            # A wrong one is an error before backward runs.
+            weight = 1.0 if weight is None else as_scalar(weight, "weight", self._store.layout.devices[0])
             engine.backward(loss, engine.micro_batch(weight, last=last), **kwargs)
 
     @opaque
@@ -995,7 +990,7 @@ class FusedAccumulator:
                 f"{caller}: gradients of a backward were never counted; call acc.accumulate() after backward "
                 "(acc.backward does), or acc.zero_() to drop the window"
             )
-        self.engine.misuse.inspect_end(self.engine.window, caller, divisor)
+        self.engine.misuse.inspect_end(self.engine.window, caller, divisor, self.engine.ending.steps.plan.touched)
 
     def _refuse_unsynced(self, caller: str, number: int) -> NoReturn:
         raise RuntimeError(

@@ -335,7 +335,6 @@ class Engine:
         """Average the window and set `.grad`, after the checks of `OptimizerSteps.check`."""
         self._close()
         self.ending.finalize(self.window, optimizers, divisor)
-        self._note_length()
 
     def step(
         self,
@@ -363,7 +362,6 @@ class Engine:
         else:
             self._close()
             norms = list(ending.step(window, optimizers, divisor, max_norm, parts or ()))
-            self._note_length()
         found: Tensor | list[Tensor] | None = None
         if parts is not None:
             found = ending.results(norms[: len(parts)])
@@ -374,15 +372,13 @@ class Engine:
 
     def _close(self) -> None:
         """The window ends: a backward from here on adds to what is assigned."""
+        if self.window.micro_batches > self.patience.longest:
+            self.patience.end(self.window.micro_batches, used=True)
         if self.runner.casts is not None:
             self.runner.casts.release()
         if self.window.micro_batches == 0 and self.ranks.ends_together:
             self.runner.prepare_window()  # as its first micro-batch would have: other ranks may have had one
         self.runner.captures.inbox.set_listening(False)
-
-    def _note_length(self) -> None:
-        if self.window.micro_batches > self.patience.longest:
-            self.patience.end(self.window.micro_batches, used=True)
 
     # ---- drop
 

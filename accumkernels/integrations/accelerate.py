@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -432,12 +433,13 @@ class Accelerator(Stock):
             return
         steps = self.gradient_accumulation_steps
         weight = self._begin(windows, weight, steps)
+        caller = sys._getframe(1) if weight is None else None
         if len(windows) == 1:
-            windows[0].backward(loss, weight, steps, **kwargs)
+            windows[0].backward(loss, weight, steps, caller, **kwargs)
             reached = windows
         else:
             divided = expect(loss, Tensor, "loss", "a tensor") / steps
-            reached = backward_of_all(windows, divided, weight, **kwargs)
+            reached = backward_of_all(windows, divided, weight, caller, **kwargs)
         if self.counts_micro_batches:
             self.last_loss = loss.detach().clone()  # which the caller may divide in place
         self._counted(reached)

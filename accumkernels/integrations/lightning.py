@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -369,7 +371,8 @@ class FusedAccumulation(pl.Callback):
         scaler = getattr(self._precision, "scaler", None)
         self._loss = tensor.detach() if scaler is None else tensor.detach() / scaler.scale(torch.ones_like(tensor))
         alone = len(windows) == 1 and windows[0].exclusive
-        run_for_all(windows, tensor, self._batch_weight, run, alone=alone, leaves=leaves)
+        caller = None if self.weight is not None else _caller(self._manual)
+        run_for_all(windows, tensor, self._batch_weight, run, caller=caller, alone=alone, leaves=leaves)
 
     def _post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
         """Call the hooks; average, since the module's `optimizer_step` may look at gradients before it steps."""
@@ -650,3 +653,11 @@ def _zero_grad(window: TrainerWindow, drops: Callable[[], bool], set_to_none: bo
     if drops() and not (window.finalized and not window.notes.stepped):
         window.close()
     window.drop_grads(set_to_none)  # also of parameters that were added to the optimizer since
+
+
+def _caller(manual: bool) -> FrameType | None:
+    """The frame that has called `manual_backward`; where Lightning calls backward itself, it does so in one place."""
+    frame: FrameType | None = sys._getframe()
+    while manual and frame is not None and frame.f_code.co_name != "manual_backward":
+        frame = frame.f_back
+    return frame.f_back if manual and frame is not None else frame

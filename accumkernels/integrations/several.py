@@ -51,6 +51,7 @@ def backward_of_all(
     windows: Sequence[TrainerWindow],
     loss: Tensor,
     weight: float | Tensor | None,
+    caller: Any,
     **kwargs: Any,
 ) -> list[TrainerWindow]:
     """Run a backward whose gradients may belong to several optimizers; it counts for the ones it reaches.
@@ -59,6 +60,7 @@ def backward_of_all(
         windows: All windows; `begin` was called on the open ones.
         loss: The trainer's.
         weight: The micro-batch's weight.
+        caller: See `MisuseDetector.inspect_loss`.
         **kwargs: Of `Tensor.backward`.
 
     Returns:
@@ -66,7 +68,7 @@ def backward_of_all(
     """
 
     def run(is_open: list[TrainerWindow]) -> Tensor:
-        run_for_all(is_open, loss, weight, lambda loss: windows[0].scaled(loss).backward(**kwargs))
+        run_for_all(is_open, loss, weight, lambda loss: windows[0].scaled(loss).backward(**kwargs), caller=caller)
         return loss
 
     return _count(windows, run)
@@ -139,6 +141,7 @@ def run_for_all(
     weight: float | Tensor | None,
     backward: Callable[[Tensor], Any],
     *,
+    caller: Any = None,
     alone: bool = False,
     leaves: bool = False,
 ) -> None:
@@ -149,11 +152,12 @@ def run_for_all(
         loss: The trainer's, scaled or not.
         weight: The micro-batch's weight.
         backward: Called with the loss to run backward of.
+        caller: See `MisuseDetector.inspect_loss`.
         alone: Whether there is one window, and no other parameters that an optimizer steps.
         leaves: Whether its gradients stay in `.grad` until `take`.
     """
     for window in windows:
-        window.note_division(loss)
+        window.note_loss(loss, caller)
     if windows:
         loss, weighed = windows[0].weigh(loss, weight, last=alone and windows[0].sends)
     for window in windows:

@@ -23,7 +23,8 @@ from ..capture.inbox import MicroBatch
 from ..errors import expect, logger
 from ..splitting.run import BatchReport
 from ..window.coupled import CoupledLoss
-from ..window.misuse import division
+from ..window.loss_items import Items, items_at
+from ..window.misuse import division, last_node
 from ..window.optimizers import check_optimizer, may_call_closure, needs_closure
 from .optimizer_accumulator import OptimizerAccumulator
 
@@ -40,6 +41,8 @@ class WindowNotes:
         dropped: Whether `zero_grad` came before.
         overrun: Whether a backward has reached its parameters since it ended.
         running: The micro-batch whose backward `run_for_all` has started, until it is counted or dropped.
+        divided_by: What the loop has divided its loss by; None where that is not known.
+        items: What its loss averages, if it came without a weight.
         backwards: How many the trainer's current micro-batch has had.
         promised: The norm to clip to in the step, and where the norm before clipping goes.
     """
@@ -49,6 +52,8 @@ class WindowNotes:
     dropped: bool = False
     overrun: bool = False
     running: MicroBatch | None = None
+    divided_by: float | None = None
+    items: Sequence[Items | None] = ()
     backwards: int = 0
     promised: tuple[float | Tensor, Tensor] | None = None
 
@@ -122,7 +127,6 @@ class TrainerWindow:
         self.number = 0
         self.expected_end: int | None = None
         self.all_windows: Sequence[weakref.ref[TrainerWindow]] = ()
-        self._loss_divided_by: float | None = None  # of the backward that waits for `take`, by the user
         self._accumulate = functools.partial(
             OptimizerAccumulator, self.modules, optimizer, exclusive=exclusive, make_notes=WindowNotes, **options
         )
@@ -297,17 +301,20 @@ class TrainerWindow:
         self.made_up_for, self.divisions, self.ends = None if plain else divided_by, divisions, ends
         self.sends = ends and self.current.sends_in_backward
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None, divide_by: float, **kwargs: Any) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None, divide_by: float, caller: Any, **kwargs: Any
+    ) -> None:
         """Run and count a micro-batch, after `open` and `begin`.
 
         Args:
             loss: The trainer's.
             weight: What it counts; None: 1.
             divide_by: What the trainer divides the loss by, and has not yet.
+            caller: See `MisuseDetector.inspect_loss`.
             **kwargs: Of `Tensor.backward`.
         """
         engine = self.engine
-        engine.misuse.inspect_loss(engine.window, loss, self.divisions)
+        engine.misuse.inspect_loss(engine.window, loss, self.divisions, caller)
         engine.backward(loss / divide_by, self._next(weight, self.sends), **kwargs)
 
     def backward_coupled(
@@ -361,9 +368,11 @@ class TrainerWindow:
         """The loss, scaled if there is a GradScaler."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def note_division(self, loss: Tensor) -> None:
-        """Note what the user has divided the loss by, before a backward that the engine does not run."""
-        _, self._loss_divided_by = division(loss, self.divisions)
+    def note_loss(self, loss: Tensor, caller: Any) -> None:
+        """Note what is known of a loss before a backward that the engine does not run; see `inspect_loss`."""
+        node, notes = last_node(loss, self.divisions), self.notes
+        _, notes.divided_by = division(node)
+        notes.items = () if caller is None else (items_at(loss, node, caller),)
 
     def weigh(self, loss: Tensor, weight: float | Tensor | None, last: bool = False) -> tuple[Tensor, MicroBatch]:
         """The loss to run backward of, weighted if backward may cross ranks; and the micro-batch."""
@@ -375,7 +384,10 @@ class TrainerWindow:
         self.notes.running = None
         with torch.no_grad():
             self.engine.accumulate(micro_batch._replace(loss=loss))
-        self.engine.window.observed.divisors.append(self._loss_divided_by)
+        observed = self.engine.window.observed
+        observed.divisors.append(self.notes.divided_by)
+        observed.items += self.notes.items
+        self.notes.divided_by, self.notes.items = None, ()
 
     @property
     def reached(self) -> bool:

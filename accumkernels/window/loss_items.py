@@ -89,7 +89,7 @@ def items_of(node: Node, nodes_left: list[int], start: tuple[object, ...] = ()) 
                 return None
             shape = tuple(node._saved_self_sym_sizes)
             if name in _MEANS:
-                return _of_mean(way, shape, divisor, float(math.prod(shape)))
+                return None if isinstance(divisor, Tensor) else Items((*way, divisor), shape, float(math.prod(shape)))
             masked = inner.name() == "MulBackward0" and None in (child for child, _ in inner.next_functions)
             return _of_sum(way, shape, divisor, math.prod(shape) if masked else 0)
         if name in _ELEMENTWISE or name in _LABELS:
@@ -305,7 +305,8 @@ def _of_loss(node: Node, way: list[object], divisor: float | Tensor | None) -> I
             if len(shape) > 1 and shape[1] == 1:  # torch's view of [rows, classes, length], whose items are tokens
                 shape = shape[:1]
     if mean:
-        return _of_mean(way, shape, divisor, float(math.prod(shape)) if labels is None else labels)
+        number = float(math.prod(shape)) if labels is None else labels
+        return None if isinstance(divisor, Tensor) else Items((*way, divisor), shape, number)
     return _of_sum(way, shape, divisor, labels=labels)
 
 
@@ -313,12 +314,6 @@ def _shape_of(node: Node) -> tuple[int, ...]:
     """The shape of what one of torch's own losses gets."""
     inner, output = node.next_functions[0]
     return tuple([int(size) for size in inner._input_metadata[output].shape])
-
-
-def _of_mean(
-    way: list[object], shape: tuple[int, ...], divisor: float | Tensor | None, number: float | Tensor
-) -> Items | None:
-    return None if isinstance(divisor, Tensor) else Items((*way, divisor), shape, number)
 
 
 def _of_sum(
@@ -383,36 +378,36 @@ def _known(number: Tensor) -> float | Tensor | None:
     return float(number.tolist()) if number.is_cpu else number  # type: ignore[arg-type]
 
 
-def items_at(loss: Tensor, caller: Any) -> Items | None:
+def items_at(loss: Tensor, node: Node, caller: Any) -> Items | None:
     """What a loss averages; None if that is not known.
 
     Args:
         loss: The loss.
+        node: The last node of its graph that the loop has made.
         caller: The frame that has called backward, if any. A loop that calls it in two places may want it so: a
             discriminator's real and generated samples, new ones and those of a memory.
     """
     if loss.numel() != 1 or caller is None:
         return None
-    return items_of(loss.grad_fn, [_MOST_NODES], (id(caller.f_code), caller.f_lasti))
+    return items_of(node, [_MOST_NODES], (id(caller.f_code), caller.f_lasti))
 
 
-def unequal_items(found: Sequence[Items | None], micro_batches: int, once: set[str]) -> str | None:
-    """Return the numbers of items, if they differ in a window of losses that were given without a weight: "8, 8 and 3".
+def unequal_items(found: Sequence[Items | None], once: set[str]) -> str | None:
+    """Return the numbers of items, if they differ in a window of losses that were given without a weight: "8, 8, 3".
 
     Args:
         found: What the losses average; see `items_at`.
-        micro_batches: Of the window.
         once: Gets what was read from a device, which is not read again.
     """
-    if micro_batches < 2 or len(found) != micro_batches:
-        return None
     kinds: dict[tuple[object, ...], list[Items]] = {}
     for items in found:
         if items is not None:
             kinds.setdefault(items.kind, []).append(items)
     for alike in kinds.values():
-        numbers = _read(alike, once) if len(alike) > 1 else None
-        if numbers is None or len(set(numbers)) == 1:
+        numbers: list[Any] = list(map(_number, alike))
+        if len(alike) > 1 and {*map(type, numbers)} != {float}:
+            numbers = _read(alike, once)
+        if len(set(numbers)) < 2:
             continue
         # As many samples of another size, such as images of another resolution, may be meant to count the same.
         sizes, samples = ({items.shape[cut] for items in alike} for cut in (slice(1, None), slice(1)))
@@ -422,17 +417,17 @@ def unequal_items(found: Sequence[Items | None], micro_batches: int, once: set[s
     return None
 
 
-def _read(alike: list[Items], once: set[str]) -> list[float] | None:
-    """Return numbers; those on a device are read once where shapes differ, and once where they do not."""
-    numbers = [items.number for items in alike]
-    tensors = [number for number in numbers if isinstance(number, Tensor)]
-    if not tensors:
-        return numbers  # type: ignore[return-value]
+_number = operator.attrgetter("number")
+
+
+def _read(alike: list[Items], once: set[str]) -> list[float]:
+    """Read numbers from their device, once where shapes differ, and once where they do not; empty if they are none."""
+    tensors = [items.number for items in alike if isinstance(items.number, Tensor)]
     several = len({items.shape for items in alike}) > 1
     if ("items of several shapes" if several else "items") in once or is_capturing(tensors[0].device):
-        return None
+        return []
     once.update(("items of several shapes", "items") if several else ("items",))
-    if len(tensors) < len(numbers):
-        return None
+    if len(tensors) < len(alike):
+        return []
     read: list[float] = torch.stack([number.double() for number in tensors]).tolist()
-    return read if all(map(float.is_integer, read)) else None
+    return read if all(map(float.is_integer, read)) else []

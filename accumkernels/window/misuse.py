@@ -23,7 +23,7 @@ from ..hooks import Follower, follow
 from ..ranks.base import Ranks, backward_may_cross_ranks
 from ..ranks.ddp import first_wrapped
 from .grad_scaler import LossScaler
-from .loss_items import is_divided_sum, unequal_items
+from .loss_items import is_divided_sum, items_at, unequal_items
 from .optimizers import owned
 from .state import Observed, Phase, Window
 
@@ -66,13 +66,14 @@ class MisuseDetector(Follower):
 
     # ---- a loss
 
-    def inspect_loss(self, window: Window, loss: object, made: int = 0) -> None:
-        """Look at the last node of the loss's graph, before its backward.
+    def inspect_loss(self, window: Window, loss: object, made: int = 0, caller: Any = None) -> None:
+        """Look at the last nodes of the loss's graph, before its backward.
 
         Args:
             window: That it belongs to.
             loss: The loss.
             made: How many of its last nodes a trainer has made, by divisions or a loss scale that are made up for.
+            caller: The frame that has called backward without a weight; None: it gave one.
 
         Raises:
             TypeError: the loss is no tensor.
@@ -80,12 +81,14 @@ class MisuseDetector(Follower):
         """
         if not isinstance(loss, Tensor):
             raise wrong_type("loss", "a tensor", loss)
-        node, divided_by = loss.grad_fn, None
-        if made or (node is not None and node.name() in _FACTORS):
-            factor, divided_by = division(loss, made)
+        node, divided_by = last_node(loss, made) if made else loss.grad_fn, None
+        if node is not None and node.name() in _FACTORS:
+            factor, divided_by = division(node)
             if factor is not None:
                 self._check_not_scaled(factor)
         window.observed.divisors.append(divided_by)
+        if caller is not None and "unequal items" not in self.once:
+            window.observed.items.append(items_at(loss, node, caller))
         if (first := window.micro_batches == 0) or window.observed.leftovers:
             self._inspect_leftovers(window.observed, first)
 
@@ -164,8 +167,14 @@ class MisuseDetector(Follower):
 
     # ---- the end of a window
 
-    def inspect_end(self, window: Window, caller: str, divisor: object) -> None:
+    def inspect_end(self, window: Window, caller: str, divisor: object, touched: bytes) -> None:
         """Look at a window before it ends.
+
+        Args:
+            window: The window.
+            caller: The method's name, for messages.
+            divisor: The user's; None: the sum of weights.
+            touched: For each segment, 1 if it holds a sum of the window.
 
         Raises:
             RuntimeError: none of its micro-batches had a gradient.
@@ -173,7 +182,7 @@ class MisuseDetector(Follower):
         observed = window.observed
         calls = window.micro_batches + window.found_nothing
         single = self._ranks.size == 1 and not self._ranks.ends_together
-        if calls and single and 1 not in self._store.touched_bytes() and not window.dropped:
+        if calls and single and 1 not in touched and not window.dropped:
             raise RuntimeError(
                 f"{caller}: no gradient was found in any of this window's {calls} micro-batches. zero_grad() between "
                 "backward and accumulate() throws gradients away, and so does a hook that steps an optimizer in "
@@ -182,8 +191,9 @@ class MisuseDetector(Follower):
             )
         if divisor is None and observed.divisors and observed.divisors[0] is not None:
             self._warn_of_division(window, observed.divisors[0])
-        if observed.items and divisor is None and "unequal items" not in self.once:
-            self._warn_of_unequal(window)
+        if divisor is None and len(observed.items) == window.micro_batches > 1 and "unequal items" not in self.once:
+            if counts := unequal_items(observed.items, self.once):
+                self._warn_of_unequal(counts)
         if observed.drops > 1 and (observed.after_drop or window.micro_batches == 0):
             self._warn(
                 "drops",
@@ -218,17 +228,16 @@ class MisuseDetector(Follower):
             count,
         )
 
-    def _warn_of_unequal(self, window: Window) -> None:
-        counts = unequal_items(window.observed.items, window.micro_batches, self.once)
-        if counts is not None:
-            self._warn(
-                "unequal items",
-                "the losses of this window are means over unequal numbers of items (%s) and count the same, since "
-                "acc.backward got no weight: the result is not the gradient of all samples at once. Pass the number "
-                "that each loss averages, acc.backward(loss, weight=...): len(x), or how many labels are not ignored. "
-                "If they are to count the same, pass weight=1",
-                counts,
-            )
+    def _warn_of_unequal(self, counts: str) -> None:
+        self._warn(
+            "unequal items",
+            "the losses of this window are means over unequal numbers of items (%s) and count the same, since they got "
+            "no weight: the result is not the gradient of all samples at once. Pass the number that each averages, "
+            "len(x) or how many labels are not ignored: acc.backward(loss, weight=...), accelerator.backward(loss, "
+            "weight=...), Lightning's FusedAccumulation(weight=lambda batch: ...). If they are to count the same, the "
+            "weight is 1",
+            counts,
+        )
 
     def _warn_of_averages(self) -> None:
         self.once.add("averages")
@@ -378,16 +387,20 @@ class MisuseDetector(Follower):
         return any(id(p) in touched for p in params)
 
 
-def division(loss: Tensor, made: int) -> tuple[Tensor | None, float | None]:
-    """Return the last factor of a loss, and what it was divided by, both None where that is not known.
-
-    Args:
-        loss: Before its backward, which frees what its graph has saved.
-        made: See `MisuseDetector.inspect_loss`.
-    """
+def last_node(loss: Tensor, made: int) -> Any:
+    """The last node of a loss's graph but for those that a trainer has made; None where these are not found."""
     node = loss.grad_fn
     for _ in range(made):
         node = node.next_functions[0][0] if node is not None and node.name() in _FACTORS else None
+    return node
+
+
+def division(node: Any) -> tuple[Tensor | None, float | None]:
+    """Return the factor that the last node of a loss's graph is, and what it divides by, None where not known.
+
+    Args:
+        node: Before backward, which frees what it has saved.
+    """
     name = None if node is None else node.name()
     factor = None
     if name == "DivBackward0":

@@ -328,7 +328,7 @@ class Window:
 
     def finalize(self, outcome: Outcome, exposes: bool) -> None:
         """End the window, and let optimizers have its `.grad`s if it `exposes` them: all, or its sums are lost."""
-        self.begin_ending()
+        self.phase = Phase.ENDING
         self.outcome = outcome
         if exposes:
             outcome.grads.assign_grads()

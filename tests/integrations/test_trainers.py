@@ -163,6 +163,25 @@ def test_unequal_micro_batches(trainer, weight, options):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_unequal_micro_batches_without_weights(trainer, precision, caplog):
+    """They count the same, as in stock: one warning says so; none of equal ones, of weights, or of one micro-batch."""
+    unequal = {"numbers": list(range(8)), "epochs": 2, "precision": precision}
+    weighted = trainer.name == "transformers"  # by default, by rows
+    for keywords, said in (
+        ({"weight": None}, 0 if weighted else 1),
+        ({"weight": None, "make": equal}, 0),
+        ({"weight": None, "steps": 1}, 0),
+        ({"weight": len}, 0),
+        ({"weight": lambda x: 1}, 0),
+    ):
+        caplog.clear()
+        trainer.run(**{**unequal, **keywords})
+        found = [each.getMessage() for each in caplog.records if each.name.startswith("accumkernels.window")]
+        numbers = ", ".join(str(item(i)[0].shape[0] * 3) for i in range(4))
+        assert [f"means over unequal numbers of items ({numbers})" in each for each in found] == [True] * said
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_loss_that_the_user_has_divided_too(trainer, precision, caplog):
     """As in rf-detr, and in stock, it is divided twice: one warning says so; none of a division by another number."""
     keywords = {"numbers": list(range(8)), "epochs": 2, "weight": None, "make": equal, "precision": precision}
@@ -188,6 +207,23 @@ def test_a_loss_divided_in_manual_optimization(precision, caplog):
             numbers=list(range(8)), manual=True, step=step, divided_by=divided_by, precision=precision
         )
         assert ["was divided by 4" in each.getMessage() for each in caplog.records] == [True] * said
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_unequal_losses_in_manual_optimization(places, caplog):
+    """From one place of a loop they are warned of; from two they may be of two kinds, such as a GAN's."""
+
+    def step(module, usual, data, index):
+        if places == 2 and index % 2:
+            module.manual_backward(usual((data[0][:1], data[1][:1]), index))
+        else:
+            module.manual_backward(usual((data[0][:5], data[1][:5]) if places == 2 else data, index))
+        if index % 4 == 3:
+            module.optimizers().step()
+
+    make = (lambda i: batch(8, seed=i)) if places == 2 else item
+    TRAINERS["lightning"].run(numbers=list(range(8)), manual=True, weight=None, step=step, make=make)
+    assert sum("unequal numbers of items" in each.getMessage() for each in caplog.records) == (places == 1)
 
 
 def test_gradients_that_a_loop_sees(trainer):

@@ -287,7 +287,7 @@ def test_the_warning_is_right(loop):
 def test_a_caller_without_a_frame():
     """Where C code calls backward nothing can be told of two places."""
     loss = torch.ones(3, requires_grad=True).mean()
-    assert loss_items.items_at(loss, None) is None
+    assert loss_items.items_at(loss, loss.grad_fn, None) is None
 
 
 class Packed(torch.autograd.Function):
