@@ -433,7 +433,7 @@ class Accelerator(Stock):
             return
         steps = self.gradient_accumulation_steps
         weight = self._begin(windows, weight, steps)
-        caller = sys._getframe(1) if weight is None else None
+        caller = sys._getframe().f_back if weight is None else None
         if len(windows) == 1:
             windows[0].backward(loss, weight, steps, caller, **kwargs)
             reached = windows
