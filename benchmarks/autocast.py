@@ -169,8 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_windows, seen = windows(size, dtype, device, k, arguments.windows, methods, arguments.compile)
     found = rows(of_windows, k, common, seen)
     show(found)
-    if arguments.csv:
-        write_csv(arguments.csv, found)
+    write_csv(arguments.csv, found)
     return 0
 
 

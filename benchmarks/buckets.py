@@ -240,8 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(group: list[Row], table: Callable[[list[Row]], None]) -> None:
         rows.extend(group)
-        if arguments.csv:
-            write_csv(arguments.csv, rows)
+        write_csv(arguments.csv, rows)
         table(group)
 
     for layers, width in track(models, "models"):

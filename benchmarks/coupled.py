@@ -156,8 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = usable(arguments.device, arguments.threads)
     chunks = [int(size) for size in arguments.chunks.split(",")]
     rows = measure(arguments.pairs, chunks, device, environment(device))
-    if arguments.csv:
-        write_csv(arguments.csv, rows)
+    write_csv(arguments.csv, rows)
     first = rows[0]
     title = f"InfoNCE, {first['pairs']} pairs, {first['parameters']:,} parameters, fp32; MB"
     table = Table(

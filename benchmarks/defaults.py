@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     progress(f"{model}, {tokens} tokens, {mode}")
                     measured = measure(size, mode, missing, device, arguments.seconds)
                     found += [{column: {**common, **row}.get(column) for column in COLUMNS} for row in measured]
-                    if arguments.csv:
-                        write_csv(arguments.csv, found)
+                    write_csv(arguments.csv, found)
     progress("")
     show(found)
     return 0

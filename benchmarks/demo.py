@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A process for each run: what one has freed, the next one's allocations would find.
             subprocess.run([sys.executable, "-m", "accumkernels", "demo", *options], check=True)
             found += rows(json.loads((Path(out) / "demo.json").read_text()), run, about)
-        if arguments.csv:
-            write_csv(arguments.csv, found)
+        write_csv(arguments.csv, found)
     return 0
 
 

@@ -117,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             str(row["way"]), str(row["origin"]).upper(), *(f"{row[f'{part}_GB']:.2f}" for part in (*PARTS, "total"))
         )
     table.print()
-    if arguments.csv is not None:
-        write_csv(arguments.csv, found)
+    write_csv(arguments.csv, found)
     return 0
 
 

@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress(f"seed {seed}: {GROWS if length is None else length}")
             found = {**about, **train(length, seed, arguments.target)}
             rows.append({column: found.get(column) for column in COLUMNS})
-            if arguments.csv is not None:
-                write_csv(arguments.csv, rows)
+            write_csv(arguments.csv, rows)
     progress("")
     table = Table(
         f"to {arguments.target} nats per byte, means of {len(seeds)} seeds", ("window", "tokens", "s", "steps")

@@ -178,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         spread = f"{r['ms_p10']} to {r['ms_p90']}"
         table.add(r["method"], r["parameters"], *flags, r["ms_median"], spread, r["ratio_to_stock"])
     table.print()
-    if arguments.csv:
-        write_csv(arguments.csv, rows)
+    write_csv(arguments.csv, rows)
     return 0
 
 

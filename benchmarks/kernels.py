@@ -134,10 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = kernel_rows.rows(measured, name, shapes, dtype, about, arguments.tokens)
         kernel_rows.show(added)
         rows.extend(added)
-        if arguments.csv:  # after each part: what is measured is not lost when a later part fails
-            write_csv(arguments.csv, rows)
-        if arguments.json:
-            write_json(arguments.json, rows)
+        write_csv(arguments.csv, rows)  # after each part: what is measured is not lost when a later part fails
+        write_json(arguments.json, rows)
 
     for dtype in arguments.dtype:
         for job in host_jobs(arguments, dtype):

@@ -127,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = measure(host, counts, reduction, arguments.windows, about)
         show(added)
         found += added
-        if arguments.csv:
-            write_csv(arguments.csv, found)
+        write_csv(arguments.csv, found)
     return 0
 
 

@@ -226,10 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(some_peaks)
             peaks += some_peaks
             points += some_points
-            if arguments.csv:
-                write_csv(arguments.csv, peaks)
-            if arguments.timeline:  # where it was measured is said once: the file has some thousand rows
-                write_csv(arguments.timeline, [{**row, **(about if row is points[0] else {})} for row in points])
+            write_csv(arguments.csv, peaks)
+            # Where it was measured is said once: the file has some thousand rows.
+            write_csv(arguments.timeline, [{**row, **(about if row is points[0] else {})} for row in points])
     return 0
 
 

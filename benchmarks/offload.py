@@ -122,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = ("what", "threads", "ns_per_parameter", "GB_per_s", "of_mul", "bytes_per_parameter")
         table.add(*(row[name] for name in shown))
     table.print()
-    if given.csv is not None:
-        write_csv(given.csv, rows)
+    write_csv(given.csv, rows)
     return 0
 
 

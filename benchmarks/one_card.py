@@ -94,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         table.add(row["what"], *(row[name] for name in SHOWN))
     table.print()
-    if given.csv is not None:
-        write_csv(given.csv, rows)
+    write_csv(given.csv, rows)
     return 0
 
 

@@ -222,10 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.simulate:
         rows = simulated.measured(arguments)
-        if arguments.csv:
-            write_csv(arguments.csv, rows)
-        if arguments.json:
-            write_json(arguments.json, rows)
+        write_csv(arguments.csv, rows)
+        write_json(arguments.json, rows)
         return 0
     gpus = torch.cuda.device_count()
     if arguments.device == "cuda" and gpus == 0:
@@ -244,10 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             added = measure(count, setting, about)
             show(added)
             found += added
-            if arguments.csv:
-                write_csv(arguments.csv, found)
-            if arguments.json:
-                write_json(arguments.json, found)
+            write_csv(arguments.csv, found)
+            write_json(arguments.json, found)
     return 0
 
 

@@ -211,8 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = rows(name, measured, task, {**about, "model": model})
         show(added)
         found += added
-        if arguments.csv:
-            write_csv(arguments.csv, found)
+        write_csv(arguments.csv, found)
     return 0
 
 

@@ -212,10 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             added = rows(results, model, size, dtype, micro_batches, about, compiled)
             show(added)
             found += added
-            if arguments.csv:
-                write_csv(arguments.csv, found)
-            if arguments.json:
-                write_json(arguments.json, found)
+            write_csv(arguments.csv, found)
+            write_json(arguments.json, found)
     return 0
 
 

@@ -158,10 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = rows(name, CASES[name], in_new_process(measure_on_one_thread, name, arguments.duration), about)
         show(console, added)
         found += added
-        if arguments.csv:
-            write_csv(arguments.csv, found)
-        if arguments.json:
-            write_json(arguments.json, found)
+        write_csv(arguments.csv, found)
+        write_json(arguments.json, found)
     return 0 if all(row["right"] and abs(float(str(row["error"]))) <= 0.15 for row in found) else 1
 
 

@@ -127,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for r, c, tokens in track(cases, dtype):
             group += measure(r, c, tokens, dtype, device, arguments.repetitions, about)
         rows += group
-        if arguments.csv:
-            write_csv(arguments.csv, rows)
+        write_csv(arguments.csv, rows)
         table = Table(f"weight gradients, {dtype}, {about['device']}", ("weight", "tokens", "way", "ms", "to separate"))
         for row in group:
             way = f"{row['way']} *" if row["chosen"] else row["way"]

@@ -246,8 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type != "cpu":
         parser.error("--device: memory is simulated, on the CPU only")
     rows = measure(arguments.windows, environment(device))
-    if arguments.csv:
-        write_csv(arguments.csv, rows)
+    write_csv(arguments.csv, rows)
     first = rows[0]
     table = Table(
         f"{WINDOW} texts of up to {LONGEST} bytes, {CAPACITY} padded elements fit, {first['parameters']:,} parameters; "

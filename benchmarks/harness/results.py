@@ -10,8 +10,10 @@ from pathlib import Path
 Row = dict[str, object]
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows with their columns in order; None is an empty cell."""
+def write_csv(path: Path | None, rows: Sequence[Row]) -> None:
+    """Rows with their columns in order, if there is a path; None is an empty cell."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -19,8 +21,10 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer.writerows(rows)
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """A list of objects."""
+def write_json(path: Path | None, rows: Sequence[Row]) -> None:
+    """A list of objects, if there is a path."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
