@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from accumkernels.demo.model import GPT
-
 from .harness.arguments import command_line, usable
 from .harness.case import DTYPES
 from .harness.machine import environment
@@ -54,7 +52,7 @@ def floor(
     """Forward and backward under autocast that has nothing to cast, and whose gradients are dropped."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = GPT(*size[:5])
+        model = size.model()
         model.head = nn.Linear(size.width, size.vocabulary, bias=False)  # no longer the embedding, which stays fp32
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -75,7 +73,7 @@ def floor(
 def optimizer_step(size: Size, device: torch.device) -> Callable[[], object]:
     """A fused AdamW over the model, with gradients."""
     with torch.device(device):
-        params = list(GPT(*size[:5]).parameters())
+        params = list(size.model().parameters())
     for p in params:
         p.grad = torch.full_like(p, 1e-3)
     return torch.optim.AdamW(params, lr=1e-4, fused=True).step
@@ -92,7 +90,7 @@ def windows(
 ) -> tuple[dict[str, list[float]], dict[str, Row]]:
     """Seconds of every window, by method, of the floor and the optimizer too; and shares and graphs, by method."""
     data = batches(size, micro_batches, device)
-    loops: dict[str, Loop] = {method.name: build(method, size, dtype, device, compiled) for method in methods}
+    loops: dict[str, Loop] = {method.name: build(method, size.model, dtype, device, compiled) for method in methods}
     bare, step = floor(size, dtype, device, compiled), optimizer_step(size, device)
     calls: dict[str, Callable[[], object]] = {
         **{name: functools.partial(loop.window, data) for name, loop in loops.items()},
@@ -154,8 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = SIZES[arguments.model]._replace(length=arguments.tokens, samples=1)
     dtype, k = DTYPES[arguments.dtype], arguments.micro_batches
     about = environment(device)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
     wanted, scale = arguments.methods.split(","), not arguments.no_scaler
     methods = [
         m._replace(options={**m.options, "scale_loss": scale})
@@ -164,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     label = arguments.model + (", torch.compile" if arguments.compile else "")
     label += "" if scale else ", no GradScaler"
-    common: Row = {"model": label, "parameters": parameters, "dtype": arguments.dtype, "micro_batches": k}
+    common: Row = {"model": label, "parameters": size.parameters, "dtype": arguments.dtype, "micro_batches": k}
     common.update(tokens_per_micro_batch=arguments.tokens, **about)
     of_windows, seen = windows(size, dtype, device, k, arguments.windows, methods, arguments.compile)
     found = rows(of_windows, k, common, seen)

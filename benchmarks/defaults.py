@@ -19,8 +19,6 @@ from collections.abc import Sequence
 
 import torch
 
-from accumkernels.demo.model import GPT
-
 from .harness.arguments import command_line, listed, usable
 from .harness.case import DTYPES
 from .harness.machine import environment
@@ -53,7 +51,7 @@ def _loops(size: Size, mode: str, options: Sequence[str], device: torch.device) 
     dtype, scaled = MODES[mode]
     methods = [Method(STOCK, Stock, {}), *(Method(name, Fused, OPTIONS[name]) for name in options)]
     return {
-        m.name: build(m._replace(options={**m.options, "scale_loss": scaled}), size, DTYPES[dtype], device)
+        m.name: build(m._replace(options={**m.options, "scale_loss": scaled}), size.model, DTYPES[dtype], device)
         for m in methods
     }
 
@@ -123,9 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for tokens in map(int, arguments.tokens.split(",")):
             for mode in modes:
                 size = SIZES[model]._replace(length=tokens, samples=1)
-                with torch.device("meta"):
-                    parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
-                common: Row = {"model": model, "parameters": parameters, "tokens_per_micro_batch": tokens, **about}
+                common: Row = {"model": model, "parameters": size.parameters, "tokens_per_micro_batch": tokens, **about}
                 done = set(map(_key, found))
                 missing = [o for o in options if _key({**common, "mode": mode, "options": o}) not in done]
                 if missing:

@@ -11,7 +11,6 @@ window's sum: stock's `.grad`, our flat buffers. On a GPU the allocator's peak o
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,15 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumkernels.demo.model import GPT
-
-from .harness.arguments import listed, usable
+from .harness.arguments import command_line, listed, usable
 from .harness.case import DTYPES
 from .harness.machine import environment
 from .harness.results import Row, groups, write_csv
 from .harness.tables import Table, track
 from .harness.timeline import KINDS, Timeline, thinned
-from .methods.training import METHODS, SIZES, STOCK, Batch, Fused, Loop, Method, Size
+from .methods.training import METHODS, SIZES, STOCK, Batch, Fused, Loop, Method, Size, build
 
 SMALL_BUCKETS = 2**20
 POINTS = 100  # of a method in the picture
@@ -74,7 +71,7 @@ def _gpt(size: Size, samples: int, length: int) -> Trained:
         x, y = (torch.randint(size.vocabulary, (samples, length), device=device, generator=generator) for _ in range(2))
         return x, y
 
-    return Trained(lambda: GPT(*size[:5]), batch)
+    return Trained(size.model, batch)
 
 
 MODELS = {
@@ -95,14 +92,6 @@ def _methods() -> list[Method]:
     found = list(METHODS)
     place = next(i for i, m in enumerate(found) if "not fused" in m.name) + 1
     return [*found[:place], BUCKETED, *found[place:]]
-
-
-def build(method: Method, trained: Trained, dtype: torch.dtype, device: torch.device) -> Loop:
-    """A method's loop on a new model, the same for all."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = trained.model()
-    return method.loop(model, dtype, **method.options)
 
 
 def _held(loop: Loop) -> dict[str, Callable[[], Iterable[Tensor]]]:
@@ -128,7 +117,7 @@ def record(
 ) -> list[dict[str, int]]:
     """Bytes by kind after every op of the second window."""
     gc.collect()
-    loop = build(method, trained, dtype, device)
+    loop = build(method, trained.model, dtype, device)
     timeline = Timeline(loop.model, _held(loop))
     timeline.add([*loop.model.parameters(), *loop.model.buffers()])
     timeline.add(p for group in loop.optimizer.param_groups for p in group["params"])  # type: ignore[attr-defined]
@@ -147,7 +136,7 @@ def cuda_peak(method: Method, trained: Trained, dtype: torch.dtype, device: torc
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
-    loop = build(method, trained, dtype, device)
+    loop = build(method, trained.model, dtype, device)
     loop.window(data)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -205,13 +194,10 @@ def show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--dtype", default="bf16", help="comma-separated: bf16, fp16 (default: bf16)")
     parser.add_argument("--models", default="deep MLP,demo GPT", help=f"comma-separated, of {', '.join(MODELS)}")
     parser.add_argument("--micro-batches", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--csv", type=Path, help="write the peaks here")
     parser.add_argument("--timeline", type=Path, help="write what the picture needs here")
     arguments = parser.parse_args(argv)
     dtypes = listed(parser, "dtype", arguments.dtype, ("bf16", "fp16"))

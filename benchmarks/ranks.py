@@ -13,7 +13,6 @@ is sent on 2 to 16,384 ranks: see simulated.py.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import sys
@@ -30,13 +29,14 @@ from torch.distributed.tensor import DTensor
 from accumkernels.demo.model import GPT
 
 from . import simulated
+from .harness.arguments import command_line
 from .harness.machine import environment
-from .harness.measure import median_and_spread
+from .harness.measure import median_and_spread, milliseconds
 from .harness.processes import free_ports, start
 from .harness.results import Row, groups, write_csv, write_json
 from .harness.tables import Table
 from .methods.ranks import METHODS, NO_SYNC, Window
-from .methods.training import SIZES, Batch
+from .methods.training import SIZES, batches
 
 COLUMNS = (
     *("model", "parameters", "method", "device", "backend", "ranks", "micro_batches", "tokens_per_micro_batch"),
@@ -65,20 +65,9 @@ def _sent() -> int | None:
     return int(found[0][8]) if found else None
 
 
-def _batches(setting: Setting, rank: int, device: torch.device) -> list[Batch]:
-    size = SIZES[setting.model]
-    generator = torch.Generator().manual_seed(rank)
-    shape = (size.samples, size.length)
-    tokens = [
-        [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(2)]
-        for _ in range(setting.micro_batches)
-    ]
-    return [(x.to(device), y.to(device)) for x, y in tokens]
-
-
 def _model(setting: Setting, device: torch.device) -> GPT:
     torch.manual_seed(0)
-    return GPT(*SIZES[setting.model][:5]).to(device)
+    return SIZES[setting.model].model().to(device)
 
 
 def _values(model: nn.Module) -> Tensor:
@@ -111,12 +100,12 @@ def _rank(rank: int, ranks: int, port: int, setting: Setting) -> tuple[dict[str,
     torch.distributed.init_process_group(
         backend, f"tcp://127.0.0.1:{port}", timedelta(minutes=10), world_size=ranks, rank=rank
     )
-    batches = _batches(setting, rank, device)
+    data = batches(SIZES[setting.model], setting.micro_batches, device, seed=rank)
 
     def timed(window: Window) -> float:
         torch.distributed.barrier()
         start = time.perf_counter()
-        window(batches)
+        window(data)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
@@ -127,7 +116,7 @@ def _rank(rank: int, ranks: int, port: int, setting: Setting) -> tuple[dict[str,
     trained: dict[str, Tensor] = {}
     sent: dict[str, float | None] = {}
     held: dict[str, float] = {}
-    METHODS[NO_SYNC](_model(setting, device))(batches)  # what libraries allocate once is nobody's
+    METHODS[NO_SYNC](_model(setting, device))(data)  # what libraries allocate once is nobody's
     for name, method in METHODS.items():
         start = _values(_model(setting, device))
         gc.collect()
@@ -135,14 +124,14 @@ def _rank(rank: int, ranks: int, port: int, setting: Setting) -> tuple[dict[str,
         model = _model(setting, device)
         windows[name] = method(model)
         for _ in range(2):  # DistributedDataParallel rebuilds its buckets after the first
-            windows[name](batches)
+            windows[name](data)
         gc.collect()
         held[name] = (_held(device) - before) / 1e6
         trained[name] = _values(model) - start
         torch.distributed.barrier()
         sent_before = _sent() if backend == "gloo" else None
         torch.distributed.barrier()
-        windows[name](batches)
+        windows[name](data)
         torch.distributed.barrier()
         after = _sent()
         sent[name] = None if sent_before is None or after is None else (after - sent_before) / ranks / 1e6
@@ -163,20 +152,17 @@ def measure(ranks: int, setting: Setting, about: Row) -> list[Row]:
     """A row per method."""
     (seconds, sent, held, apart), *_ = start(_rank, (ranks, *free_ports(1), setting), ranks)
     size = SIZES[setting.model]
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
     found = []
     for name, samples in seconds.items():
         times: Row = {}
         if samples:
-            median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))
-            ratio = float(f"{median / 1e3 / median_and_spread(seconds[NO_SYNC])[0]:.3f}")
-            times = {"ms_median": median, "ms_p10": p10, "ms_p90": p90, "ratio_to_no_sync": ratio}
+            ratio = median_and_spread(samples)[0] / median_and_spread(seconds[NO_SYNC])[0]
+            times = {**milliseconds(samples), "ratio_to_no_sync": float(f"{ratio:.3f}")}
         row: Row = {
             **about,
-            **{"model": setting.model, "parameters": parameters, "method": name, "ranks": ranks},
+            **{"model": setting.model, "parameters": size.parameters, "method": name, "ranks": ranks},
             **{"backend": "nccl" if setting.device == "cuda" else "gloo", "micro_batches": setting.micro_batches},
-            **{"tokens_per_micro_batch": size.samples * size.length, "threads": setting.threads},
+            **{"tokens_per_micro_batch": size.tokens, "threads": setting.threads},
             **times,
             "windows": len(samples),
             "sent_MB": None if sent[name] is None else float(f"{sent[name]:.4g}"),
@@ -207,17 +193,15 @@ def show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
+    parser.set_defaults(threads=1)  # of each rank
     parser.add_argument("--ranks", help="comma-separated (default: 2,4; on GPUs as many as there are)")
     parser.add_argument("--model", choices=list(SIZES), help="default: gpt2 on GPUs, small on the CPU")
     parser.add_argument("--micro-batches", default="8", help="per window, comma-separated (default: 8)")
     parser.add_argument(
         "--windows", type=int, default=20, help="timed, per method; 0: bytes alone, which a busy machine counts as well"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--simulate", action="store_true", help="what is sent on 2 to 16,384 ranks that do not exist")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     if arguments.simulate:

@@ -18,18 +18,17 @@ listed as such.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .harness.arguments import command_line, listed
 from .harness.gradient_bytes import GradientBytes
 from .harness.machine import environment, version
 from .harness.measure import median_and_spread, milliseconds
@@ -116,7 +115,6 @@ def joined(runs: Sequence[dict[str, Measured]]) -> dict[str, Measured]:
 def rows(trainer: str, found: dict[str, Measured] | str, task: Task, about: Row) -> list[Row]:
     """One per method; one in all where the trainer is not installed."""
     parameters = sum(p.numel() for p in Model(task.size).parameters())
-    tokens = task.size.samples * task.size.length
     common: Row = {
         **about,
         "trainer": trainer,
@@ -125,7 +123,7 @@ def rows(trainer: str, found: dict[str, Measured] | str, task: Task, about: Row)
         "dtype": "bf16",
         "ranks": task.ranks,
         "micro_batches": task.micro_batches,
-        "tokens_per_micro_batch": tokens,
+        "tokens_per_micro_batch": task.size.tokens,
     }
     if isinstance(found, str):
         return [{column: {**common, "unavailable": found}.get(column) for column in COLUMNS}]
@@ -139,7 +137,7 @@ def rows(trainer: str, found: dict[str, Measured] | str, task: Task, about: Row)
             **common,
             "method": method,
             "samples_per_second": float(f"{task.ranks * task.micro_batches * task.size.samples / median:.4g}"),
-            "tokens_per_second": float(f"{task.ranks * task.micro_batches * tokens / median:.4g}"),
+            "tokens_per_second": float(f"{task.ranks * task.micro_batches * task.size.tokens / median:.4g}"),
             **milliseconds(measured.seconds),
             "peak_gradient_MB": float(f"{measured.peak / 1e6:.4g}"),
             "speed_to_without": float(f"{speed:.3f}"),
@@ -174,24 +172,17 @@ def show(table_rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--model", help=f"of {', '.join(SIZES)}; default: gpt2 on a GPU, small on the CPU")
     parser.add_argument("--ranks", default="1", help="numbers of processes, comma-separated (default: 1)")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--windows", type=int, default=31, help="per method; the first is not timed")
     parser.add_argument("--processes", type=int, default=1, help="per method and rank, one after another (default: 1)")
-    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument("--trainers", default=",".join(TRAINERS), help=f"default: {','.join(TRAINERS)}")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of other trainers, models and ranks")
     arguments = parser.parse_args(argv)
-    names = arguments.trainers.split(",")
-    models = (arguments.model or ("gpt2" if arguments.device == "cuda" else "small")).split(",")
-    for option, given, known in (("--trainers", names, TRAINERS), ("--model", models, SIZES)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{option}: {name!r} is not one of {', '.join(known)}")
+    names = listed(parser, "trainers", arguments.trainers, TRAINERS)
+    models = listed(parser, "model", arguments.model or ("gpt2" if arguments.device == "cuda" else "small"), SIZES)
     if arguments.windows < 2:
         parser.error("--windows: 2 or more, the first is not timed")
     if arguments.processes < 1:

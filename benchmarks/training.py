@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-from accumkernels.demo.model import GPT
-
 from .harness.arguments import command_line, listed, usable
 from .harness.case import DTYPES
 from .harness.live_storages import LiveStorages
@@ -51,7 +49,7 @@ class Result(NamedTuple):
 def refusal(method: Method, dtype: torch.dtype, device: torch.device) -> str | None:
     """What a method's constructor has against it; None where it works."""
     try:
-        build(method, SIZES["tiny"], dtype, device)
+        build(method, SIZES["tiny"].model, dtype, device)
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return None
@@ -69,7 +67,7 @@ def peak_bytes(
         return None
 
     def train() -> None:
-        loop = build(method, size, dtype, device, compiled)
+        loop = build(method, size.model, dtype, device, compiled)
         for _ in range(2):
             loop.window(data)
 
@@ -112,7 +110,7 @@ def measure(
         if method.name not in peaks or method.name == STOCK:
             continue
         # Alone beside stock's loop: what any other holds or looks for would be in the times.
-        loops = {m.name: build(m, size, dtype, device, compiled) for m in (methods[0], method)}
+        loops = {m.name: build(m, size.model, dtype, device, compiled) for m in (methods[0], method)}
         calls = {name: functools.partial(loop.window, data) for name, loop in loops.items()}
         seconds, graphs = take_turns(calls, device, windows, f"{micro_batches} micro-batches, {method.name}: window")
         peak, ways = peaks[method.name], loops[method.name].ways()
@@ -135,11 +133,9 @@ def rows(
     compiled: bool = False,
 ) -> list[Row]:
     """One per method."""
-    tokens = size.samples * size.length
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in GPT(*size[:5]).parameters())
     label = f"{model}, torch.compile" if compiled else model
-    common = {"model": label, "parameters": parameters, "dtype": dtype, "tokens_per_micro_batch": tokens, **about}
+    common = {"model": label, "parameters": size.parameters, "dtype": dtype, **about}
+    common["tokens_per_micro_batch"] = size.tokens
     found = []
     stock = results[STOCK]
     assert not isinstance(stock, str)
@@ -150,7 +146,7 @@ def rows(
         else:
             seconds, beside, peak, ways, graphs = result
             median = median_and_spread(seconds)[0]
-            row["tokens_per_second"] = float(f"{micro_batches * tokens / median:.4g}")
+            row["tokens_per_second"] = float(f"{micro_batches * size.tokens / median:.4g}")
             row.update(milliseconds(seconds))
             if peak is not None and stock.peak is not None:
                 row["peak_MB"] = float(f"{peak / 1e6:.5g}")

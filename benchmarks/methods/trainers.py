@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumkernels.demo.model import GPT
-
 from .training import Size
 
 MAX_NORM = 1.0
@@ -32,7 +30,7 @@ class Model(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gpt = GPT(*size[:5])
+        self.gpt = size.model()
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Mean loss of int64 `[samples, length]`."""

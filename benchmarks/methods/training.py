@@ -27,6 +27,21 @@ class Size(NamedTuple):
     length: int  # tokens of a sample
     samples: int  # of a micro-batch
 
+    def model(self) -> GPT:
+        """A new model."""
+        return GPT(*self[:5])
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.model().parameters())
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.samples * self.length
+
 
 SIZES = {
     "gpt2": Size(50257, 768, 12, 12, 1024, 8),
@@ -168,19 +183,21 @@ METHODS = (
 )
 
 
-def build(method: Method, size: Size, dtype: torch.dtype, device: torch.device, compiled: bool = False) -> Loop:
+def build(
+    method: Method, model: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device, compiled: bool = False
+) -> Loop:
     """A method's loop on a new model, the same for all; `compiled`: by torch.compile."""
     torch.manual_seed(0)
     with torch.device(device):
-        model: nn.Module = GPT(size.vocabulary, size.width, size.depth, size.heads, size.length)
+        built = model()
     if compiled:
-        model.compile()
-    return method.loop(model, dtype, **method.options)
+        built.compile()
+    return method.loop(built, dtype, **method.options)
 
 
-def batches(size: Size, micro_batches: int, device: torch.device) -> list[Batch]:
+def batches(size: Size, micro_batches: int, device: torch.device, seed: int = 1) -> list[Batch]:
     """Random tokens: what they are makes no difference to the time."""
-    generator = torch.Generator(device).manual_seed(1)
+    generator = torch.Generator(device).manual_seed(seed)
     shape = (size.samples, size.length)
     return [
         tuple(torch.randint(size.vocabulary, shape, device=device, generator=generator) for _ in range(2))  # type: ignore[misc]

@@ -35,12 +35,12 @@ def test_methods_train_alike():
     data = batches(size, 3, CPU)
     parameters = []
     for method in autocast.METHODS:
-        loop = autocast.build(method, size, torch.bfloat16, CPU)
+        loop = autocast.build(method, size.model, torch.bfloat16, CPU)
         assert loop.scaler.is_enabled()
         for _ in range(2):
             loop.window(data)
         parameters.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
-    untrained = autocast.build(autocast.METHODS[0], size, torch.bfloat16, CPU).model
+    untrained = autocast.build(autocast.METHODS[0], size.model, torch.bfloat16, CPU).model
     start = torch.cat([p.detach().flatten() for p in untrained.parameters()])
     moved = (parameters[0] - start).norm()
     for other in parameters[1:]:  # bf16 gradients of loss / K differ in their last bits, which AdamW turns into signs
