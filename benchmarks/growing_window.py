@@ -94,11 +94,8 @@ def train(length: int | None, seed: int, target: float) -> Row:
     return {
         **{"window": GROWS if length is None else str(length), "seed": seed, "target": target},
         **{"reached": loss <= target, "tokens": used * CONTEXT, "seconds": round(seconds, 2), "steps": steps},
-        **{
-            "last_batch": size * SAMPLES,
-            "loss": round(loss, 4),
-            "parameters": sum(p.numel() for p in model.parameters()),
-        },
+        **{"last_batch": size * SAMPLES, "loss": round(loss, 4)},
+        "parameters": sum(p.numel() for p in model.parameters()),
     }
 
 

@@ -26,7 +26,7 @@ import accumkernels as ak
 
 from .harness.arguments import usable
 from .harness.machine import environment
-from .harness.measure import median_and_spread
+from .harness.measure import median_and_spread, milliseconds
 from .harness.results import Row, write_csv
 from .harness.tables import Table, track
 
@@ -34,18 +34,8 @@ MICRO_BATCHES = 4
 WIDTH = 16
 RELEASES = ("auto", "microbatch", "backward")
 COLUMNS = (
-    *(
-        "parameters",
-        "scaler",
-        "autocast",
-        "clip",
-        "method",
-        "device",
-        "ms_median",
-        "ms_p10",
-        "ms_p90",
-        "ratio_to_stock",
-    ),
+    *("parameters", "scaler", "autocast", "clip", "method", "device", "ms_median", "ms_p10", "ms_p90"),
+    "ratio_to_stock",
     *("samples", "threads", "instruction_set", "driver", "cuda", "triton", "torch", "python", "commit", "date"),
 )
 
@@ -115,10 +105,9 @@ def measure(parameters: int, setup: SetUp, repetitions: int, about: Row) -> list
     stock = median_and_spread(seconds["stock"])[0]
     rows = []
     for name, found in seconds.items():
-        median, p10, p90 = median_and_spread(found)
         row: Row = {"parameters": parameters, **setup._asdict(), "method": name, "samples": repetitions, **about}
-        row.update({f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in (("median", median), ("p10", p10), ("p90", p90))})
-        row["ratio_to_stock"] = float(f"{median / stock:.3g}")
+        row.update(milliseconds(found))
+        row["ratio_to_stock"] = float(f"{median_and_spread(found)[0] / stock:.3g}")
         rows.append({column: row.get(column) for column in COLUMNS})
     return rows
 
@@ -148,8 +137,7 @@ def measure_accumulate(parameters: int, repetitions: int, about: Row) -> list[Ro
     rows = []
     for name, found in seconds.items():
         row: Row = {"parameters": parameters, "scaler": True, "method": name, "samples": len(found), **about}
-        values = zip(("median", "p10", "p90"), median_and_spread(found), strict=True)
-        row.update({f"ms_{n}": float(f"{s * 1e3:.4g}") for n, s in values})
+        row.update(milliseconds(found))
         rows.append({column: row.get(column) for column in COLUMNS})
     return rows
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .harness.machine import environment
-from .harness.measure import median_and_spread
+from .harness.measure import median_and_spread, milliseconds
 from .harness.processes import free_ports, start
 from .harness.results import Row, groups, write_csv
 from .harness.tables import Table
@@ -79,13 +79,13 @@ def measure(host: str, counts: list[int], reduction: float, windows: int, about:
     seconds, *_ = start(_rank, (*free_ports(1), counts, host == HOSTS[1], reduction, windows), RANKS)
     found = []
     for (count, name), samples in seconds.items():
-        median, p10, p90 = (float(f"{s * 1e3:.4g}") for s in median_and_spread(samples))
         ratios = [s / stock for s, stock in zip(samples, seconds[count, NO_SYNC], strict=True)]
         ratio, ratio_p10, ratio_p90 = (float(f"{r:.3f}") for r in median_and_spread(ratios))
         row: Row = {
             **about,
             **{"method": name, "ranks": RANKS, "host": host, "micro_batches": count, "reduction": reduction},
-            **{"ms_median": median, "ms_p10": p10, "ms_p90": p90, "windows": len(samples)},
+            **milliseconds(samples),
+            "windows": len(samples),
             **{"ratio_to_no_sync": ratio, "ratio_p10": ratio_p10, "ratio_p90": ratio_p90},
         }
         found.append({column: row.get(column) for column in COLUMNS})

@@ -94,17 +94,8 @@ def show(rows: Sequence[Row]) -> None:
         first = of_count[0]
         title = f"{count} ranks, simulated: a window of {first['micro_batches']} micro-batches, "
         title += f"{first['parameters']:,} parameters; torch {torch.__version__}"
-        headers = (
-            "method",
-            "when",
-            "what",
-            "collectives",
-            "bytes sent",
-            "link, ms",
-            "of 1e9, ms",
-            "host, ms",
-            "its end",
-        )
+        headers = ("method", "when", "what", "collectives", "bytes sent", "link, ms", "of 1e9, ms")
+        headers += ("host, ms", "its end")
         table = Table(title, headers)
         for r in of_count:
             host = ["" if r[key] is None else f"{r[key]:g}" for key in ("window_host_ms", "end_host_ms")]

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import accumkernels as ak
 from accumkernels.planning.costs import StepCosts, measure_step_costs
@@ -32,6 +30,7 @@ from .harness.machine import environment
 from .harness.measure import Timer
 from .harness.processes import in_new_process
 from .harness.results import Row, groups, write_csv, write_json
+from .harness.tables import Table
 from .methods.verdict import CASES, Case, loop
 
 COLUMNS = (
@@ -124,18 +123,17 @@ def rows(name: str, case: Case, measured: Measured, about: Row) -> list[Row]:
     return found
 
 
-def show(console: Console, found: Sequence[Row]) -> None:
+def show(found: Sequence[Row]) -> None:
     """A table per case."""
     for group in groups(found, "case").values():
         first = group[0]
         title = f"{first['case']}: {first['parameters']:,} parameters. {first['verdict']}, since {first['why']}. "
-        table = Table(title=title + ("Right." if first["right"] else "Wrong."), title_justify="left")
-        for header in ("K", "us per sample", "predicted", "error", "time to a loss"):
-            table.add_column(header, justify="right", no_wrap=True)
+        title += "Right." if first["right"] else "Wrong."
+        table = Table(title, ("K", "us per sample", "predicted", "error", "time to a loss"))
         for r in group:
             cells = (r["micro_batches"], r["us_per_sample"], r["us_per_sample_predicted"])
-            table.add_row(*map(str, cells), f"{float(str(r['error'])):+.1%}", f"{float(str(r['time_to_loss'])):.2f}")
-        console.print(table)
+            table.add(*cells, f"{r['error']:+.1%}", f"{r['time_to_loss']:.2f}")
+        table.print()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,13 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # which come and go with the state of the heap.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**30), MALLOC_TRIM_THRESHOLD_=str(2**34))
     names = list(CASES)
-    console = Console(width=max(Console().width, 150))
     about = environment(torch.device("cpu"))
     found: list[Row] = []
     for number in map(int, arguments.cases.split(",")):
         name = names[number - 1]
         added = rows(name, CASES[name], in_new_process(measure_on_one_thread, name, arguments.duration), about)
-        show(console, added)
+        show(added)
         found += added
         write_csv(arguments.csv, found)
         write_json(arguments.json, found)
