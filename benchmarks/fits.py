@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import accumkernels as ak
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT
 
 from .harness.arguments import command_line
 from .harness.machine import environment

@@ -23,8 +23,7 @@ import torch
 from scipy import stats
 
 import accumkernels as ak
-from accumkernels.demo.data import CONTEXT, TRAINING_FILES, VALIDATION_FILES, Batch, read_samples
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import CONTEXT, GPT, TRAINING_FILES, VALIDATION_FILES, Batch, read_samples
 
 from .harness.arguments import command_line, usable
 from .harness.machine import environment

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT
 
 from . import simulated
 from .harness.arguments import command_line

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 import accumkernels as ak
-from accumkernels.demo.data import PADDING_STEP, TRAINING_FILES, Batch, read_samples
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT, PADDING_STEP, TRAINING_FILES, Batch, read_samples
 
 from .harness.arguments import command_line, usable
 from .harness.live_storages import LiveStorages

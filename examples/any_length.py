@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 import accumkernels as ak
-from accumkernels.demo.data import TRAINING_FILES, Batch, read_samples
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT, TRAINING_FILES, Batch, read_samples
 from accumkernels.splitting.memory import LiveBytes, format_bytes
 
 LONGEST = 1024  # bytes of a sample

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from accumkernels.demo.data import IGNORE, TRAINING_FILES, Batch, read_samples
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT, IGNORE, TRAINING_FILES, Batch, read_samples
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # `torchrun` sets it
 MICRO_BATCH_SIZE, STEPS, MICRO_BATCHES = 4, 4, max(10, 5 * RANKS)

@@ -19,8 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import accumkernels as ak
-from accumkernels.demo.data import TRAINING_FILES, Batch, read_samples
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT, TRAINING_FILES, Batch, read_samples
 
 MICRO_BATCH_SIZE = 4
 MICRO_BATCHES = 3  # per rank and window

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import accumkernels as ak
-from accumkernels.demo.data import IGNORE, TRAINING_FILES, Batch, read_samples
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT, IGNORE, TRAINING_FILES, Batch, read_samples
 from accumkernels.splitting.memory import LiveBytes, format_bytes
 
 DEVICE = torch.device("cpu")

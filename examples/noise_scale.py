@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 import accumkernels as ak
-from accumkernels.demo.data import CONTEXT, TRAINING_FILES, Batch, read_samples
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import CONTEXT, GPT, TRAINING_FILES, Batch, read_samples
 
 MICRO_BATCH_SIZE = 4
 HALF_LIFE = 10  # windows; a measurement this old counts half

@@ -22,8 +22,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.nn.functional import cross_entropy, pad
 
 import accumkernels as ak
-from accumkernels.demo.data import CONTEXT, IGNORE, TRAINING_FILES, Batch, read_samples
-from accumkernels.demo.model import HEADS, VOCABULARY, WIDTH, Block
+from accumkernels.demo.gpt import CONTEXT, HEADS, IGNORE, TRAINING_FILES, VOCABULARY, WIDTH, Batch, Block, read_samples
 
 STAGES = 4  # two on each of two ranks: rank r has stages r and r + 2
 CHUNKS = 4  # of a micro-batch, which the schedule runs one after another

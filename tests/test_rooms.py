@@ -121,7 +121,7 @@ def test_imports_that_may_be_are_no_fault(plant):
     """Imports may run down and inside a room, and every room may import hooks."""
     plant("window/end.py", "from ..ops import reference\nfrom . import state\nfrom ..hooks import profiled")
     plant("ops/reference.py", "from ..hooks import profiled")
-    assert added(rooms.arrows, plant("demo/model.py", "import accumkernels")) == []
+    assert added(rooms.arrows, plant("demo/gpt.py", "import accumkernels")) == []
 
 
 def test_room_without_a_rule_is_seen(plant):

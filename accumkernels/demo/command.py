@@ -19,14 +19,14 @@ from accumkernels import doctor, ops
 from .. import devices
 from ..planning.commands import UserError
 from . import report
-from .data import LINE, Corpus, Window
-from .methods import METHODS, BigBatch
-from .model import GPT
+from .gpt import GPT, LINE, Corpus, Window
 from .train import (
     ACCUMULATION_STEPS,
     MAX_NORM,
+    METHODS,
     SEEDS,
     SHAPES,
+    BigBatch,
     Shape,
     choose_size,
     copied,

@@ -35,8 +35,8 @@ from ..splitting.batches import TreeSamples, tree_map
 from ..splitting.memory import format_bytes, let_go
 from . import report
 from .command import Display, in_short, run_command, versions_and_device
-from .data import Window
-from .methods import METHODS, BigBatch, Fused, Gradient, Method, StockAccumulation, distance, gradient
+from .gpt import Window
+from .train import METHODS, BigBatch, Fused, Gradient, Method, StockAccumulation, distance, gradient
 
 MICRO_BATCH_SIZE = 8
 ACCUMULATION_STEPS = 8

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumkernels as ak
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT
 
 from .training import SIZES
 

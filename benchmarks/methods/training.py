@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import accumkernels as ak
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT
 
 MAX_NORM = 1.0
 Batch = tuple[Tensor, Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import accumkernels as ak
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT
 
 Batch = dict[str, Tensor]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import accumkernels as ak
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT
 from tests.support.backends import dtype_id, same_bits
 from tests.support.models import elements
 from tests.support.stock import stock_sums

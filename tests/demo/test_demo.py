@@ -22,11 +22,11 @@ from rich.console import Console
 
 import accumkernels
 from accumkernels.__main__ import main
-from accumkernels.demo import command, methods, report, train
-from accumkernels.demo import train as measure
+from accumkernels.demo import command, report, train
 from accumkernels.demo.command import Display
-from accumkernels.demo.data import (
+from accumkernels.demo.gpt import (
     CONTEXT,
+    GPT,
     IGNORE,
     PADDING_STEP,
     SHORTEST,
@@ -36,7 +36,6 @@ from accumkernels.demo.data import (
     Window,
     read_samples,
 )
-from accumkernels.demo.model import GPT
 
 NAMES = ["big batch", "stock accumulation", "FusedAccumulator"]
 CPU = torch.device("cpu")
@@ -250,7 +249,7 @@ class TestData:
 
     def test_training_and_validation_do_not_share_files(self):
         """Validation text is held out."""
-        from accumkernels.demo.data import TRAINING_FILES, VALIDATION_FILES
+        from accumkernels.demo.gpt import TRAINING_FILES, VALIDATION_FILES
 
         assert not set(TRAINING_FILES) & set(VALIDATION_FILES)
 
@@ -286,7 +285,7 @@ class TestTraining:
 
     def test_exact_methods_agree(self, model, corpus):
         """Without autocast the big batch and FusedAccumulator take the same steps, in a partial window too."""
-        big, fused = train.copied(methods.BigBatch, model, None), train.copied(methods.Fused, model, None)
+        big, fused = train.copied(train.BigBatch, model, None), train.copied(train.Fused, model, None)
         for index in range(3):
             window = corpus.window(index, partial=index == 2)
             assert float(train.train_window(big, window, 1e-3)) == pytest.approx(
@@ -302,14 +301,14 @@ class TestTraining:
         samples = [bytes(range(32 + i, 64 + i)) for i in range(16)]
         pieces = [Batch.collate(samples[start : start + 2], CPU) for start in range(0, 16, 2)]
         window = Window(Batch.collate(samples, CPU), pieces)
-        for (error,) in measure.gradient_errors(methods.METHODS, model, window, (None,)):
+        for (error,) in train.gradient_errors(train.METHODS, model, window, (None,)):
             assert error < FP32_ERROR
 
     def test_repeatable(self, model, corpus):
         """The same weights and windows give the same losses, bit for bit."""
         runs = [
             train.train(
-                [train.copied(cls, model, torch.bfloat16) for cls in methods.METHODS], corpus, 2, lambda losses: None
+                [train.copied(cls, model, torch.bfloat16) for cls in train.METHODS], corpus, 2, lambda losses: None
             )
             for _ in range(2)
         ]
@@ -353,8 +352,8 @@ class TestTraining:
 
     def test_only_fp16_has_a_scaler(self, model, corpus):
         """As in a loop that people have; it steps with it, too."""
-        assert not train.copied(methods.Fused, model, torch.bfloat16).scaler.is_enabled()
-        method = train.copied(methods.Fused, model, torch.float16)
+        assert not train.copied(train.Fused, model, torch.bfloat16).scaler.is_enabled()
+        method = train.copied(train.Fused, model, torch.float16)
         before = next(method.model.parameters()).clone()
         train.train_window(method, corpus.window(0), 1e-3)
         assert method.scaler.get_scale() == train.INIT_SCALE

@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import accumkernels as ak
-from accumkernels.demo.model import GPT
+from accumkernels.demo.gpt import GPT
 from accumkernels.planning.memory import draw_memory
 from accumkernels.planning.training import training_loss
 from accumkernels.splitting.memory import LiveBytes, format_bytes
