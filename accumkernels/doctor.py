@@ -6,6 +6,7 @@ with `--json`, programs do. Nothing in the package depends on it, and it never c
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -198,20 +199,13 @@ def _gradients(seed: int) -> list[Tensor]:
     ]
 
 
-def _layout(grads: list[Tensor]) -> Tensor:
-    """Rows of (offset, numel), laid out as in a flat buffer."""
-    rows, offset = [], 0
-    for grad in grads:
-        rows.append((offset, grad.numel()))
-        offset += flat.aligned(grad.numel(), torch.float32)
-    return torch.tensor(rows)
-
-
 def _accumulate(
     backend: ModuleType, device: torch.device, batches: list[list[Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accumulate a window of `batches` with `WEIGHTS`; returns the layout, and the buffer and state it computed."""
-    layout = _layout(batches[0])
+    numels = [grad.numel() for grad in batches[0]]
+    ends = list(itertools.accumulate(flat.aligned(numel, torch.float32) for numel in numels))
+    layout = torch.tensor(list(zip([0, *ends[:-1]], numels, strict=True)))  # (offset, numel), as in a flat buffer
     segments = list(range(len(layout)))
     buffer = torch.zeros(int(layout[-1].sum()), device=device)
     state = torch.zeros(len(State), dtype=torch.float64, device=device)
@@ -256,13 +250,12 @@ def _accumulates(backend: ModuleType, device: torch.device) -> str | None:
 
 
 def _sees_overflow(backend: ModuleType, device: torch.device) -> str | None:
-    for value in (torch.inf, torch.nan):
-        for place in (0, -1):
-            batches = [_gradients(0), _gradients(1)]
-            batches[1][0][place] = value
-            _, _, state = _accumulate(backend, device, batches)
-            if float(state[State.FOUND_INF]) != 1.0:
-                return f"{value} in element {place} goes unnoticed"
+    for value, place in itertools.product((torch.inf, torch.nan), (0, -1)):
+        batches = [_gradients(0), _gradients(1)]
+        batches[1][0][place] = value
+        _, _, state = _accumulate(backend, device, batches)
+        if float(state[State.FOUND_INF]) != 1.0:
+            return f"{value} in element {place} goes unnoticed"
     return None
 
 

@@ -321,15 +321,8 @@ def check_length(op: str, name: str, values: Sequence[object], other: str, lengt
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without overlap, in any order of dimensions."""
-    if tensor.is_contiguous() or tensor.numel() == 0:
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    """Whether the elements fill their memory without overlap, in any order of dimensions, which `empty_like` keeps."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def check_list(

@@ -410,7 +410,8 @@ def _bounds(size: int, peaks: _Peaks) -> list[tuple[float, float]]:
 
 
 def _report(size: int, peaks: _Peaks, lines: list[tuple[float, float]], predicted: bool) -> MemoryReport:
-    fixed = peaks.parameters + peaks.gradients + peaks.accumulators + peaks.optimizer
+    parts = {part: getattr(peaks, part) for part in PARTS[:4]}
+    fixed = sum(parts.values())
     total = max(peaks.total, fixed)
     activations = min(peaks.forward, total - fixed)
     largest: list[tuple[float, float]] = []
@@ -419,10 +420,7 @@ def _report(size: int, peaks: _Peaks, lines: list[tuple[float, float]], predicte
             largest.append(line)
     return MemoryReport(
         batch_size=size,
-        parameters=peaks.parameters,
-        gradients=peaks.gradients,
-        accumulators=peaks.accumulators,
-        optimizer=peaks.optimizer,
+        **parts,
         activations=activations,
         workspace=total - fixed - activations,
         per_sample=largest[-1][1],

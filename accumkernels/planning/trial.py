@@ -171,7 +171,7 @@ class Trials:
             except BaseException as error:
                 if not is_oom_error(error):
                     raise
-                failure = _first_line(error)
+                failure = next(iter(str(error).splitlines()), "") or type(error).__name__
                 let_go(error, outer)  # frames hold the activations
             finally:
                 self._snapshot.restore()
@@ -285,8 +285,3 @@ class Trials:
             acc.backward(loss(), weight=size)
 
         return [*[micro_batch] * (accumulate or 1), functools.partial(acc.step, optimizer)]
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of its message, or its class if there is none."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

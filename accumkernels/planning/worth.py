@@ -92,13 +92,9 @@ def recommend(plan: AccumulationPlan) -> Recommendation:
     times = [_seconds_to_loss(plan, number) for number in range(1, steps + 1)]
     enough = (1 + WORTH_IT) * min(times)
     best = next(number for number, seconds in enumerate(times, 1) if seconds <= enough)
-    if best == 1:
-        text, why = "K = 1", _why(plan, best)
-    elif best < steps:
-        text, why = f"K up to {best}", _why(plan, best)
-    else:
-        text, why = f"K = {best} for the batch {target}", _why(plan, best) + plan._limit
-    return Recommendation(best, text, why + _faster_size(plan))
+    text = "K = 1" if best == 1 else f"K up to {best}" if best < steps else f"K = {best} for the batch {target}"
+    limit = plan._limit if best == steps else ""
+    return Recommendation(best, text, _why(plan, best) + limit + _faster_size(plan))
 
 
 def _why(plan: AccumulationPlan, best: int) -> str:

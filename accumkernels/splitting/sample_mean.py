@@ -111,7 +111,9 @@ class SampleMean:
         outer = sys.exc_info()[1]
         found: bool | str | None = None  # whether it is one; None if these samples cannot tell, or why none could
         try:
-            with self._limited(), _untouched() as begin_anew:
+            # The limit holds also where a part that is known to fit is not measured.
+            limited = self._memory.measured() if self._memory.counts_ops else contextlib.nullcontext()
+            with limited, _untouched() as begin_anew:
                 for chosen, take, items_of in _selections(samples, costs, indices, part):
                     found = _compare(loss_fn, take, _halves(chosen, items_of), items_of, begin_anew)
                     if found is not None:
@@ -130,10 +132,6 @@ class SampleMean:
         self._tries[kind] = tries + 1, 0
         if found is not None and proven is False:
             self._warn(found)
-
-    def _limited(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the limit also where a part that is known to fit is not measured."""
-        return self._memory.measured() if self._memory.counts_ops else contextlib.nullcontext()
 
     def _warn(self, why: str) -> None:
         if not self._warned:
