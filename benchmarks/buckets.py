@@ -76,23 +76,13 @@ def prepare(case: Case, nbytes: int) -> tuple[Callable[[], None], int]:
     flags = torch.zeros(len(case.grads), dtype=torch.int32, device=case.device)
     scale = torch.tensor(1.0, device=case.device)
     parts = [([case.grads[i] for i in part], part, [False] * len(part)) for part in buckets(case, nbytes)]
+    layout = case.layout, case.layout_host
 
     accumulate = ops.select("native", case.device).accumulate_
 
     def add() -> None:
-        for grads, segments, overwrite in parts:
-            accumulate(
-                case.flat,
-                state,
-                grads,
-                segments,
-                overwrite,
-                case.layout,
-                case.layout_host,
-                flags=flags,
-                loss_scale=scale,
-                count=False,
-            )
+        for given in parts:
+            accumulate(case.flat, state, *given, *layout, flags=flags, loss_scale=scale, count=False)
 
     return add, len(parts)
 

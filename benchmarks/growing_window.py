@@ -32,12 +32,8 @@ from .harness.tables import Table, progress
 
 SAMPLES = 4  # of a micro-batch
 FIXED = (2, 4, 8, 16)  # micro-batches of a window
-FIRST, EVERY, HALF_LIFE, LONGEST = (
-    2,
-    20,
-    10,
-    64,
-)  # its first length, steps between looks, the measure's memory, its last
+FIRST, LONGEST = 2, 64  # micro-batches of the window that grows
+EVERY, HALF_LIFE = 20, 10  # steps between looks, and the measure's memory
 BASE_BATCH, BASE_LR, BASE_BETA2 = 16, 2e-3, 0.98
 LOOK = 256  # samples from one validation to the next
 MOST = 24_000  # samples; a run that needs more is ended

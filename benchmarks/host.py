@@ -121,9 +121,8 @@ def measure_accumulate(parameters: int, repetitions: int, about: Row) -> list[Ro
     params = list(model.parameters())
     seconds: dict[str, list[float]] = {"acc.accumulate()": [], "reading .grad": []}
     for repetition in range(20 * repetitions + 3):
-        grads = [
-            torch.ones_like(p) for p in params
-        ]  # kept until the clock stands: every loop frees gradients somewhere
+        # Kept until the clock stands: every loop frees gradients somewhere.
+        grads = [torch.ones_like(p) for p in params]
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
         start = time.process_time()

@@ -255,13 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         quartiles = f"{row['to_fixed_low']} to {row['to_fixed_high']}"
         names = ("micro_batches", "padded_to_real", "tries_out_of_memory", "peak_MB")
-        table.add(
-            str(row["method"]),
-            str(row["samples_per_second"]),
-            str(row["to_fixed"]),
-            quartiles,
-            *(str(row[n]) for n in names),
-        )
+        table.add(row["method"], row["samples_per_second"], row["to_fixed"], quartiles, *(row[n] for n in names))
     table.print()
     return 0
 

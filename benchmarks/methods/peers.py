@@ -114,22 +114,16 @@ def _stock(case: Case) -> Prepared:
     return Prepared(lambda: torch.autograd.backward(casts, case.grads, retain_graph=True), case.views)
 
 
-def _flat_grad(case: Case) -> Prepared:
-    """16-bit parameters with a preset fp32 `.grad`: AccumulateGrad adds into it."""
-    params = case.parameters(case.dtype)
-    for param, view in zip(params, case.views, strict=True):
-        param.grad_dtype = None
-        param.grad = view
-    return Prepared(lambda: torch.autograd.backward(params, case.grads), case.views)
+def _preset(grad_dtype: torch.dtype | None) -> Callable[[Case], Prepared]:
+    def prepare(case: Case) -> Prepared:
+        """16-bit parameters with a preset fp32 `.grad` to add to; with `grad_dtype` fp32, autograd widens first."""
+        params = case.parameters(case.dtype)
+        for param, view in zip(params, case.views, strict=True):
+            param.grad_dtype = grad_dtype
+            param.grad = view
+        return Prepared(lambda: torch.autograd.backward(params, case.grads), case.views)
 
-
-def _grad_dtype(case: Case) -> Prepared:
-    """16-bit parameters whose gradients autograd widens before AccumulateGrad adds them."""
-    params = case.parameters(case.dtype)
-    for param, view in zip(params, case.views, strict=True):
-        param.grad_dtype = torch.float32
-        param.grad = view
-    return Prepared(lambda: torch.autograd.backward(params, case.grads), case.views)
+    return prepare
 
 
 def _deepspeed(case: Case) -> Prepared:
@@ -167,8 +161,8 @@ PEERS: dict[str, Callable[[Case], Prepared]] = {
     KEPT: _kept,
     COMPILED: _compiled,
     STOCK: _stock,
-    FLAT_GRAD: _flat_grad,
-    GRAD_DTYPE: _grad_dtype,
+    FLAT_GRAD: _preset(None),
+    GRAD_DTYPE: _preset(torch.float32),
     MEGATRON: _megatron,
     DEEPSPEED: _deepspeed,
 }
