@@ -24,7 +24,7 @@ from torch import Tensor
 from . import __version__, ops
 from .buffers import flat
 from .devices import accelerators, is_available, module, obstacle
-from .offload.checks import available_bytes
+from .offload.host import available_bytes
 from .ops.schema import State
 
 # ---- What is installed on this machine, for the doctor: versions, the NVIDIA driver, the devices that torch finds

@@ -24,8 +24,7 @@ from .capture.inbox import Bucket, MicroBatch
 from .devices import is_accelerator
 from .errors import logger
 from .hooks import Hook, profiled, unfollow
-from .offload.checks import check_parameters
-from .offload.slots import Slots
+from .offload.host import Slots, check_parameters
 from .ranks.choice import choose_ranks
 from .ranks.pipeline import stages_of
 from .splitting.batches import costs_of, samples_of, tree_leaves, tree_map

@@ -27,7 +27,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
 class Slots(Protocol):
-    """Host memory that gradients and weights pass through, one slot per parameter; see `offload.slots`."""
+    """Host memory that gradients and weights pass through, one slot per parameter; see `offload.host`."""
 
     def grow(self, params: Sequence[Tensor]) -> None:
         """Allocate the slots of parameters that have none."""

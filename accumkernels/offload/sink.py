@@ -15,7 +15,7 @@ from ..buffers.flat import FlatBuffer, Segment
 from ..capture.inbox import Bucket, Captured, MicroBatch, Sink
 from ..devices import captures, current_stream
 from ..ops.reference import flat
-from .slots import Slot, Slots, event
+from .host import Slot, Slots, event
 
 
 class HostBucket:

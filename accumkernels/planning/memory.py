@@ -22,7 +22,7 @@ from ..arguments import as_bytes
 from ..buffers.flat import buffer_dtype
 from ..capture.inbox import default_bucket_bytes
 from ..errors import expect, expect_iterable, is_oom_error, wrong_type
-from ..offload.checks import host_bytes
+from ..offload.host import host_bytes
 from ..snapshots import Snapshot
 from ..splitting.memory import BLOCK, LiveBytes, Memory, format_bytes, let_go, memory_of, tensors_of
 from .training import Training, as_device, is_callable, is_module, positive_int, source_of, training_for

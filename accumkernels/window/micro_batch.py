@@ -21,8 +21,8 @@ from ..capture.inbox import Bucket, Captured, MicroBatch, Sink
 from ..capture.static_grads import Watches
 from ..errors import is_oom_error
 from ..hooks import Hook
+from ..offload.host import Slots
 from ..offload.sink import HostBucket, Offload
-from ..offload.slots import Slots
 from ..ranks.base import PendingUnit, Ranks
 from .grad_scaler import LossScaler, backward_from, current_scale, loss_scale, scaled_backward
 from .loss_weighting import LossWeighting, SharedLoss, grad_weight

@@ -16,7 +16,7 @@ from torch import nn
 
 import accumkernels as ak
 from accumkernels import FusedAccumulator
-from accumkernels.offload import sink, slots
+from accumkernels.offload import host, sink
 from tests import simulated_device as sim
 from tests.support.offloaded import BF16, CASES, Twins, assert_same, waiting
 
@@ -76,7 +76,7 @@ FAULTS = {  # what is taken away, where, and what the test then says
         "a sum differs",
     ),
     "rounding over a copy": (
-        slots,
+        host,
         "self._underway.pop().synchronize()",
         "self._underway.pop()",
         "host: the host changed pinned memory",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accumkernels import FusedAccumulator, find_batch_size, memory_report
-from accumkernels.offload import checks, sink, slots
+from accumkernels.offload import host, sink
 from tests import simulated_device as sim
 from tests.examples.test_planning import load
 from tests.support.doc_blocks import ROOT, run_page
@@ -387,36 +387,36 @@ def test_refused_models(monkeypatch):
         FusedAccumulator(nn.Linear(2, 2), cpu_offload=True)
     named = [type("Entry", (), {"param": p, "name": n})() for n, p in mlp().named_parameters()]
     with pytest.raises(ValueError, match="with a process group .* use FSDP2: its CPUOffloadPolicy"):
-        checks.check_parameters(named, Group(), is_stage=False)
+        host.check_parameters(named, Group(), is_stage=False)
     with pytest.raises(ValueError, match="with the stages of a pipeline"):
-        checks.check_parameters(named, None, is_stage=True)
-    monkeypatch.setattr(checks, "is_dtensor", lambda param: True)
+        host.check_parameters(named, None, is_stage=True)
+    monkeypatch.setattr(host, "is_dtensor", lambda param: True)
     with pytest.raises(ValueError, match="with FSDP2: its CPUOffloadPolicy"):
-        checks.check_parameters(named, None, is_stage=False)
+        host.check_parameters(named, None, is_stage=False)
 
 
 def test_too_little_memory(monkeypatch):
     """A machine without room for sums and masters says so, with both numbers, before the system ends the process."""
     model = mlp()
     needed = sum(p.numel() for p in model.parameters()) * (4 + 4 + 2)
-    assert checks.host_bytes(list(model.parameters())) == needed
-    monkeypatch.setattr(checks, "available_bytes", lambda: needed - 1)
+    assert host.host_bytes(list(model.parameters())) == needed
+    monkeypatch.setattr(host, "available_bytes", lambda: needed - 1)
     with pytest.raises(RuntimeError, match=rf"{needed:,} bytes.*{needed - 1:,} bytes"):
         FusedAccumulator(model, cpu_offload=True)
-    monkeypatch.setattr(checks, "available_bytes", lambda: needed)
+    monkeypatch.setattr(host, "available_bytes", lambda: needed)
     FusedAccumulator(model, cpu_offload=True)
 
 
 def test_available_memory(tmp_path, monkeypatch):
     """The smaller of what the machine has, and what a container's limit leaves."""
-    machine = checks.available_bytes()
+    machine = host.available_bytes()
     assert machine > 2**20
     for name, text in (("max", "3000000"), ("current", "2500000"), ("stat", "anon 5\ninactive_file 1000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(checks, "_CGROUPS", tmp_path)
-    assert checks.available_bytes() == 501_000
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    assert host.available_bytes() == 501_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert checks.available_bytes() > 2**20
+    assert host.available_bytes() > 2**20
 
 
 def test_an_optimizer_over_the_model():
@@ -467,8 +467,8 @@ def test_pieces_of_pinned_memory(sizes, monkeypatch):
         made.append(torch.empty(nbytes, dtype=torch.uint8))
         return made[-1]
 
-    monkeypatch.setattr(slots.Slots, "pinned", pinned)
-    found = list(slots.Slots()._memory(sizes))
+    monkeypatch.setattr(host.Slots, "pinned", pinned)
+    found = list(host.Slots()._memory(sizes))
     assert [len(memory) for memory in found] == sizes
     ranges = sorted((m.data_ptr(), m.data_ptr() + len(m)) for m in found if len(m))
     assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
