@@ -254,11 +254,8 @@ class Inbox:
     def _hook(self, key: SegmentKey, sharded: bool) -> Callable[[Tensor], None]:
         """Make the hook that a parameter calls when backward has made its `.grad`."""
         segment = key[0].segments[key[1]]
-        nbytes, queues, pending = (
-            segment.numel * segment.dtype.itemsize,
-            key[0].queues,
-            self._pending[key[0].grad_device],
-        )
+        nbytes, queues = segment.numel * segment.dtype.itemsize, key[0].queues
+        pending = self._pending[key[0].grad_device]
 
         def take(param: Tensor) -> None:
             if is_dynamo_compiling():  # under compiled autograd, which must not look into what follows

@@ -529,10 +529,8 @@ class FusedAccumulation(pl.Callback):
         ran = window.reached or window.accumulator.micro_batches > self._before[index]  # a backward of this batch
         result = NOT_RUN if again is not None and ran and not window.finalized else closure()
         self._take()
-        if (
-            window.notes.stepped and not self._manual
-        ):  # an epoch without backwards: StochasticWeightAveraging's for BatchNorm
-            window.open()
+        if window.notes.stepped and not self._manual:
+            window.open()  # in an epoch without backwards: StochasticWeightAveraging's for BatchNorm
         if self._manual:
             self._say_averaged(window.accumulator.micro_batches - self._before[index])
             self._before[index] = 0

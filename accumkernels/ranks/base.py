@@ -237,12 +237,10 @@ class Ranks:
         Raises:
             RuntimeError: ranks disagree, in the same words on all of them.
         """
+        if self.reduces_sums and report.averaged:
+            return SingleProcess().end_window(report, inspector)
         if self.reduces_sums:
-            return (
-                SingleProcess().end_window(report, inspector)
-                if report.averaged
-                else end_reduced(self, report, inspector)
-            )
+            return end_reduced(self, report, inspector)
         norm = None
         clips = report.norms == 1
         if inspector.unchecked:

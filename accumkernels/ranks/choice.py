@@ -72,7 +72,8 @@ class Choice:
             replicas.check_alike(**same, master_weights=options.master_weights)
         if not stages:
             return replicas
-        rounds = not options.master_weights and any(_is_16bit(entry.param) for entry in named)
+        params = [entry.param for entry in named]
+        rounds = not options.master_weights and any(p.is_floating_point() and p.dtype.itemsize < 4 for p in params)
         joined = Pipeline(replicas, group, rounds)
         joined.check_alike(**same, ranks=replicas.size)
         return joined
@@ -127,10 +128,6 @@ def choose_ranks(params: Any, process_group: Any, shared: Callable[[], list[Tens
         )
     check_ddp(ddp)
     return Choice(ddp.module, process_group, ddp.process_group, ddp, shared)
-
-
-def _is_16bit(param: Tensor) -> bool:
-    return param.is_floating_point() and param.dtype.itemsize < torch.float32.itemsize
 
 
 def _check_said(process_group: Any) -> None:

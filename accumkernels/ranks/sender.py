@@ -444,12 +444,10 @@ class _Sending(_Checking):
     def add(self, bucket: _Bucket, micro_batch: Any) -> None:
         super().add(bucket, micro_batch)
         for buffer, captured in bucket:
-            complete = [index for index in captured.segments if self._is_complete((buffer, index))]
+            keys = [(buffer, index) for index in captured.segments]
+            # Segments that get no more in this backward.
+            complete = [key[1] for key in keys if key in self._leaves_ran or not self._captures.reports(key)]
             self._send_complete(buffer, complete)
 
     def _send_complete(self, buffer: FlatBuffer, segments: Iterable[int]) -> None:
         self._sender.send_complete(self._sent, buffer, segments, self._captures.inbox.order.take)
-
-    def _is_complete(self, key: SegmentKey) -> bool:
-        """Whether a segment that got a gradient gets no more in this backward."""
-        return key in self._leaves_ran or not self._captures.reports(key)

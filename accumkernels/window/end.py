@@ -185,10 +185,8 @@ class End:
             verdict, loss = last.verdict.clone(), last.loss()
             found["micro_batches"] = last.micro_batches
             found["micro_batches_used"], found["weight"] = verdict[VerdictField.USED], verdict[VerdictField.WEIGHT]
-            found["found_inf"], found["step_skipped"] = (
-                verdict[VerdictField.FOUND_INF].float(),
-                verdict[VerdictField.SKIP].float(),
-            )
+            found["found_inf"] = verdict[VerdictField.FOUND_INF].float()
+            found["step_skipped"] = verdict[VerdictField.SKIP].float()
             if loss is not None:
                 found["loss"] = loss[0] / loss[1]
             if last.norm is not None:
@@ -361,7 +359,8 @@ class End:
         # Set no `.grad`, so that optimizers leave their state alone, if the host knows that there is no weight, or if
         # an overflow would leave the momentum of torch's fused SGD undefined, which is worth a synchronisation.
         plan = self.steps.plan
-        withholds = window.known_empty or (plan.fused_sgd and plan.lack_momentum() and self.was_skipped())
+        empty = window.dropped or window.host_weight == 0
+        withholds = empty or (plan.fused_sgd and plan.lack_momentum() and self.was_skipped())
         window.finalize(Outcome(verdict, grads, ended.stats.idle), exposes=not withholds)
         if self._scaler is not None:
             for optimizer in optimizers:

@@ -268,7 +268,7 @@ def scaled_backward(
         gradient = None
         if scaler is None:
             gradient = torch.ones_like(loss)
-        elif _scales_as_torch(scaler):
+        elif type(scaler).scale is _TORCHS_SCALE and "scale" not in vars(scaler):
             if scaler._scale is None:  # its first loss, after a checkpoint too, takes the same way as all others
                 scaler.scale(loss.detach())
             if scaler._scale is not None and scaler._scale.device in (loss.device, _CPU):
@@ -297,7 +297,3 @@ def _is_usual(loss: Tensor) -> bool:
         and not has_torch_function_unary(loss)
         and not torch._C._are_functorch_transforms_active()
     )
-
-
-def _scales_as_torch(scaler: torch.amp.GradScaler) -> bool:
-    return type(scaler).scale is _TORCHS_SCALE and "scale" not in vars(scaler)

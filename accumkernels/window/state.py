@@ -233,11 +233,6 @@ class Window:
         """Whether the weights may sum to zero though nothing overflowed."""
         return self.dropped or not self.host_weight
 
-    @property
-    def known_empty(self) -> bool:
-        """Whether the host already knows that the step will be skipped because there is no weight."""
-        return self.dropped or self.host_weight == 0
-
     @functools.cached_property
     def crosses_ranks(self) -> bool:
         """Whether backward may; asked once, since asking torch.distributed is slow."""
