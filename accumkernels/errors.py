@@ -133,12 +133,6 @@ _MESSAGES = re.compile(
 )
 
 
-def _is_oom(exception: BaseException) -> bool:
-    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(exception, RuntimeError) and _MESSAGES.search(str(exception)) is not None
-
-
 def is_oom_error(exception: BaseException) -> bool:
     """Whether an exception means that memory ran out, on the device or on the host.
 
@@ -154,7 +148,9 @@ def is_oom_error(exception: BaseException) -> bool:
     seen: set[int] = set()
     link: BaseException | None = expect(exception, BaseException, "exception", "an exception")
     while link is not None and id(link) not in seen:
-        if _is_oom(link):
+        if isinstance(link, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(link, RuntimeError) and _MESSAGES.search(str(link)):
             return True
         seen.add(id(link))
         link = link.__cause__

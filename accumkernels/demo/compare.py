@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -365,26 +364,8 @@ def compare(arguments: argparse.Namespace, display: Display) -> None:
             display.measured(f"gradient errors, {key} window")
         wrong = comparison.is_no_mean(window, exact)
     display.stage = "while writing the files"
-    report_on(arguments, comparison, runs, precision, how, wrong, amp, versions, limit, console)
-
-
-def report_on(
-    arguments: argparse.Namespace,
-    comparison: Comparison,
-    runs: list[report.Run],
-    precision: str,
-    how: str,
-    wrong: bool,
-    amp: str,
-    versions: dict[str, Any],
-    limit: int | None,
-    console: Console,
-) -> None:
-    """Print the table and what it says; write compare.json and compare.png."""
-    device = comparison.training.device
-    samples = len(TreeSamples(comparison.full.big_batch.batch))
     mode = f"; in eval mode, since {comparison.evaluates}" if comparison.evaluates else ""
-    batch = f"{samples} samples"
+    batch = f"{size * steps} samples"
     on_budget = "" if limit is None else f", on a budget of {format_bytes(limit)}"
     report.print_table(
         console,
@@ -393,10 +374,10 @@ def report_on(
         exact=precision,
         how=how,
         where=mode,
-        full=comparison.steps,
+        full=steps,
         short=len(comparison.short.micro_batches),
         amp=amp,
-        memory="memory in torch's allocator" if devices.counts_memory(device) else "tensors alive at a time",
+        memory="memory in torch's allocator" if devices.counts_memory(training.device) else "tensors alive at a time",
         batch=f"a batch of {batch}{on_budget}",
     )
     big, stock, fused = runs
@@ -408,7 +389,7 @@ def report_on(
         fused,
         comparison.unit,
         scaled=comparison.init_scale is not None,
-        cache_casts=comparison.training.amp_dtype is not None and not arguments.no_cache_casts,
+        cache_casts=training.amp_dtype is not None and not arguments.no_cache_casts,
         clips=False,
         mode=where,
         loop=not wrong,
@@ -425,11 +406,11 @@ def report_on(
     settings = {
         "factory": arguments.factory,
         "parameters": comparison.parameters,
-        "micro_batch_size": samples // comparison.steps,
-        "accumulation_steps": comparison.steps,
+        "micro_batch_size": size,
+        "accumulation_steps": steps,
         "short_window": [part.tokens for part in comparison.short.micro_batches],
         "unit": comparison.unit,
-        "autocast": amp if comparison.training.amp_dtype is not None else None,
+        "autocast": amp if training.amp_dtype is not None else None,
         "computed_in": amp,
         "loss_scale": comparison.init_scale,
         "exact_gradient": f"{precision}, {how}",

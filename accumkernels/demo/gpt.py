@@ -203,10 +203,13 @@ class GPT(nn.Module):
                 residual = name.endswith("_out.weight")
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of int64 `inputs` and `targets`, both `[samples, length]`."""
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Map int64 `[samples, length]` to `[samples, length, vocabulary]`."""
         x = self.embedding(inputs) + self.position[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+        return self.head(self.norm(x))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Loss of int64 `inputs` and `targets`, both `[samples, length]`."""
+        return F.cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)

@@ -129,23 +129,15 @@ def measure_step_costs(
     window: list[tuple[float, ...]] = []
     with Trials(training, num_iterations, times_parts=True) as trials:
         while time.perf_counter() < end or len(single) < _LEAST_TRIALS:
-            single.append(_time_parts(trials, training.device, size, None))
-            window.append(_time_parts(trials, training.device, size, _WINDOW))
+            for length, times in ((None, single), (_WINDOW, window)):
+                trial, failure, parts = trials.try_size(size, length)
+                if not trial.ok:
+                    where = f"a micro-batch of {size} does not fit on {training.device}"
+                    raise RuntimeError(f"measure_step_costs: {where}: {failure}")
+                times.append(parts)
 
     # A window's first micro-batch differs from the others: the window pays its extra time, or saving, once.
     first, *others, update = map(min, zip(*window, strict=True))  # the fewest seconds of each part, over all trials
     micro_batch, step = sum(others) / len(others), sum(map(min, zip(*single, strict=True)))
     once = max(0.0, update + first - micro_batch)
     return StepCosts({size: size / step}, once, 0.0, micro_batch - (step - once))
-
-
-def _time_parts(trials: Trials, device: torch.device, size: int, length: int | None) -> tuple[float, ...]:
-    """Time the parts of a window of `length` micro-batches, or of a step without accumulation.
-
-    Raises:
-        RuntimeError: memory ran out.
-    """
-    outcome = trials.try_size(size, length)
-    if not outcome.trial.ok:
-        raise RuntimeError(f"measure_step_costs: a micro-batch of {size} does not fit on {device}: {outcome.failure}")
-    return outcome.parts

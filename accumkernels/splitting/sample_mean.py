@@ -130,17 +130,13 @@ class SampleMean:
             self._known.add(kind)
             return
         self._tries[kind] = tries + 1, 0
-        if found is not None and proven is False:
-            self._warn(found)
-
-    def _warn(self, why: str) -> None:
-        if not self._warned:
+        if found is not None and proven is False and not self._warned:
             self._warned = True
             _log.warning(
                 "backward_batch(): no weight was given, and whether the loss is a mean over samples could not be found "
                 "out: %s. If it is a mean over tokens, return their number with the loss: `return loss, (labels != "
                 "-100).sum()`. If it is a mean over samples, `return loss, len(labels)` says so",
-                why,
+                found,
             )
 
 
