@@ -141,9 +141,8 @@ def main() -> None:
     provide_pip(python)
     found = subprocess.run([python, "-c", TORCH_VERSION], capture_output=True, text=True).stdout.strip()
     use_found = found and is_new_enough(found) and not args.replace_torch
-    torch = (
-        [f"torch=={found}"] if use_found else shlex.split(args.torch)
-    )  # or the newest torchvision gets its own torch
+    # Named, or the newest torchvision gets its own torch.
+    torch = [f"torch=={found}"] if use_found else shlex.split(args.torch)
     needed = [*torch, *requirements(python, args.extras)]
     say(f"{f'torch {found}' if use_found else args.torch}, {', '.join(args.extras)}: installing what is missing")
     # Of thousands of modules hundreds are imported: Python compiles these, once, when they are.

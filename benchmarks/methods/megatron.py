@@ -26,8 +26,7 @@ def prepare(case: Case) -> Prepared | None:
     try:
         if not torch.distributed.is_initialized():
             meeting_point = os.path.join(tempfile.mkdtemp(), "store")
-            backend = "nccl" if case.device.type == "cuda" else "gloo"
-            torch.distributed.init_process_group(backend, init_method=f"file://{meeting_point}", rank=0, world_size=1)
+            torch.distributed.init_process_group("nccl", init_method=f"file://{meeting_point}", rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel()
         module = nn.Module()
