@@ -178,6 +178,7 @@ class Ranks:
     Attributes:
         size: How many ranks share a window.
         rank: This rank's number among them.
+        averaged_over: How many ranks with samples of their own sums and weights are means over; 1: they are totals.
         shards: How many of them hold different parts of the same gradients.
         shard: This rank's number among the shards.
         stage: This rank's number in a pipeline, whose ranks have different parameters.
@@ -193,6 +194,7 @@ class Ranks:
 
     size = 1
     rank = 0
+    averaged_over = 1
     shards = 1
     shard = 0
     stage = 0
@@ -325,9 +327,9 @@ class Ranks:
         """Return the largest of each integer on any rank; collective."""
         return [int(n) for n in self.joined(torch.tensor(numbers, device=device), largest=True).tolist()]
 
-    def portion(self, saved_by: int) -> float:
-        """Return this rank's part of the sums in a state of all ranks, of which there were `saved_by`."""
-        return float(self.rank == 0)
+    def portion(self, averaged_over: float) -> float:
+        """Return this rank's part of the sums in a state of all ranks, which are means over `averaged_over` of them."""
+        return averaged_over if self.rank == 0 else 0.0
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """Gather a row from each rank that holds another part of the same gradients, this one's at `shard`."""

@@ -44,6 +44,7 @@ class Sharded(PartialRanks):
     def __init__(self, named: Sequence[NamedParameter], sharded_by_fsdp: bool) -> None:
         self._sharded_by_fsdp = sharded_by_fsdp
         self._factor = DivideFactor(named)
+        self.averaged_over = self._factor.ranks  # those of tensor parallel have the same samples
         self._cuts: dict[int, tuple[dist.ProcessGroup, ...]] = {}  # by id: groups whose ranks each hold another part
         meshes = {id(entry.param): _mesh(entry) for entry in named}
         everyone = _everyone(named, meshes)
@@ -226,9 +227,9 @@ class Sharded(PartialRanks):
         """See `Ranks`; collective."""
         return self.maximum(tensor) if largest else self._group.sum(tensor).div_(self.size)
 
-    def portion(self, saved_by: int) -> float:
-        """See `Ranks`: sums and weights are means over ranks, whose number may have changed."""
-        return saved_by / self.size
+    def portion(self, averaged_over: float) -> float:
+        """See `Ranks`: here they are means over all ranks, on each of them."""
+        return averaged_over / self.averaged_over
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """See `Ranks`; collective."""
@@ -413,6 +414,9 @@ class DivideFactor:
 
     Args:
         named: All parameters.
+
+    Attributes:
+        ranks: How many reduce gradients, each with samples of its own: those of the largest group, 1 without any.
     """
 
     def __init__(self, named: Sequence[NamedParameter]) -> None:
@@ -428,7 +432,7 @@ class DivideFactor:
         # depends on when garbage was collected, and an error would name other parameters on other ranks.
         numbered.sort(key=lambda pair: pair[0])
         self._groups = [(named[number].name, group, _ranks_of(group)) for number, group in numbered]
-        self._ranks = max((ranks for _, _, ranks in self._groups), default=1)
+        self.ranks = max((ranks for _, _, ranks in self._groups), default=1)
 
     def over_mean(self) -> float:
         """How many times larger gradients are than the mean over ranks.
@@ -442,7 +446,7 @@ class DivideFactor:
         first: tuple[str, float] | None = None
         for name, group, ranks in self._groups:
             factor = group.gradient_divide_factor
-            over = 1.0 if factor is None or factor == ranks else self._ranks / factor
+            over = 1.0 if factor is None or factor == ranks else self.ranks / factor
             if first is None:
                 first = name, over
             elif first[1] != over:

@@ -112,8 +112,8 @@ class Pipeline(PartialRanks):
 
 
 # What ranks of the same stage are, and do among themselves.
-_AMONG_REPLICAS = ["size", "rank", "shards", "shard", "reduces_sums", "sender", "check_trainable", "check_noise_scale"]
-_AMONG_REPLICAS += ["follow", "reduce", "joined", "portion", "gather_rows"]
+_AMONG_REPLICAS = ["size", "rank", "averaged_over", "shards", "shard", "reduces_sums", "sender", "check_trainable"]
+_AMONG_REPLICAS += ["check_noise_scale", "follow", "reduce", "joined", "portion", "gather_rows"]
 
 _TABLE: Table = {
     "state": SUM,

@@ -22,7 +22,7 @@ from ..ops.schema import State
 from ..ranks.base import Ranks
 from .state import Window
 
-VERSION = 2
+VERSION = 3  # 2 has the number of ranks as "world_size" of a state of all ranks, too
 ALL_RANKS = -1  # as "rank": the state covers all ranks together
 
 # The type of each entry of a state dict, or the types of the entries inside it.
@@ -107,7 +107,7 @@ def save(store: Store, ranks: Ranks, window: Window, serial: int, *, reduced: bo
         "shapes": {entry.name: list(entry.param.shape) for entry in store.named},
         "rank": ALL_RANKS if of_all else ranks.rank,
         "stage": ranks.stage,
-        "world_size": ranks.size,
+        "world_size": ranks.averaged_over if of_all else ranks.size,
         "window": of_window,
         "serial": serial,
         "loss": losses.tolist(),
@@ -171,7 +171,7 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
         RuntimeError: lists names that are missing, unexpected or of another shape, or says what else does not fit.
     """
     version = state.get("version")
-    if isinstance(version, int) and version != VERSION:
+    if isinstance(version, int) and version not in (2, VERSION):
         raise RuntimeError(f"load_state_dict: format {version}, this version reads {VERSION} (AK34)")
     fault = _fault(state, _FORM, "")
     if fault is None and tuple(state["state"].shape) != (len(State),):
@@ -180,6 +180,8 @@ def check(store: Store, ranks: Ranks, state: Mapping[str, Any]) -> dict[str, Any
         raise RuntimeError(f"load_state_dict: this is not the state_dict() of a FusedAccumulator: {fault} (AK34)")
     renamed = dict(zip(state["shapes"], strip_prefixes(list(state["shapes"])), strict=True))
     checked = dict(state)
+    if version == 2 and state["rank"] == ALL_RANKS:  # and was saved by ranks of this kind
+        checked["world_size"] = ranks.averaged_over * (state["world_size"] / ranks.size if store.sharded else 1)
     for key in ("shapes", "sums", "masters"):
         checked[key] = {renamed.get(name, name): value for name, value in state[key].items()}
     checked["flags"] = {renamed.get(name, name): tag for name, tag in state["flags"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
@@ -176,5 +179,78 @@ def cut_otherwise(rank, size):
         assert float(resumed.noise_scale()) == pytest.approx(float(acc.noise_scale()), rel=1e-9)
 
 
+def of_kind(kind, seed=0):
+    """Model, accumulator and this rank's number among those with samples of their own, of how many."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = net(seed=seed)
+    if kind == "alone":  # all train the same
+        return model, ak.FusedAccumulator(model, process_group=False), 0, 1
+    if kind == "data parallel":
+        return model, ak.FusedAccumulator(model, process_group=dist.group.WORLD), rank, size
+    if kind == "tensor parallel":
+        plan = {
+            "first": ColwiseParallel(output_layouts=Replicate()),
+            "last": RowwiseParallel(input_layouts=Replicate()),
+        }
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["data"])
+        return model, ak.FusedAccumulator(model), mesh.get_local_rank("data"), 2
+    shape, names = ((size,), ("shard",)) if kind == "one row" else ((2, size // 2), ("replicate", "shard"))
+    shard(model, init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return model, ak.FusedAccumulator(model), rank, size
+
+
+def whole(param):
+    """Its gradient, as one process would have it."""
+    return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+
+
+def another_kind_of_ranks(rank, size):
+    """A window begun by ranks of one kind and ended by those of another, which take totals for means otherwise."""
+    kinds = [
+        "one row",
+        "data parallel",
+        "pairs",
+        "tensor parallel",
+        "data parallel",
+        "alone",
+        "tensor parallel",
+        "one row",
+    ]
+    for here, there in itertools.pairwise(kinds):
+        model, acc, number, before = of_kind(here)
+        for x, y in micro_batches(number)[:2]:
+            acc.backward(mse_loss(model(x), y), len(x))
+        name = ranks.shared / f"{here} to {there}"
+        dcp.save({"acc": acc.state_dict(reduced=True)}, checkpoint_id=name)
+        model, acc, number, after = of_kind(there)
+        state = acc.state_dict(reduced=True)
+        dcp.load({"acc": state}, checkpoint_id=name)
+        acc.load_state_dict(state)
+        x, y = micro_batches(number)[2]
+        acc.backward(mse_loss(model(x), y), len(x))
+        acc.finalize()
+        window = [part for n in range(before) for part in micro_batches(n)[:2]]
+        window += [micro_batches(n)[2] for n in range(after)]
+        assert_close(map(whole, model.parameters()), true_grads(window))
+
+
+def of_the_format_before(rank, size):
+    """States of version 2 said how many ranks had saved them, of whatever kind."""
+    for kind in ("one row", "tensor parallel", "data parallel"):
+        model, acc, number, before = of_kind(kind)
+        for x, y in micro_batches(number)[:2]:
+            acc.backward(mse_loss(model(x), y), len(x))
+        state = {**acc.state_dict(reduced=True), "version": 2, "world_size": size}
+        resumed = of_kind(kind)[1]
+        resumed.load_state_dict(state)
+        for one in (acc, resumed):
+            one.finalize()
+        assert_close(map(whole, resumed.parameters()), list(map(whole, acc.parameters())))
+        weights = [one.metrics()["weight"].item() for one in (acc, resumed)]
+        assert weights[0] == weights[1], (kind, weights)
+
+
 TWO_RANKS = [continue_mid_window, the_same_keys_at_any_moment, what_does_not_fit, saved_on_two]
-FOUR_RANKS = [loaded_on_four, cut_otherwise]
+FOUR_RANKS = [loaded_on_four, cut_otherwise, another_kind_of_ranks, of_the_format_before]

@@ -203,7 +203,7 @@ def broken(change):
         (lambda s: s["shapes"].update({"0.bias": [3]}), r"of another shape: 0.bias \(saved \(3,\), here \(9,\)\)"),
         (lambda s: s["masters"].pop("0.bias"), "without a master, .*: 0.bias"),
         (lambda s: s.pop("sums"), r"this is not the state_dict\(\) of a FusedAccumulator"),
-        (lambda s: s.update(version=99), "format 99, this version reads 2"),
+        (lambda s: s.update(version=99), "format 99, this version reads 3"),
         (lambda s: s["window"].pop("micro_batches"), r"\['window'\]\['micro_batches'\] is missing"),
         (lambda s: s.update(serial="7"), r"\['serial'\] is str"),
         (lambda s: s.update(state=torch.zeros(2)), r"'state' has shape \(2,\)"),
