@@ -134,9 +134,16 @@ class FusedAccumulation(pl.Callback):
         """Make the accumulators.
 
         Raises:
+            TypeError: The Trainer is pytorch_lightning's, whose classes are others.
             ValueError: The strategy shards or accumulates by itself; batches are to be split in manual optimization; or
                 there is a weight of batches that training_step takes from an iterator.
         """
+        if not isinstance(trainer, pl.Trainer):  # else its strategies would be taken for some that shard
+            raise TypeError(
+                f"FusedAccumulation needs the Trainer of lightning.pytorch, got {type(trainer).__module__}."
+                f"{type(trainer).__qualname__}: import lightning.pytorch where you import pytorch_lightning (a "
+                "library that makes its Trainer of that package has no adapter)"
+            )
         strategy = trainer.strategy
         ddp = type(strategy) is DDPStrategy  # by type: DeepSpeedStrategy is one
         if not ddp and not isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy)):

@@ -428,6 +428,14 @@ def test_errors():
         fit(Regression(torch.optim.LBFGS, lr=0.1), 4 * SIZE, FusedAccumulation())
 
 
+def test_other_package():
+    """The Trainer of pytorch_lightning has other classes: what is wrong is the package, not the strategy."""
+    other = pytest.importorskip("pytorch_lightning")
+    one = other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[FusedAccumulation()])
+    with pytest.raises(TypeError, match="import lightning.pytorch where you import pytorch_lightning"):
+        FusedAccumulation().on_fit_start(one, Regression())
+
+
 @pytest.mark.parametrize("manual", [False, True])
 def test_fgm(manual, caplog):
     """With the option, the gradient of both losses; without it, what to do is said once, and it raises."""
