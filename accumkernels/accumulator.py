@@ -995,7 +995,8 @@ class FusedAccumulator:
     def _refuse_unsynced(self, caller: str, number: int) -> NoReturn:
         raise RuntimeError(
             f"{caller}: the last {number} micro-batches left no gradient, FSDP2 keeps them: call "
-            "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint"
+            "model.set_requires_gradient_sync(True) before the last backward of a window, and before a checkpoint. If "
+            "a backward has raised before, FSDP2 reduces no more, in a stock loop either: build the model anew"
         )
 
 

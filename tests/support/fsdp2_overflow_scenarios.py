@@ -9,6 +9,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import accumkernels as ak
@@ -226,7 +228,36 @@ def one_rank_drops_the_window(rank, size):
     assert scaler.state_dict()["_growth_tracker"] == 1
 
 
+def what_a_backward_that_raised_leaves(rank, size):
+    """FSDP2 reduces no more after it, in a stock loop either: the error says what to do."""
+    model, stock = net(), net()
+    for of in (model, stock):
+        fully_shard(of.first)
+        fully_shard(of)
+    acc = ak.FusedAccumulator(model)
+    x, y = data(2, 0)
+    for of, backward in ((model, acc.backward), (stock, torch.Tensor.backward)):
+        out = of(x)
+        out.register_hook(_raise)
+        with pytest.raises(ArithmeticError):
+            backward(out.sum())
+        of.reshard()
+    acc.discard()
+    for p in stock.parameters():
+        p.grad = None
+    mse_loss(stock(x), y).backward()
+    assert not any(isinstance(p.grad, DTensor) for p in stock.parameters())
+    acc.backward(mse_loss(model(x), y))
+    with pytest.raises(RuntimeError, match=r"a backward has raised before.*build the model anew"):
+        acc.finalize()
+
+
+def _raise(grad):
+    raise ArithmeticError
+
+
 TWO_RANKS = [
+    what_a_backward_that_raised_leaves,
     overflow_on_one_rank_skips_on_all,
     overflow_drops_a_micro_batch_on_all,
     overflow_raises_on_all,
