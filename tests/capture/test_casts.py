@@ -188,23 +188,11 @@ def expected_elements(model, names):
     return sum(p.numel() for name, p in model.named_parameters() if any(part in name for part in parts) == wanted)
 
 
-def has_lstm(dtype):
-    """Whether oneDNN has its LSTM in this dtype on this processor: of bf16 not with AVX2 alone."""
-    try:
-        with torch.autocast("cpu", dtype=dtype):
-            nn.LSTM(16, 8)(torch.randn(2, 16))
-    except RuntimeError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("options", RELEASES, ids=str)
 @pytest.mark.parametrize("form", ["backward", "of the loop"])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_same_bits_as_stock(name, dtype, form, options):
     """The sums of two windows, with a step between, and a GradScaler; a loop's own backward leaves fp32 `.grad`s."""
-    if name == "lstm" and not has_lstm(dtype):
-        pytest.skip(f"torch has no LSTM in {dtype} here")
     make, inputs, names = MODELS[name]
     torch.manual_seed(0)
     model = make(dtype)
